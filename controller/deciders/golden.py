@@ -147,13 +147,13 @@ def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golde
     if state is None:
         return None
     if fact.act == "record":
-        return _wanted(state, OperatorWish("record", fact.by, worker=fact.worker), cause)
+        return _with_request(state, OperatorWish("record", fact.by, worker=fact.worker), cause)
     if fact.act == "retire":
         retired = state.status == "retired"
-        return state if retired else _wanted(state, OperatorWish("retire", fact.by), cause)
+        return state if retired else _with_request(state, OperatorWish("retire", fact.by), cause)
     if not fact.worker:
         provisional = state.status == "provisional"
-        return _wanted(state, OperatorWish("approve", fact.by), cause) if provisional else state
+        return _with_request(state, OperatorWish("approve", fact.by), cause) if provisional else state
     given = last_answer(state, fact.worker, fact.instance)
     return state if given is None else _unless_agreed(state, OperatorWish("approve", fact.by, given), cause)
 
@@ -170,10 +170,10 @@ def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
     same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
     if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
         return state
-    return _wanted(state, wanted, cause)
+    return _with_request(state, wanted, cause)
 
 
-def _wanted(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+def _with_request(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
     return replace(state, moves=replace(state.moves, wanted=wanted), cause=cause)
 
 
@@ -423,7 +423,7 @@ def decide(
 ) -> Iterator[Decision]:
     """Yield the decisions that agree on or retire this golden. `voters`: the live workers of its key."""
     if state.moves.wanted is not None:
-        yield from _as_wanted(state, state.moves.wanted, now)
+        yield from _decide_request(state, state.moves.wanted, now)
         return
     if may_be_outvoted(policy, state):
         against, confirming = outvoters(
@@ -444,7 +444,7 @@ def decide(
         yield _retirement(state, f"disputed: {state.disputed_by} against {state.proposed_by}", now)
 
 
-def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
+def _decide_request(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
     """Yield the decisions that an operator's request leads to. A golden that is replaced or retired convicts no worker."""
     vote = wanted.vote
     agree = vote or Vote("", "", state.tokens, state.top_k)

@@ -168,17 +168,17 @@ class _Settling:
     shares: Shares | None
     force: InForce
     decided: list[Decision] = field(default_factory=list)
-    asked: list[str] = field(init=False)  # workers to settle
+    selected: list[str] = field(init=False)  # workers to settle
     barred: frozenset[str] = field(init=False)  # kinds of this release that may not be written yet
 
     def __post_init__(self) -> None:
-        self.asked = sorted(self.fleet.workers if self.among is None else self.among)
+        self.selected = sorted(self.fleet.workers if self.among is None else self.among)
         self.barred = new_kinds() - self.force.kinds
 
     def include_all(self, canary_key: str) -> None:
         """Run the machines of all workers of a canary key as well, because a decision changed them."""
         same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
-        self.asked = sorted({*self.asked, *same})
+        self.selected = sorted({*self.selected, *same})
 
     def keep(self, decision: Decision) -> None:
         """Number a decision, assign it to its incident (opened at a first symptom), and absorb it.
@@ -259,7 +259,7 @@ def _goldens(s: _Settling) -> None:
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
     """Run a machine of every worker until it has no more decisions due."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
-    for name in s.asked:
+    for name in s.selected:
         moves = 0
         while moves < MOVES_MAX and (due := s.allowed(decide(policy, state_of(s.fleet.workers[name]), now))):
             s.keep(due[0])  # the rest may be obsolete after this one
@@ -296,8 +296,8 @@ def _drains(s: _Settling) -> None:
 
 def _budgets(s: _Settling) -> None:
     workers = s.fleet.workers
-    asked = [workers[name] for name in s.asked]
-    concerned = {w.joined.model for w in asked if w.budgeted}
+    selected = [workers[name] for name in s.selected]
+    concerned = {w.joined.model for w in selected if w.budgeted}
     for model in sorted(concerned):
         if s.shares is not None:
             ranks = s.shares.ranks(model, workers)
@@ -349,11 +349,11 @@ def _incidents(s: _Settling) -> None:
 
 
 def _forget(s: _Settling) -> None:
-    for name in s.asked:
+    for name in s.selected:
         worker = s.fleet.workers[name]
         for decision in forgetting.decide(s.policy.forgetting, worker, name in s.fleet.awaited, s.now):
             s.keep(decision)
-    s.asked = [name for name in s.asked if name in s.fleet.workers]
+    s.selected = [name for name in s.selected if name in s.fleet.workers]
 
 
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:

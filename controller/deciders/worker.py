@@ -243,7 +243,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     return replace(
         previous,
         joined=fact,
-        health=health.rejoin(previous.health, new.health, new_lineage=told_otherwise(previous.joined, fact)),
+        health=health.rejoin(previous.health, new.health, new_lineage=lineage_changed(previous.joined, fact)),
         breaker=new.breaker,
         drain=new.drain,
         budget=new.budget,
@@ -255,7 +255,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     )
 
 
-def told_otherwise(before: WorkerJoined, now: WorkerJoined) -> bool:
+def lineage_changed(before: WorkerJoined, now: WorkerJoined) -> bool:
     """Return whether an engine reports another lineage than in the worker's last life."""
     return is_new_lineage(now.canary_key, (before.canary_key,))
 

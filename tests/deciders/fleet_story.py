@@ -1,6 +1,6 @@
-"""A fleet told as a story: facts go in, time passes, and every settle goes through a journal in memory.
+"""A fleet scenario for tests: facts go in, time passes, and settles go through an in-memory journal.
 
-Shared by the deciders' tests. Time is virtual; the story keeps every recorded event, so that a test can fold it again.
+Shared by the deciders' tests. Time is virtual. The story keeps every recorded event, so that a test can fold them again.
 """
 
 from collections.abc import Iterable
@@ -181,7 +181,7 @@ def request_failed(
 def poisonous(
     worker: str, left: int, *, instance: str = "i1", under: int = 0, frontend: str = "f0"
 ) -> RequestPoisonous:
-    """A request that fails everywhere; without it so many in a row have failed on this worker."""
+    """Return a request that fails on every worker; `in_a_row` failures remain counted on this worker without it."""
     return RequestPoisonous(
         worker=worker, instance=instance, frontend=frontend, request="r", model="llama", fingerprint="0" * 32,
         reason="engine_error", prompt_tokens=3, max_tokens=9, guided="", failures_in_a_row=left, routed_under=under,
@@ -295,7 +295,7 @@ class Story:
         return self.worker(name).health.status
 
     def record(self, fact: Fact, *, through: int = 0) -> Recorded:
-        """Put one fact into the journal, as a broker would."""
+        """Append one fact to the journal, as a broker would."""
         seq = len(self.events) + 1
         said = isinstance(fact, Decision)
         event = Recorded(
@@ -322,7 +322,7 @@ class Story:
         return decisions
 
     def tell(self, *facts: Fact, fresh: bool = True) -> tuple[Decision, ...]:
-        """Record facts and settle. `fresh`: what was sent, was sent just now."""
+        """Record facts and settle. `fresh`: mark probes as sent just now."""
         for fact in facts:
             self.record(self.stamp(fact) if fresh else fact)
         return self.settle()
@@ -340,7 +340,7 @@ class Story:
         return self.settle()
 
     def reach_trial(self, name: str = "w0") -> None:
-        """Let time pass until an open breaker is due for its trial."""
+        """Let time pass until the trial of an open breaker is due."""
         retry_at = self.worker(name).breaker.retry_at
         assert retry_at is not None
         self.now = retry_at

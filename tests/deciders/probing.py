@@ -1,4 +1,4 @@
-"""How often does a fleet probe itself, at what cost, and what does it see when? Pure arithmetic (N6–N9)."""
+"""The cost, frequency and detection time of canary probes. Pure arithmetic (N6–N9)."""
 
 from datetime import timedelta
 from math import inf
@@ -10,21 +10,21 @@ def checks_per_minute(interval: timedelta, workers: int = 1) -> float:
 
 
 def gpu_share(busy: timedelta, interval: timedelta) -> float:
-    """Return the share of a worker's time that canaries take: `busy` is how long one holds the engine (N7)."""
+    """Return the share of a worker's time that canaries take; `busy`: how long one occupies the engine (N7)."""
     return busy / interval if interval > timedelta(0) else inf
 
 
 def slot_time(prompt: int, answer: int, *, prefill_tokens_per_s: float, tpot: timedelta) -> timedelta:
-    """Return how long a canary holds one slot of the batch: its prefill, and a step for each token of its answer (N7)."""
+    """Return how long a canary occupies a batch slot: its prefill, and a step for each token of its answer (N7)."""
     return timedelta(seconds=prompt / prefill_tokens_per_s) + answer * tpot
 
 
 def detection_after(
     interval: timedelta, failures_max: int = 3, *, confirmed: bool = False
 ) -> tuple[timedelta, timedelta]:
-    """Return the least and the most time from a fault that every canary sees to UNHEALTHY (N8).
+    """Return the shortest and longest time to UNHEALTHY from a fault that every canary sees (N8).
 
-    A confirmed mismatch convicts with the first canary; doubt needs `failures_max` in a row.
+    A confirmed mismatch convicts with the first canary; doubt needs `failures_max` failures in a row.
     """
     later = 0 if confirmed else max(failures_max - 1, 0)
     return later * interval, (later + 1) * interval

@@ -1,7 +1,7 @@
 """A field that is added to a folded state, with a default, survives every kind of fact.
 
-Each state gets a subclass with one field more, as a later release might. A state that is rebuilt field by field, by
-position or by name, comes back without it. A part of a state may be forgotten, but only as a whole: then it is as it began.
+Each state gets a subclass with one more field, as a later release might. A state that is rebuilt field by field, by position
+or by name, loses it. A part of a state may be reset, but only as a whole, to its initial value.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def extended(state: Any) -> Any:
 
 
 def kept(state: Any) -> bool:
-    """Return whether a state still has the field, and each of its parts too, unless that is as it began in all it has."""
+    """Return whether a state and each of its parts still have the field; a part may have been reset as a whole."""
     parts = [getattr(state, f.name) for f in fields(state)]
     parts = [part for part in parts if isinstance(part, PARTS)]
     whole = all(getattr(part, "added", 0) == ADDED or part == type(part)() for part in parts)
@@ -74,7 +74,7 @@ def kept(state: Any) -> bool:
 
 
 def any_state(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Return values of a state, its fields and those of its parts arbitrary and the added ones set."""
+    """Return values of a state: arbitrary fields, also in its parts, and the added ones set."""
     st.register_type_strategy(float, st.floats(0, 1))
     st.register_type_strategy(datetime, INSTANTS)
     hints = get_type_hints(cls)
@@ -87,14 +87,14 @@ STRATEGIES = {cls: any_state(cls) for cls in EVOLVE}
 
 
 def ends(state: Any, fact: Fact) -> bool:
-    """Return whether nothing is left of a state after a fact: of an incident that is closed."""
+    """Return whether a fact ends a state, as the close of an incident does."""
     return isinstance(state, Incident) and isinstance(fact, IncidentClosed)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=3)  # one shows it: each state is rebuilt by one line
-def test_a_machine_keeps_a_field_that_it_does_not_know(kind: type[Fact], data: st.DataObject) -> None:
+@settings(max_examples=3)  # one is enough: each state is rebuilt by one line
+def test_a_machine_keeps_an_unknown_field(kind: type[Fact], data: st.DataObject) -> None:
     fact = data.draw(facts_of(kind))
     for cls, evolve in EVOLVE.items():
         state = data.draw(STRATEGIES[cls])
@@ -103,7 +103,7 @@ def test_a_machine_keeps_a_field_that_it_does_not_know(kind: type[Fact], data: s
 
 
 def states(fleet: Fleet) -> dict[tuple[str, ...], Any]:
-    """Return all states of a fleet by where they stand. A worker's machines are of one life: they stand by its instance."""
+    """Return all states of a fleet by their location. A worker's machines belong to one life, so its instance is part of it."""
     found: dict[tuple[str, ...], Any] = {("fleet",): fleet}
     for name, worker in fleet.workers.items():
         life = ("worker", name, worker.joined.instance)
@@ -117,10 +117,8 @@ def states(fleet: Fleet) -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=3)  # one shows it: each state is rebuilt by one line
-def test_a_fleet_and_all_in_it_keep_a_field_that_they_do_not_know(
-    kind: type[Fact], data: st.DataObject
-) -> None:
+@settings(max_examples=3)  # one is enough: each state is rebuilt by one line
+def test_a_fleet_and_its_states_keep_an_unknown_field(kind: type[Fact], data: st.DataObject) -> None:
     story = data.draw(st.lists(facts_of(WorkerJoined), min_size=2, max_size=4))
     story += data.draw(st.lists(facts_of(kind), min_size=1, max_size=4))
     fleet = extended(Fleet())
@@ -133,21 +131,21 @@ def test_a_fleet_and_all_in_it_keep_a_field_that_they_do_not_know(
         fleet = extended(after)
 
 
-def test_a_state_that_is_rebuilt_from_the_fields_that_are_known_is_caught() -> None:
+def test_a_state_that_is_rebuilt_from_known_fields_is_detected() -> None:
     state = extended(Breaker("w0", "i1"))
     rebuilt = Breaker(*(getattr(state, f.name) for f in fields(Breaker)))
     assert kept(state) and not kept(rebuilt)
 
 
-def test_a_part_that_is_rebuilt_is_caught_and_one_that_is_forgotten_is_not() -> None:
+def test_a_rebuilt_part_is_detected_and_a_reset_one_is_not() -> None:
     state = extended(Health("w0", "i1", canaries=Canaries(failures=2)))
     assert kept(state) and kept(replace(state, canaries=replace(state.canaries, failures=3)))
     assert kept(replace(state, canaries=Canaries()))
     assert not kept(replace(state, canaries=Canaries(failures=3)))
 
 
-def test_every_state_of_a_fleet_is_tried() -> None:
-    """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
+def test_every_state_of_a_fleet_is_covered() -> None:
+    """A new state must be added to `STATES`, or here if the next fact replaces it as a whole."""
     said_once = {LastCanary, Conviction, Vote, OperatorWish, AwaitedWorker, BusyThresholds, Spare}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 

@@ -1,4 +1,4 @@
-"""Whoever asks again and again hears what `settle` says, and a calm fleet is not settled in vain."""
+"""`Asking` gives the same decisions as `settle`, and does not settle a calm fleet again."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ LATER = [timedelta(seconds=s) for s in (0.2, 1, 4.9, 5, 10, 29.9, 30, 50, 60, 61
 
 
 class Counted:
-    """`settle`, and how often it was asked."""
+    """`settle`, with a count of its calls."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -29,7 +29,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_calm_fleet_stays_calm_until_the_time_that_it_names(seed: int) -> None:
+def test_a_calm_fleet_stays_calm_until_next_due(seed: int) -> None:
     r, story, named = random.Random(seed), Story(POLICY), 0
     for _ in range(80):
         story.record(random_fact(r, story, 4))
@@ -42,7 +42,7 @@ def test_a_calm_fleet_stays_calm_until_the_time_that_it_names(seed: int) -> None
     assert named > 5
 
 
-def test_the_end_of_a_dwell_is_a_time_that_a_fleet_names() -> None:
+def test_the_end_of_a_dwell_is_a_next_due_time() -> None:
     story = Story(CARRIED).up("w0", "w1", "w2", "w3")
     story.wait(60)
     story.tell(left("w0"), left("w1"), left("w2"))
@@ -55,7 +55,7 @@ def test_the_end_of_a_dwell_is_a_time_that_a_fleet_names() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whoever_asks_again_and_again_hears_what_settle_says(seed: int) -> None:
+def test_asking_repeatedly_gives_the_decisions_of_settle(seed: int) -> None:
     r, story, counted = random.Random(seed), Story(POLICY), Counted()
     asking, asked = Asking(POLICY, counted), 0
     for _ in range(60):
@@ -80,6 +80,6 @@ def test_a_calm_fleet_is_settled_once_until_a_fact_changes_it() -> None:
     assert counted.times == 2
 
 
-def test_what_is_due_is_said_until_it_is_decided() -> None:
+def test_a_due_decision_is_returned_until_it_is_absorbed() -> None:
     asking, fresh = Asking(POLICY), Fleet()
     assert asking.due(fresh, START) == asking.due(fresh, START) != ()

@@ -43,7 +43,7 @@ def test_fewer_failures_than_the_threshold_open_nothing(count: int) -> None:
     assert story.tell(request_failed("w0", count)) == ()
 
 
-def test_what_a_poisonous_request_has_counted_is_taken_back() -> None:
+def test_the_failures_of_a_poisonous_request_are_withdrawn() -> None:
     story = Story().up("w0", *OTHERS)
     assert story.tell(request_failed("w0", 2), poisonous("w0", 1), request_failed("w0", 2)) == ()
     assert story.worker().breaker.request_failures == 2
@@ -51,13 +51,13 @@ def test_what_a_poisonous_request_has_counted_is_taken_back() -> None:
     assert story.worker().breaker.position == "open"
 
 
-def test_of_a_poisonous_request_that_was_sent_before_the_last_move_nothing_is_taken_back() -> None:
+def test_failures_of_a_poisonous_request_from_before_the_last_move_are_not_withdrawn() -> None:
     story = opened_by_requests()
     before = story.worker()
     assert story.tell(poisonous("w0", 0, under=0), fresh=False) == () and story.worker() == before
 
 
-def test_a_suspect_says_nothing_of_the_worker() -> None:
+def test_a_suspected_request_does_not_count_against_the_worker() -> None:
     story = Story().up("w0", *OTHERS)
     before = story.worker()
     assert story.tell(suspected("w0")) == () and story.worker() == before
@@ -177,7 +177,7 @@ def test_b06_time_is_an_argument() -> None:
     assert [type(d) for d in decide(POLICY, state, START + timedelta(seconds=60))] == [BreakerHalfOpened]
 
 
-def test_stragglers_from_before_a_move_say_nothing() -> None:
+def test_stragglers_from_before_a_move_are_ignored() -> None:
     story = opened_by_requests()
     story.wait(60)
     story.tell(passed("w0"))
@@ -193,7 +193,7 @@ def test_requests_are_no_trial_of_the_fleets_breaker() -> None:
     assert story.worker().breaker.position == "half_open"
 
 
-def test_a_slow_trial_has_passed() -> None:
+def test_a_slow_trial_passes() -> None:
     story = opened_by_requests()
     story.wait(60)
     story.tell(passed("w0", slow=True))
@@ -206,7 +206,7 @@ def test_the_second_result_of_a_trial_is_ignored() -> None:
     assert [type(d) for d in decide(POLICY, state, START)] == [BreakerOpened]
 
 
-def test_nothing_is_tried_on_a_dead_worker() -> None:
+def test_a_dead_worker_gets_no_trial() -> None:
     story = opened_by_requests()
     story.tell(left("w0"))
     assert kinds(story.wait(100_000)) == ["WorkerForgotten"]
@@ -243,7 +243,7 @@ def test_b03_a_frontends_trial_that_gets_lost_is_reclaimed() -> None:
 
 
 def absorb(state: Breaker, number: int, now: datetime) -> tuple[Breaker, int]:
-    """Do what a frontend does: number the breaker's own decisions and take them in."""
+    """Do what a frontend does: number the breaker's own decisions and absorb them."""
     for decision in list(decide(POLICY, state, now)):
         number += 1
         state = evolve(state, replace(decision, number=number))
@@ -269,7 +269,7 @@ def half_opened(number: int) -> BreakerHalfOpened:
 
 
 class Model:
-    """The breaker once more, told as a history: it keeps what was said since the last move and reads it again."""
+    """An independent model of the breaker: it keeps the history since the last move and evaluates it anew."""
 
     def __init__(self) -> None:
         self.position, self.moved_by, self.lost = "closed", 0, 0
@@ -344,13 +344,13 @@ class Model:
         self.said, self.sick, self.moved_by = [], False, number
 
     def _why_muted(self) -> str:
-        """Return the reason for which it opens, if that is only that nothing was answered."""
+        """Return the reason why it opens, if that is only missing answers."""
         if self.sick:
             return ""
         canaries = self._canaries()
         if self.position == "half_open":
             why = canaries[0][1] if canaries else "no result"
-        else:  # what was said last is quoted, if canaries have opened it
+        else:  # the last reason is quoted if canaries opened it
             in_a_row = 0
             for good, _ in canaries:
                 in_a_row = 0 if good else in_a_row + 1

@@ -1,4 +1,4 @@
-"""The ejection budget: doubt may take half of a model out of service, and no more; certainty is not limited."""
+"""The ejection budget: doubt may eject at most half of a model's workers; convictions are not limited."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_a_conviction_by_canary_does_not_remove_the_last_serving_worker() -> Non
 
 
 @pytest.mark.parametrize("fact", [silent("w1"), left("w1"), engine_faulted("w1"), drain_requested("w1")])
-def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_is_gone(fact: Fact) -> None:
+def test_a_worker_convicted_by_canaries_serves_again_when_the_last_other_one_is_gone(fact: Fact) -> None:
     story = Story().up("w0", "w1")
     story.tell(failed("w0", **MISMATCH))
     story.tell(fact)
@@ -120,7 +120,7 @@ def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_i
     assert (kept(story), story.worker("w0").weight) == (set(), 0.0)
 
 
-def test_a_kept_last_worker_to_which_its_devices_leave_nothing_is_replaced_by_another_suspect() -> None:
+def test_a_kept_last_worker_with_devices_that_allow_no_weight_is_replaced_by_another_suspect() -> None:
     story = Story().up("w0", "w1")
     story.tell(failed("w0", **MISMATCH), failed("w1", **MISMATCH))
     assert kept(story) == {"w1"}
@@ -142,7 +142,7 @@ def test_the_last_worker_leaves_when_more_than_a_canarys_golden_convicts_it(fact
     assert (kept(story), story.worker().weight) == (set(), 0.0)
 
 
-def test_a_kept_last_worker_passes_its_trial_and_needs_no_keeping_any_more() -> None:
+def test_a_kept_last_worker_that_passes_its_trial_is_no_longer_kept() -> None:
     story = Story().up("w0")
     story.tell(failed("w0", **MISMATCH))
     story.wait(61)
@@ -151,7 +151,7 @@ def test_a_kept_last_worker_passes_its_trial_and_needs_no_keeping_any_more() -> 
     assert (story.status(), kept(story), story.worker().weight) == (HealthStatus.HEALTHY, set(), 0.25)
 
 
-def test_a_kept_worker_is_let_go_when_it_recovers() -> None:
+def test_a_kept_worker_is_released_when_it_recovers() -> None:
     story = Story().up(*FOUR)
     story.tell(*doubt(*FOUR))
     name = min(kept(story))
@@ -190,7 +190,7 @@ def test_a_kept_worker_is_not_given_up() -> None:
     assert story.worker().weight == 0.1
 
 
-def test_models_have_budgets_of_their_own() -> None:
+def test_each_model_has_its_own_budget() -> None:
     story = Story().up("w0", "w1").up("w2", "w3", model="qwen")
     story.tell(*doubt("w0", "w1"))
     assert len(kept(story)) == 1
@@ -212,7 +212,7 @@ def test_a_joining_worker_neither_counts_nor_is_kept() -> None:
         (failed("w0", reason="non_finite"), resume("w0")),
     ],
 )
-def test_what_was_no_mere_doubt_comes_back_only_by_its_trial(fact: Fact, over: Fact) -> None:
+def test_a_convicted_worker_returns_only_by_its_trial(fact: Fact, over: Fact) -> None:
     story = Story().up("w0")
     story.tell(fact)
     story.tell(over)
@@ -231,7 +231,7 @@ def test_a_worker_heard_again_does_not_count_before_its_trial() -> None:
     assert "w0" not in kept(story)
 
 
-def test_a_worker_that_has_come_back_is_kept_like_any_other() -> None:
+def test_a_worker_that_has_returned_is_kept_like_any_other() -> None:
     story = Story().up("w0")
     story.tell(silent("w0"))
     story.tell(heard("w0"))

@@ -1,4 +1,4 @@
-"""What operators set at any frontend merges in the journal's order, and nonsense changes nothing."""
+"""Thresholds set at any frontend merge in the journal's order, and invalid ones change nothing."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -22,7 +22,7 @@ def after(*said: dict[str, Any], model: str = "m") -> Fleet:
     return fleet
 
 
-def test_what_is_left_open_stays_and_the_last_word_holds() -> None:
+def test_unset_thresholds_stay_and_the_last_value_applies() -> None:
     fleet = after(
         {"active_decode_blocks": 0.8},
         {"active_prefill_tokens": 100, "frontend": "another"},
@@ -38,11 +38,11 @@ def test_what_is_left_open_stays_and_the_last_word_holds() -> None:
     "odd",
     [{"active_decode_blocks": 1.5}, {"active_prefill_tokens": -1}, {"active_prefill_tokens_frac": -0.1}],
 )
-def test_what_makes_no_sense_changes_nothing(odd: dict[str, Any]) -> None:
+def test_invalid_thresholds_change_nothing(odd: dict[str, Any]) -> None:
     assert after({"active_decode_blocks": 0.8}, odd).thresholds["m"] == BusyThresholds(0.8)
     assert after(odd).thresholds["m"] == NEVER
 
 
-def test_zero_is_a_threshold_and_none_is_none() -> None:
+def test_zero_is_a_threshold_and_none_is_unset() -> None:
     assert BusyThresholds(0.0) and BusyThresholds(None, 0) and not NEVER
     assert BusyThresholds(0.0, 0).over(BusyThresholds(0.5, 5, 1.0)) == BusyThresholds(0.0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""A fleet in which not every process knows everything decides as an older version does, and writes no new kind."""
+"""A fleet with processes of an older version decides as that version does, and writes no new kind."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ def at(version: int, kinds: frozenset[str] = frozenset()) -> Fleet:
     return Fleet(number=7, policy=policy, deciders_version=version, kinds=kinds)
 
 
-def test_the_first_leader_of_a_fleet_puts_everything_in_force_at_once() -> None:
+def test_the_first_leader_of_a_fleet_puts_all_kinds_in_force_at_once() -> None:
     first = adopted(Fleet())
     assert first.kinds == tuple(sorted(new_kinds()))
     assert first.deciders_version == DECIDERS_VERSION
@@ -53,7 +53,7 @@ def test_an_older_version_decides_by_its_own_policy_and_writes_it_as_it_did() ->
 
 
 def test_a_leader_that_knows_less_than_is_in_force_adopts_what_it_knows() -> None:
-    """It is one that was rolled back before anything of what it does not know was written."""
+    """It was rolled back before anything unknown to it was written."""
     fleet = replace(at(5, new_kinds() | {"of_tomorrow"}), deciders_version=99)
     fact = adopted(fleet)
     assert fact.deciders_version == DECIDERS_VERSION
@@ -70,4 +70,4 @@ def test_a_decision_of_a_kind_that_is_not_in_force_is_not_made() -> None:
     barred = replace(story.fleet, kinds=frozenset())
     due = settle(story.policy, barred, later)
     assert "worker_forgotten" not in {fact.kind() for fact in due}
-    assert settle(story.policy, barred, later) == due, "it is calm all the same"
+    assert settle(story.policy, barred, later) == due, "the fleet is still calm"

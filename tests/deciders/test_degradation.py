@@ -1,4 +1,4 @@
-"""Capacity and the ladder: what a fleet can carry, and what it gives up when that is too little."""
+"""Capacity and the degradation ladder: what a fleet can carry, and what it gives up below that."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ ONE = worker_capacity(PROFILE, Slo()).effective_capacity_rps
 
 
 def ladder(workers: float, **slo: Any) -> FleetPolicy:
-    """Return a policy whose SLO asks for the capacity of this many workers."""
+    """Return a policy with an SLO that needs the capacity of this many workers."""
     wanted = Slo(slo_throughput_rps=workers * ONE, **slo)
     return FleetPolicy(degradation=DegradationPolicy(slos={"llama": wanted}))
 
@@ -50,7 +50,7 @@ def level(story: Story) -> int:
 
 def at_ratio(ratio: float, state: Degradation, now: datetime = START) -> DegradationChanged | None:
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
-    state, twice = replace(state, served_since=LONG_AGO), [(PROFILE, 2.0)]  # provisioned: twice the objective
+    state, twice = replace(state, served_since=LONG_AGO), [(PROFILE, 2.0)]  # provisioned at twice the SLO
     decision = next(decide(policy, state, [(PROFILE, ratio)], now, twice), None)
     assert decision is None or isinstance(decision, DegradationChanged)
     return decision
@@ -88,7 +88,7 @@ def test_b23_a_level_is_left_only_above_its_entry_and_after_the_dwell(before: in
 
 @pytest.mark.parametrize("provisioned", [1.0, 1.02, 1.05])
 def test_b23_a_level_is_left_with_all_that_is_provisioned(provisioned: float) -> None:
-    """A model provisioned at 100 to 105 % of its objective returns to level 0 at full capacity, and not below it."""
+    """A model provisioned at 100 to 105 % of its SLO returns to level 0 at full capacity, and not below it."""
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
     state = Degradation("m", level=1, since=LONG_AGO, served_since=LONG_AGO)
     full = [(PROFILE, 1.0)] * 20
@@ -102,7 +102,7 @@ def test_b23_a_level_is_left_with_all_that_is_provisioned(provisioned: float) ->
 
 
 def test_b23_a_lower_level_is_left_with_all_that_is_provisioned_too() -> None:
-    """Every exit is capped: at 77 % of its objective a model returns to level 1, which is the best that it can hold."""
+    """Every exit is capped: a model at 77 % of its SLO returns to level 1, the best that it can hold."""
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=100 * ONE)})
     state = Degradation("m", level=2, since=LONG_AGO, served_since=LONG_AGO)
     full = [(PROFILE, 1.0)] * 77
@@ -112,7 +112,7 @@ def test_b23_a_lower_level_is_left_with_all_that_is_provisioned_too() -> None:
 
 @pytest.mark.parametrize("workers", [3, 6, 7, 10, 49, 1000])
 def test_b23_equal_workers_that_sum_to_a_little_less_than_one_are_enough(workers: int) -> None:
-    """Rounding takes no level: each edge has a tolerance (a sum of tenths is 0.9999999999999998 or so)."""
+    """Rounding must not change a level: each comparison has a tolerance (a sum of tenths is 0.9999999999999998 or so)."""
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE * workers * (1 + 4e-16))})
     for level in (0, 1):
         state = Degradation("m", level=level, since=LONG_AGO, served_since=LONG_AGO)
@@ -123,7 +123,7 @@ def test_b23_equal_workers_that_sum_to_a_little_less_than_one_are_enough(workers
 
 
 def test_b23_a_worker_that_should_not_serve_holds_no_level() -> None:
-    """What is provisioned are the workers that should serve: neither dead nor drained ones nor those that still join."""
+    """Workers that should serve are provisioned: not dead, drained or joining ones."""
     story = Story(ladder(2.0)).up("w0", "w1")
     story.wait(6)
     story.tell(left("w0"))
@@ -135,7 +135,7 @@ def test_b23_a_worker_that_should_not_serve_holds_no_level() -> None:
 
 
 def test_a_policy_of_version_5_leaves_levels_as_it_did() -> None:
-    """A policy written before these fields existed decides what it decided then: with the margin alone, to the last bit."""
+    """A policy from before these fields existed decides as it did then: with the margin alone, to the last bit."""
     written = {"degradation": {"entries": [1.0, 0.75, 0.5, 0.25], "margin": 0.05}}
     old = load(written).degradation
     assert (old.exit_at_provisioned, old.tolerance) == (False, 0.0)
@@ -147,7 +147,7 @@ def test_a_policy_of_version_5_leaves_levels_as_it_did() -> None:
     assert list(decide(old, replace(state, level=0), [(PROFILE, 0.9999999999999998)], START))
 
 
-def test_b23_a_ratio_that_trembles_around_an_entry_gives_one_event() -> None:
+def test_b23_a_ratio_that_jitters_around_an_entry_causes_one_event() -> None:
     state, changes, now = Degradation("m", served_since=LONG_AGO), 0, START
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
     for step in range(200):
@@ -194,7 +194,7 @@ def test_b19_capacity_is_requests_per_second_by_littles_law() -> None:
 
 
 def test_b20_load_does_not_lower_capacity() -> None:
-    """A profile is what was registered; nothing about free blocks or running requests can enter."""
+    """A profile holds registered values only: free blocks and running requests cannot affect it."""
     assert set(Profile.__dataclass_fields__) == {
         "kv_blocks",
         "block_tokens",
@@ -216,8 +216,8 @@ def test_b21_the_slos_bound_the_capacity_and_zero_divides_nothing() -> None:
     assert list(decide(off, Degradation("m", served_since=LONG_AGO), [], START)) == []
 
 
-def test_what_no_worker_could_keep_even_alone_bounds_nothing() -> None:
-    """PROFILE takes 10 ms for a token of a lone stream, and 77 ms or so to read the usual prompt."""
+def test_a_latency_that_no_worker_could_meet_alone_is_ignored() -> None:
+    """PROFILE takes 10 ms per token of a lone stream, and about 77 ms to read the default prompt."""
     prefill_ms = 1000 * Slo().mean_prompt_tokens / PROFILE.prefill_tokens_per_s
     slow = Slo(slo_throughput_rps=ONE / 2, slo_tpot_ms=4.0, slo_ttft_ms=prefill_ms / 3)
     free = Slo(slo_throughput_rps=ONE / 2, slo_tpot_ms=None, slo_ttft_ms=None)
@@ -225,18 +225,18 @@ def test_what_no_worker_could_keep_even_alone_bounds_nothing() -> None:
     assert attainable(slow, workers) == free
     assert attainable(Slo(), workers) == Slo()
     barely = Slo(slo_tpot_ms=5.0, slo_ttft_ms=prefill_ms * 0.51)
-    assert attainable(barely, workers) == barely, "with the relaxed SLOs it could be kept"
+    assert attainable(barely, workers) == barely, "it could be met with the relaxed SLOs"
     assert attainable(slow, []) == slow
     state = Degradation("m", served_since=LONG_AGO)
     policy = DegradationPolicy(slos={"m": slow})
     assert list(decide(policy, state, workers, START)) == [], (
-        "else a slow engine would take no request at all"
+        "otherwise a slow engine would accept no request"
     )
     (decision,) = decide(policy, state, [(PROFILE, 0.3)], START)
     assert isinstance(decision, DegradationChanged) and decision.after == 2
 
 
-def test_an_objective_alone_will_do_and_may_be_one_for_all_models() -> None:
+def test_a_single_objective_is_enough_and_may_apply_to_all_models() -> None:
     policy = load(
         {"degradation": {"slos": {"*": {"slo_throughput_rps": 5.0}, "m": {"slo_throughput_rps": 9.0}}}}
     )
@@ -246,7 +246,7 @@ def test_an_objective_alone_will_do_and_may_be_one_for_all_models() -> None:
     assert FleetPolicy().degradation.slo("m") is None
 
 
-def test_a_worker_on_the_ramp_is_not_lost() -> None:
+def test_a_worker_on_the_ramp_counts_as_capacity() -> None:
     story = Story(ladder(1.9)).up("w0", "w1")
     story.wait(5)
     story.tell(engine_faulted("w0"))
@@ -258,7 +258,7 @@ def test_a_worker_on_the_ramp_is_not_lost() -> None:
     assert level(story) == 0 and story.fleet.workers["w0"].weight < 1
 
 
-def test_b24_the_event_says_what_the_level_itself_costs_and_the_ratio_does_not_count_it() -> None:
+def test_b24_the_event_reports_the_cost_of_the_level_and_the_ratio_leaves_it_out() -> None:
     decision = at_ratio(0.9, Degradation("m"))
     assert decision is not None
     assert decision.ratio == pytest.approx(0.9)
@@ -266,7 +266,7 @@ def test_b24_the_event_says_what_the_level_itself_costs_and_the_ratio_does_not_c
     assert 0 < decision.predicted_rps < decision.capacity_rps
 
 
-def test_b24_level_3_is_judged_by_the_relaxed_slo_and_does_not_swing() -> None:
+def test_b24_level_3_is_judged_by_the_relaxed_slo_and_does_not_oscillate() -> None:
     slo = Slo(slo_throughput_rps=ONE, slo_tpot_ms=11.0)
     policy = DegradationPolicy(slos={"m": slo})
     strict = worker_capacity(PROFILE, slo).effective_capacity_rps / ONE
@@ -319,7 +319,7 @@ def test_the_tiers_are_a_setting_and_the_last_is_shed() -> None:
     assert [tiers.rank(tier) for tier in ("gold", "lead", "premium")] == [0, 2, 3]
 
 
-def test_an_old_policy_has_the_usual_tiers() -> None:
+def test_an_old_policy_has_the_default_tiers() -> None:
     assert Tiers.of({"degradation": {"slos": {}}}) == Tiers.of({}) == Tiers(TIERS, "standard")
 
 
@@ -333,7 +333,7 @@ def test_an_old_policy_has_the_usual_tiers() -> None:
         (("gold", "lead"), "standard", "not one of the priority_tiers"),
     ],
 )
-def test_tiers_that_make_no_sense_are_refused(tiers: tuple[str, ...], default: str, what: str) -> None:
+def test_invalid_tiers_are_rejected(tiers: tuple[str, ...], default: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         DegradationPolicy(priority_tiers=tiers, tier_default=default)
 
@@ -369,7 +369,7 @@ def test_n21_fifteen_of_sixteen_are_enough_only_with_a_reserve() -> None:
         assert level(story) == expected
 
 
-def test_n22_what_a_level_costs_is_reckoned_from_the_profile() -> None:
+def test_n22_the_cost_of_a_level_is_computed_from_the_profile() -> None:
     """Batch x 0.75 is not throughput x 0.8: these workers step faster with fewer streams, and lose a tenth."""
     decision = at_ratio(0.9, Degradation("m"))
     assert decision is not None
@@ -462,7 +462,7 @@ slos = st.builds(
 
 
 def gains(curve: Sequence[tuple[float, float]]) -> bool:
-    """Say whether a larger batch never lowers the tokens per second, as on real hardware."""
+    """Return whether a larger batch never lowers the tokens per second, as on real hardware."""
     return all(x1 > x0 and y0 * x1 >= y1 * x0 for (x0, y0), (x1, y1) in pairwise(curve))
 
 

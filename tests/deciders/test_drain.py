@@ -1,4 +1,4 @@
-"""Drains: who wants them, until when, and how they end."""
+"""Drains: their causes, deadlines and outcomes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_empty_and_left_is_dead() -> None:
     assert story.status() is DEAD
 
 
-def test_a_worker_that_leaves_in_the_middle_ends_the_drain() -> None:
+def test_a_worker_that_leaves_while_draining_ends_the_drain() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
     assert outcomes(story.tell(left("w0"))) == ["left"]
@@ -86,7 +86,7 @@ def test_resume_ends_the_drain_and_a_good_canary_the_health() -> None:
     assert story.worker().weight == 0.25
 
 
-def test_resume_and_another_wish_in_one_breath_drain_again() -> None:
+def test_a_resume_and_a_new_request_together_drain_again() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
     decisions = story.tell(resume("w0"), drain_requested("w0", deadline_s=3.0))
@@ -96,7 +96,7 @@ def test_resume_and_another_wish_in_one_breath_drain_again() -> None:
     assert story.status() is DR
 
 
-def test_a_repeated_wish_changes_nothing() -> None:
+def test_a_repeated_drain_request_changes_nothing() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
     deadline = story.worker().drain.deadline
@@ -105,7 +105,7 @@ def test_a_repeated_wish_changes_nothing() -> None:
     assert story.worker().drain.deadline == deadline
 
 
-def test_a_wish_for_another_life_or_a_dead_worker_is_nothing() -> None:
+def test_a_drain_request_for_another_life_or_a_dead_worker_is_ignored() -> None:
     story = Story().up("w0", "w1")
     assert story.tell(drain_requested("w0", "old")) == ()
     story.tell(left("w0"))
@@ -120,7 +120,7 @@ def test_shutdown_drains_within_its_grace() -> None:
     assert (started.reason, started.deadline) == ("shutdown: graceful", story.now + timedelta(seconds=60))
 
 
-def test_a_wish_that_came_onto_the_journal_after_its_deadline_is_not_heeded() -> None:
+def test_a_drain_request_that_reached_the_journal_after_its_deadline_is_ignored() -> None:
     story = Story().up("w0", "w1")
     late, in_time = story.now - timedelta(microseconds=1), story.now
     before = story.worker("w0")

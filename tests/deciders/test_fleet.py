@@ -1,4 +1,4 @@
-"""The wiring: policy in force, bounds, what others read off a worker, and what the fold does with nonsense."""
+"""The fleet as a whole: policy in force, bounds, properties of workers, and a robust fold."""
 
 import json
 from dataclasses import replace
@@ -113,12 +113,12 @@ SETTINGS = TypeAdapter(FleetPolicy)
         ({"drain": {"wait": -1}}, "wait"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_a_sentence(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_rejected_with_one_sentence(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SETTINGS.validate_python(wrong)
 
 
-def test_settings_are_read_as_people_write_them() -> None:
+def test_settings_accept_the_usual_notations() -> None:
     policy = SETTINGS.validate_python(
         {
             "breaker": {"backoff": 1, "wait_min": "PT5S"},
@@ -162,7 +162,7 @@ def test_a_workers_weight_is_the_minimum_of_its_reasons() -> None:
     assert story.worker().reasons[-1] == "draining: operator"
 
 
-def test_a_device_that_limits_a_healthy_worker_is_the_reason_that_is_shown() -> None:
+def test_a_device_that_limits_a_healthy_worker_is_shown_as_the_reason() -> None:
     story = Story().up("w0", "w1")
     story.tell(device_limited("w0", 0.5, device="gpu1"), device_limited("w0", 0.0, device="gpu2"))
     assert (story.worker().weight, story.worker().reasons) == (0.0, ("device gpu2 throttle: leaves 0",))
@@ -184,24 +184,26 @@ def test_the_last_pass_of_each_canary_is_remembered_for_exposure() -> None:
     assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "exception")
 
 
-def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
+def test_every_conviction_is_remembered_with_the_exposed_time() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0"), proposed("w0", canary="c2"), passed("w0", canary="c2"))
     story.now += timedelta(seconds=7)
     assert story.worker().cache_epoch == 0
     wrong: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
-    later = passed("w0", canary="c2")  # absolves nobody
+    later = passed("w0", canary="c2")  # does not acquit
     story.tell(failed("w0", canary="c2", **wrong), later)
     (one,) = story.worker().convictions
     epoch = story.worker().cache_epoch
     assert (one.instance, one.canary, one.since, one.at) == ("i1", "c2", START, story.now)
-    story.tell(failed("w0", canary="c1", **wrong))  # it stands convicted already, and serves nobody
+    story.tell(failed("w0", canary="c1", **wrong))  # it is convicted already, and serves no requests
     assert story.worker().convictions == (one,)
     began = story.now = story.now + timedelta(seconds=1)
     story.tell(joined("w0", "i2"), resume("w0", "i2"))
     assert story.worker().cache_epoch == epoch > 0  # an engine that outlived the first life has its cache
     story.now += timedelta(seconds=1)
-    story.tell(failed("w0", "i2", canary="c2", **wrong))  # its first life's passes say nothing of the second
+    story.tell(
+        failed("w0", "i2", canary="c2", **wrong)
+    )  # passes of its first life do not count for the second
     assert story.worker().convictions == (
         one,
         replace(one, instance="i2", since=began, at=story.now, seq=story.worker().convictions[1].seq),
@@ -209,17 +211,17 @@ def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
     assert story.worker().cache_epoch > epoch
 
 
-def test_whoever_was_served_by_several_dp_ranks_is_exposed_since_they_joined() -> None:
+def test_requests_served_by_several_dp_ranks_are_exposed_since_the_worker_joined() -> None:
     story = Story().up()
     story.tell(replace(joined("w0"), dp=2), proposed("w0"))
     began, story.now = story.now, story.now + timedelta(seconds=7)
-    story.tell(passed("w0", canary="c1"))  # one of them has
+    story.tell(passed("w0", canary="c1"))  # one rank has passed
     story.tell(failed("w0", canary="c1", reason="token_mismatch", confirmed=True, golden="agreed"))
     (one,) = story.worker().convictions
     assert one.since == began and not story.worker().passes
 
 
-def test_a_fleet_can_be_written_down_and_read_again() -> None:
+def test_a_fleet_can_be_serialized_and_restored() -> None:
     story = Story().up("w0", "w1")
     story.tell(proposed("w0"), silent("w1"), failed("w0"))
     written = msgspec.msgpack.encode(story.fleet)
@@ -237,7 +239,7 @@ def test_evolve_shares_what_did_not_change() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(facts(), st.sampled_from([0, 1, 30, 100])), max_size=40))
-def test_evolve_and_settle_take_anything(told: list[tuple[Fact, int]]) -> None:
+def test_evolve_and_settle_accept_any_facts(told: list[tuple[Fact, int]]) -> None:
     fleet, now, policy = Fleet(), START, FleetPolicy()
     for name in ("w0", "w1"):
         fleet = evolve(fleet, Recorded(seq=1, at=START, fact=joined(name), id="j"))

@@ -1,4 +1,4 @@
-"""What the machines together must never do, whatever the world says and in whatever order."""
+"""Invariants of all machines together under any facts in any order."""
 
 import random
 from collections.abc import Callable
@@ -45,7 +45,7 @@ POLICY = FleetPolicy(degradation=DegradationPolicy(slos={"llama": SLO}))
 
 
 def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
-    """Return something that the world might say now; a good part of it late, repeated or about a former life."""
+    """Return a plausible random fact; many are late, repeated or about a former life."""
     name = f"w{r.randrange(workers)}"
     known = story.fleet.workers.get(name)
     if known is None:
@@ -96,7 +96,7 @@ GOLDENS: tuple[Literal["agreed", "provisional", "none"], ...] = ("agreed", "prov
 
 
 def random_story(seed: int, steps: int = 250, workers: int = 5, policy: FleetPolicy = POLICY) -> Story:
-    """Play a random history; between reading and appending more facts slip in, as they do in the world."""
+    """Play a random history in which more facts arrive between reading and appending, as in production."""
     r = random.Random(seed)
     story = Story(policy)
     for _ in range(steps):
@@ -112,7 +112,7 @@ def random_story(seed: int, steps: int = 250, workers: int = 5, policy: FleetPol
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_quiescence_what_is_decided_is_decided(seed: int) -> None:
+def test_a_second_settle_decides_nothing(seed: int) -> None:
     r = random.Random(seed)
     story = Story(POLICY)
     for _ in range(120):
@@ -122,7 +122,7 @@ def test_quiescence_what_is_decided_is_decided(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_worker_gets_at_most_what_its_devices_leave_it_and_no_less_than_it_would_without(seed: int) -> None:
+def test_a_device_limit_caps_the_weight_and_changes_nothing_else(seed: int) -> None:
     r = random.Random(seed)
     story = Story(POLICY)
     limits: dict[tuple[str, str], float] = {}
@@ -143,12 +143,12 @@ def test_a_worker_gets_at_most_what_its_devices_leave_it_and_no_less_than_it_wou
             story.tell(r.choice((passed, failed, slow))(name, instance))
         story.wait(r.choice((0, 1, 70)))
         for worker, w in story.fleet.workers.items():
-            limit = min((value for (whose, _), value in limits.items() if whose == worker), default=1.0)
+            limit = min((value for (name, _), value in limits.items() if name == worker), default=1.0)
             in_service = w.health.status in (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
             assert w.health.weight == (min(w.health.unlimited, limit) if in_service else 0.0)
 
 
-def test_over_an_undisputed_golden_nobody_is_in_doubt_and_over_others_somebody_may_be() -> None:
+def test_only_a_disputed_golden_can_put_workers_in_doubt() -> None:
     r, doubted = random.Random(0), 0
     for _ in range(20):
         story = Story(POLICY)
@@ -230,8 +230,8 @@ def every_incident_closes_at_recovery_or_death(story: Story) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_batch_is_decided_again_alike(seed: int) -> None:
-    """What `replay verify` does: at each decision, fold all that its controller had read and ask again."""
+def test_every_batch_is_decided_again_identically(seed: int) -> None:
+    """Repeat each decision as `replay verify` does: fold everything that its controller had read, and settle again."""
     story = random_story(seed, steps=100)
     order: Order[Fleet] = Order(evolve, Fleet())
     seen: list[Recorded] = []
@@ -243,7 +243,7 @@ def test_every_batch_is_decided_again_alike(seed: int) -> None:
                 rerun: Order[Fleet] = Order(evolve, at)
                 for past in seen:
                     if isinstance(past.fact, Decision) or past.seq <= event.through:
-                        rerun.last_seq = past.seq - 1  # the gap is meant: what came later was not read
+                        rerun.last_seq = past.seq - 1  # the gap is intended: later events were not read
                         rerun.absorb(past)
                 expected = list(settle(POLICY, rerun.shown, event.fact.decided_at))
             assert expected.pop(0) == event.fact

@@ -1,4 +1,4 @@
-"""A worker that left for good is forgotten by all who show the fleet; who waits to join is awaited, for as long as he says so."""
+"""Dead workers are removed from the fleet; workers that wait to join are awaited."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ def test_a_worker_that_left_is_shown_for_ten_minutes_and_its_model_goes_with_the
     assert not story.fleet.workers and not story.fleet.models
 
 
-def test_a_story_is_folded_alike_by_who_reads_it_afresh_under_whatever_policy() -> None:
+def test_a_journal_folds_identically_for_every_new_reader_under_any_policy() -> None:
     story = Story(FleetPolicy(forgetting=ForgettingPolicy(forget_after=timedelta(seconds=5)))).up("w0", "w1")
     story.tell(awaited("w2"), left("w0"))
     story.wait(5)
@@ -42,8 +42,8 @@ def test_a_story_is_folded_alike_by_who_reads_it_afresh_under_whatever_policy() 
     assert order.shown == story.fleet and "w0" not in order.shown.workers
 
 
-def test_a_policy_from_before_this_setting_forgets_nobody() -> None:
-    """So that what was decided under it is decided again alike."""
+def test_a_policy_from_before_this_setting_forgets_no_worker() -> None:
+    """So decisions made under it are decided again alike."""
     written = {name: value for name, value in FleetPolicy().adopted.items() if name != "forgetting"}
     assert load(FleetPolicy().adopted) == FleetPolicy()
     story = Story(load(written)).up("w0")
@@ -51,7 +51,7 @@ def test_a_policy_from_before_this_setting_forgets_nobody() -> None:
     assert story.wait(1e6) == () and next_due(story.policy, story.fleet, story.now) is None
 
 
-def test_nobody_is_forgotten_whose_next_life_is_awaited() -> None:
+def test_a_worker_with_an_awaited_next_life_is_not_forgotten() -> None:
     story = Story().up("w0")
     story.tell(left("w0", mode="immediate"), awaited("w0", "i2"))
     for _ in range(8):
@@ -62,7 +62,7 @@ def test_nobody_is_forgotten_whose_next_life_is_awaited() -> None:
     assert story.worker().weight == 1.0 and not story.fleet.awaited
 
 
-def test_what_convicted_a_worker_outlives_its_being_forgotten() -> None:
+def test_convictions_outlive_the_forgetting_of_a_worker() -> None:
     story = Story().up("w0", "w1")
     story.tell(device_faulted("w0"))
     story.tell(left("w0"))
@@ -73,7 +73,7 @@ def test_what_convicted_a_worker_outlives_its_being_forgotten() -> None:
     assert "w0" not in story.fleet.departed
 
 
-def test_a_late_word_of_a_forgotten_life_brings_nobody_back() -> None:
+def test_a_late_fact_of_a_forgotten_life_restores_no_worker() -> None:
     story = Story().up("w0", "w1")
     story.tell(silent("w0"))
     story.wait(60)
@@ -84,7 +84,7 @@ def test_a_late_word_of_a_forgotten_life_brings_nobody_back() -> None:
     assert story.fleet.workers == before.workers and not story.fleet.awaited
 
 
-def test_so_many_are_remembered_and_the_convicted_last() -> None:
+def test_remembered_workers_are_bounded_and_convicted_ones_are_dropped_last() -> None:
     story = Story().up("w0", "w1")
     story.tell(device_faulted("w0"))
     bad, good = story.worker("w0"), story.worker("w1")
@@ -94,7 +94,7 @@ def test_so_many_are_remembered_and_the_convicted_last() -> None:
     assert len(departed) == DEPARTED_MAX and "w0" in departed and "x0" not in departed
 
 
-def test_who_waits_is_awaited_until_it_has_joined() -> None:
+def test_a_waiting_worker_is_awaited_until_it_has_joined() -> None:
     story = Story()
     story.tell(awaited("w0", reason="cannot connect to http://u"))
     waiting = story.fleet.awaited["w0"]
@@ -107,7 +107,7 @@ def test_who_waits_is_awaited_until_it_has_joined() -> None:
     assert not story.fleet.awaited, "its next life has joined, whatever became of the one that waited"
 
 
-def test_one_that_has_served_before_is_awaited_with_the_model_that_it_served() -> None:
+def test_a_worker_that_has_served_before_is_awaited_with_its_former_model() -> None:
     story = Story().up("w0", model="qwen")
     story.tell(left("w0", mode="immediate"), awaited("w0", "i2"))
     assert story.fleet.awaited["w0"].model == "qwen"
@@ -116,17 +116,17 @@ def test_one_that_has_served_before_is_awaited_with_the_model_that_it_served() -
 @pytest.mark.parametrize(
     ("mode", "gone"), [("graceful", True), ("immediate", False), ("self_initiated", False)]
 )
-def test_only_who_is_told_to_leave_is_awaited_no_more(
+def test_only_a_graceful_exit_ends_the_wait(
     mode: Literal["graceful", "immediate", "self_initiated"], gone: bool
 ) -> None:
-    """Of every other end its supervisor may start another life."""
+    """After any other exit its supervisor may start another life."""
     story = Story()
     story.tell(awaited("w0"), awaited("w1"))
     story.tell(left("w0", mode=mode), left("w1", "another life"))
     assert (set(story.fleet.awaited) == {"w1"}) is gone
 
 
-def test_who_does_not_say_it_again_is_awaited_no_more() -> None:
+def test_a_worker_that_stops_reporting_is_no_longer_awaited() -> None:
     story = Story().up("w9")
     story.tell(awaited("w0"))
     story.wait(60)
@@ -139,7 +139,7 @@ def test_who_does_not_say_it_again_is_awaited_no_more() -> None:
     assert set(story.fleet.awaited) == {"w1"}
 
 
-def test_a_decision_about_another_life_forgets_nobody() -> None:
+def test_a_decision_about_another_life_forgets_no_worker() -> None:
     story = Story().up("w0")
     forgotten = WorkerForgotten(
         worker="w0", instance="i0", number=story.fleet.number + 1, decided_at=story.now

@@ -1,4 +1,4 @@
-"""Goldens: proposed, agreed, disputed, voted on again."""
+"""Goldens: proposed, agreed, disputed, and voted on again."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def golden(story: Story) -> Golden:
 
 
 def dispute() -> Story:
-    """w0 has proposed, w1 answers otherwise."""
+    """Return a story in which w0 has proposed and w1 answers otherwise."""
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", WRONG))
     story.tell(disputed("w1", RIGHT, against="w0"))
@@ -44,12 +44,12 @@ def test_a_pass_against_a_provisional_golden_is_a_vote() -> None:
     assert kinds(story.tell(passed("w1"))) == ["GoldenAgreed"]
 
 
-def test_a_pass_from_before_the_golden_was_known_does_not_overrule_the_workers_own_answer() -> None:
-    """Both are asked before either answer is folded: w1 passed because there was nothing to compare with."""
+def test_a_pass_from_before_the_golden_existed_does_not_replace_the_workers_own_answer() -> None:
+    """Both are probed before either answer is folded: w1 passed because there was no golden to compare with."""
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", WRONG), proposed("w1", RIGHT), passed("w1"))
     assert golden(story).status == "retired"
-    assert (story.status("w0"), story.status("w1")) == (S, S)  # one of them is wrong; nobody knows which
+    assert (story.status("w0"), story.status("w1")) == (S, S)  # one of them is wrong; it is unknown which
     story.tell(joined("w2"), proposed("w2", RIGHT))
     assert (golden(story).by, golden(story).tokens) == (("w1", "w2"), RIGHT)
 
@@ -62,23 +62,23 @@ def test_one_worker_never_agrees_with_itself() -> None:
     assert golden(story).status == "provisional"
 
 
-def test_a_lone_worker_that_an_operator_resumes_after_its_own_golden_convicted_it_begins_anew() -> None:
+def test_a_lone_worker_resumed_after_a_conviction_by_its_own_golden_starts_over() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0", WRONG), passed("w0"))  # it was corrupt when its golden was recorded
     story.tell(left("w0"), joined("w0", "i2"))
     wrong: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
-    story.tell(failed("w0", "i2", **wrong))  # its next life is well, and nobody can know
+    story.tell(failed("w0", "i2", **wrong))  # its next life is healthy, but that cannot be known
     assert story.status("w0") is U
     decisions = story.tell(resume("w0", "i2"))
     assert [d.reason for d in decisions if isinstance(d, GoldenRetired)] == ["disputed: operator against w0"]
-    story.tell(failed("w0", "i2", **wrong))  # a straggler: what is retired convicts nobody
+    story.tell(failed("w0", "i2", **wrong))  # a straggler: a retired golden convicts no worker
     assert not story.worker("w0").health.corrupt
     story.tell(proposed("w0", RIGHT, instance="i2"))
     assert (golden(story).status, golden(story).tokens) == ("provisional", RIGHT)
     assert golden(story).proposed_instance == "i2"
 
 
-def test_a_resumption_leaves_goldens_alone_that_did_not_convict_or_are_agreed() -> None:
+def test_a_resume_keeps_goldens_that_are_agreed_or_did_not_convict() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0"))
     assert story.tell(resume("w0")) == ()
@@ -88,7 +88,7 @@ def test_a_resumption_leaves_goldens_alone_that_did_not_convict_or_are_agreed() 
     assert golden(story).status == "agreed"
 
 
-def test_a_configured_answer_is_agreed_at_once_whoever_says_it() -> None:
+def test_a_configured_answer_is_agreed_at_once() -> None:
     story = Story()
     assert kinds(story.tell(proposed("", configured=True))) == ["GoldenAgreed"]
     assert golden(story).by == ("configured",)
@@ -136,7 +136,7 @@ def test_the_next_worker_decides_and_the_other_is_convicted_by_its_next_canary()
     assert story.status("w0") is U
 
 
-def test_a_dissenter_that_passes_is_forgiven() -> None:
+def test_a_dissenter_that_passes_is_no_longer_in_doubt() -> None:
     story = dispute()
     story.tell(joined("w2"), proposed("w2", RIGHT))
     story.tell(passed("w0"))
@@ -151,8 +151,8 @@ def test_the_survivor_of_a_dispute_is_not_in_doubt_for_ever() -> None:
     assert story.status("w1") is H
 
 
-def test_a_pass_is_no_vote_for_an_answer_that_somebody_contradicts() -> None:
-    """A former leader's proposal (wrong) is folded before the new leader's (right), against which w2 has passed."""
+def test_a_pass_is_no_vote_for_a_disputed_answer() -> None:
+    """A former leader's (wrong) proposal is folded before the new leader's (right) one, which w2 has passed."""
     story = Story().up("w0", "w1", "w2")
     story.record(proposed("w0", WRONG))
     story.record(proposed("w1", RIGHT))
@@ -189,7 +189,7 @@ def test_a_restarted_worker_votes_again() -> None:
     assert story.status("w0") is H
 
 
-def test_a_dispute_about_an_agreed_golden_is_nothing() -> None:
+def test_a_dispute_about_an_agreed_golden_is_ignored() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(proposed("w0"), proposed("w1"))
     story.tell(disputed("w2", WRONG, against="w0"))
@@ -235,26 +235,26 @@ def test_answers_without_logits_agree_by_their_tokens() -> None:
     assert not agrees(Vote("a", "i", (1,)), Vote("b", "i", (2,)), 1e-3)
 
 
-# One tie at the second token: 2 and 3 are 0.05 apart, and each worker drew its own best.
+# One tie at the second token: 2 and 3 are 0.05 apart, and each worker picked its own best.
 SEEN_BY_W0 = (((1, -0.1), (5, -3.0)), ((2, -0.70), (3, -0.75)), ((4, -0.1), (5, -4.0)))
 SEEN_BY_W1 = (((1, -0.1), (5, -3.0)), ((3, -0.71), (2, -0.74)), ((6, -0.2), (5, -4.0)))
 TIED = Vote("w0", "i", (1, 2, 4), SEEN_BY_W0), Vote("w1", "i", (1, 3, 6), SEEN_BY_W1)
 
 
-def test_answers_that_part_at_a_near_tie_are_one_camp() -> None:
+def test_answers_that_diverge_at_a_near_tie_are_one_camp() -> None:
     one, other = TIED
     assert not agrees(one, other, 1e-3), "as before there was a margin"
     assert agrees(one, other, 1e-3, 0.1) and agrees(other, one, 1e-3, 0.1)
     assert not agrees(one, other, 1e-3, 0.01), "a clear lead"
     third = Vote("w2", "i", (1, 7, 4), SEEN_BY_W0)
-    assert not agrees(one, third, 1e-3, 0.1), "7 is in nobody's list"
-    assert not agrees(one, Vote("w1", "i", (1, 3, 6)), 1e-3, 0.1), "without logprobs no tie is seen"
+    assert not agrees(one, third, 1e-3, 0.1), "7 is in neither list"
+    assert not agrees(one, Vote("w1", "i", (1, 3, 6)), 1e-3, 0.1), "without logprobs no tie is visible"
     drifted = Vote("w1", "i", (1, 3, 6), (((1, -0.3), (5, -3.0)), *SEEN_BY_W1[1:]))
     assert not agrees(one, drifted, 1e-3, 0.1), "what comes before the tie is compared"
     assert [len(camp) for camp in camps([*TIED, third], 1e-3, 0.1)] == [2, 1]
 
 
-def test_two_workers_that_part_at_a_near_tie_agree_and_neither_is_in_doubt() -> None:
+def test_two_workers_that_diverge_at_a_near_tie_agree_and_neither_is_in_doubt() -> None:
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", (1, 2, 4), top_k=SEEN_BY_W0, tolerance=1e-3))
     decisions = story.tell(proposed("w1", (1, 3, 6), top_k=SEEN_BY_W1, tolerance=1e-3))
@@ -265,7 +265,7 @@ def test_two_workers_that_part_at_a_near_tie_agree_and_neither_is_in_doubt() -> 
     assert (story.status("w0"), story.status("w1")) == (H, H)
 
 
-def test_before_version_6_two_such_workers_were_at_odds() -> None:
+def test_before_version_6_two_workers_at_a_near_tie_disagreed() -> None:
     story = Story(FleetPolicy().at(5)).up("w0", "w1")
     story.tell(proposed("w0", (1, 2, 4), top_k=SEEN_BY_W0, tolerance=1e-3))
     decisions = story.tell(proposed("w1", (1, 3, 6), top_k=SEEN_BY_W1, tolerance=1e-3))
@@ -287,16 +287,16 @@ def test_a_configured_answer_that_more_workers_contradict_than_confirm_is_retire
     assert [d.reason for d in decisions if isinstance(d, GoldenRetired)] == [
         "disputed: w0, w1 against the configured answer"
     ]
-    assert kinds(decisions) == ["GoldenRetired"], "nobody is in doubt but the configuration"
+    assert kinds(decisions) == ["GoldenRetired"], "only the configuration is in doubt"
     assert story.tell(proposed("", RIGHT, configured=True)) == () and golden(story).status == "retired"
     assert {worker.weight for worker in story.fleet.workers.values()} == {1.0}
     story.tell(proposed("", (9,), configured=True))
     assert (golden(story).status, golden(story).tokens) == ("agreed", (9,)), (
-        "another answer is another matter"
+        "another configured answer counts as new"
     )
 
 
-def test_a_configured_answer_stands_where_as_many_confirm_it_or_its_opponents_differ() -> None:
+def test_a_configured_answer_stands_if_as_many_confirm_it_or_its_opponents_differ() -> None:
     story = configured_story("w0", "w1", "w2", "w3")
     story.tell(disputed("w0", WRONG, against="configured"), disputed("w1", (8,), against="configured"))
     story.tell(passed("w2"), passed("w3"))
@@ -304,13 +304,13 @@ def test_a_configured_answer_stands_where_as_many_confirm_it_or_its_opponents_di
     assert golden(story).status == "agreed"
 
 
-def test_logprobs_that_are_disputed_confirm_no_configured_answer() -> None:
+def test_disputed_logprobs_do_not_confirm_a_configured_answer() -> None:
     story = configured_story("w0", "w1")
     story.tell(disputed("w0", RIGHT, against="configured"), disputed("w1", RIGHT, against="configured"))
     assert golden(story).status == "retired"
 
 
-def test_of_those_who_confirm_a_configured_answer_two_are_remembered() -> None:
+def test_two_confirmations_of_a_configured_answer_are_remembered() -> None:
     story = configured_story("w0", "w1", "w2")
     for name in ("w0", "w1", "w2", "w0"):
         story.tell(passed(name))

@@ -1,4 +1,4 @@
-"""Health by example: the ways back, what outlives an instance, and the seed's defects (B7–B10, B13, B15)."""
+"""Health by example: returns to service, lasting evidence, and the seed's defects (B7–B10, B13, B15)."""
 
 import random
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_a_relapse_while_it_waits_for_its_acquittal_opens_the_breaker_again() ->
 
 
 @pytest.mark.parametrize("fact", [lambda i: failed("w0", **MISMATCH), lambda i: device_faulted("w0")])
-def test_what_convicts_hardware_or_weights_outlives_the_instance(fact: Callable[[str], Fact]) -> None:
+def test_convictions_of_hardware_or_weights_outlive_the_instance(fact: Callable[[str], Fact]) -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(fact("i1"))
     story.tell(left("w0"), joined("w0", "i2"))
@@ -108,7 +108,7 @@ def test_resume_clears_a_conviction_of_the_next_life() -> None:
 
 
 @pytest.mark.parametrize("fact", [silent("w0"), engine_faulted("w0")])
-def test_what_convicts_a_process_dies_with_it(fact: Fact) -> None:
+def test_convictions_of_a_process_end_with_it(fact: Fact) -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(fact)
     story.tell(joined("w0", "i2"))
@@ -151,7 +151,7 @@ def test_silence_that_ends_within_the_time_is_no_death() -> None:
     assert (story.status(), story.worker().weight) == (H, 1.0)
 
 
-def test_a_worker_heard_before_anybody_decided_is_left_alone() -> None:
+def test_a_worker_heard_again_before_a_decision_keeps_its_state() -> None:
     story = Story().up("w0", "w1", "w2")
     assert story.tell(silent("w0"), heard("w0")) == ()
     assert story.status() is H
@@ -227,8 +227,8 @@ def test_slow_reports_must_come_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("frontends", [1, 2, 5])
-def test_slowness_must_last_as_long_however_many_frontends_report_it(frontends: int) -> None:
-    """Each says it once in a window."""
+def test_several_frontends_do_not_shorten_the_time_to_a_suspicion_of_slowness(frontends: int) -> None:
+    """Each frontend reports it once per window."""
     story = Story().up("w0")
     window = [slow("w0", frontend=f"f{n}") for n in range(frontends)]
     story.tell(*window)
@@ -241,7 +241,7 @@ def test_slowness_must_last_as_long_however_many_frontends_report_it(frontends: 
     assert story.status() is H  # what came before the suspicion has been counted
 
 
-def test_a_quick_canary_begins_the_count_of_slow_reports_anew_for_every_frontend() -> None:
+def test_a_quick_canary_resets_the_slow_reports_of_every_frontend() -> None:
     story = Story().up("w0")
     story.tell(slow("w0", frontend="f1"))
     story.tell(passed("w0"))
@@ -262,7 +262,7 @@ def test_slowness_during_the_ramp_keeps_the_smaller_weight() -> None:
     assert story.worker().weight == 1.0
 
 
-def test_facts_that_arrive_together_are_answered_together() -> None:
+def test_facts_that_arrive_together_are_decided_together() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(failed("w0"), failed("w0"), failed("w0"))
     assert story.status() is U
@@ -278,7 +278,7 @@ def test_a_stale_pass_does_not_raise_the_weight() -> None:
     assert story.worker().weight == 0.25
 
 
-def test_an_operator_may_take_a_drained_worker_back_at_any_time() -> None:
+def test_an_operator_may_resume_a_drained_worker_at_any_time() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
     story.tell(drained("w0"))
@@ -311,7 +311,7 @@ def test_a_graceful_stop_is_no_incident() -> None:
     assert "IncidentOpened" not in kinds(story.tell(shutdown("w0"), drained("w0"), left("w0")))
 
 
-def test_a_worker_that_a_fault_ends_is_unhealthy_for_it_though_it_says_both_at_once() -> None:
+def test_a_worker_ended_by_a_fault_is_unhealthy_even_if_it_reports_its_shutdown_too() -> None:
     story = Story().up("w0", "w1")
     told = story.tell(device_faulted("w0"), shutdown("w0", mode="self_initiated"), drained("w0"))
     moves = [(d.after, d.reason) for d in told if isinstance(d, HealthChanged)]
@@ -346,7 +346,7 @@ def test_b08_capacity_counts_by_weight_and_probes_go_on_while_the_breaker_is_ope
     story = Story().up("w0", "w1", "w2")
     story.tell(request_failed("w0", 3))
     assert story.worker().weight == 0.0
-    story.tell(passed("w0"))  # a scheduled probe: heard, though the breaker is open
+    story.tell(passed("w0"))  # a scheduled probe counts although the breaker is open
     last = story.worker().last_canary
     assert last is not None and last.outcome == "passed"
     assert story.worker().breaker.position == "open"
@@ -419,7 +419,7 @@ def test_n07_a_canary_takes_longer_than_its_one_token() -> None:
 
 
 def test_n07_the_default_canaries_take_two_percent_of_one_batch_slot() -> None:
-    """A slot is held for the prefill and every decode step: of an idle 70B group at 20 ms a token 2.1 % of the time."""
+    """A slot is occupied for the prefill and every decode step: 2.1 % of the time of an idle 70B group at 20 ms a token."""
     canary = CanarySettings()
     every, tpot = timedelta(seconds=canary.interval_s), timedelta(milliseconds=20)
     slot = slot_time(canary.prompt_tokens_min, canary.tokens, prefill_tokens_per_s=5000.0, tpot=tpot)
@@ -528,7 +528,7 @@ def test_the_next_life_of_a_limited_worker_begins_without_the_limit() -> None:
     assert story.worker().weight == 1.0
 
 
-def test_a_link_lost_by_all_at_once_leaves_the_fleet_half_in_service() -> None:
+def test_a_link_lost_by_all_workers_at_once_leaves_them_at_half_weight() -> None:
     story = Story()
     story.up("w0", "w1", "w2", "w3")
     story.tell(*(device_limited(name, 0.0) for name in ("w0", "w1", "w2", "w3")))

@@ -1,6 +1,6 @@
-"""Every row of health's table, and every "changes nothing": the full product of states and facts.
+"""Every row of the health table, and every "changes nothing": the full product of states and facts.
 
-The expectations stand here on their own, written from the specification, not from the code.
+The expectations are independent of the code: they are written from the specification.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from events.observations import (
 )
 
 H, S, U, DR, DEAD = HealthStatus
-LIMIT = 0.3  # what a device leaves of the weight
+LIMIT = 0.3  # the weight that a device allows
 
 Arrange = Callable[[Story], Any]
 
@@ -72,7 +72,7 @@ def joining_failed_twice(story: Story) -> None:
 
 
 def joining_carried(story: Story) -> None:
-    """A new life of a worker that wrong answers have convicted."""
+    """A new life of a worker that was convicted of wrong answers."""
     corrupt(story)
     story.tell(joined("w0", "i1x"))
 
@@ -116,7 +116,7 @@ def suspected_slow_quick_twice(story: Story) -> None:
 
 
 def slow_on_the_ramp(story: Story) -> None:
-    """Suspected of slowness at 0.25: a failure is still a failure during the ramp."""
+    """Suspected of slowness at 0.25: a failure still counts as a failure during the ramp."""
     ramping(story)
     story.tell(slow("w0"), slow("w0"), slow("w0"))
 
@@ -148,7 +148,7 @@ def silent_worker(story: Story) -> None:
 
 
 def heard_again(story: Story) -> None:
-    """UNHEALTHY by a silence that is over; its trial has begun."""
+    """UNHEALTHY after a silence that is over; its trial has begun."""
     silent_worker(story)
     story.tell(heard("w0"))
 
@@ -230,7 +230,7 @@ FACTS: dict[str, Make] = {
     "exception": lambda w, i: failed(w, i, reason="exception"),
     "unconfirmed_mismatch": lambda w, i: failed(w, i, reason="token_mismatch", golden="agreed"),
     "unconfirmed_drift": lambda w, i: failed(w, i, reason="logit_drift", golden="agreed"),
-    "confirmed_against_nobody": lambda w, i: failed(w, i, reason="token_mismatch", confirmed=True),
+    "confirmed_without_a_golden": lambda w, i: failed(w, i, reason="token_mismatch", confirmed=True),
     "confirmed_against_anothers": lambda w, i: failed(
         w, i, reason="token_mismatch", confirmed=True, golden="provisional"
     ),
@@ -292,7 +292,7 @@ FAILING = (
     "exception",
     "unconfirmed_mismatch",
     "unconfirmed_drift",
-    "confirmed_against_nobody",
+    "confirmed_without_a_golden",
     "confirmed_against_anothers",
 )
 CONVICTING = (
@@ -309,7 +309,7 @@ ALIVE = [name for name in STATES if name != "dead"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: on any of `facts`, from any of `states`, to this."""
+    """One row of the table: the result of any of `facts` in any of `states`."""
 
     states: tuple[str, ...] | list[str]
     facts: tuple[str, ...]
@@ -340,7 +340,7 @@ ROWS = [
 
 
 def expected(state: str, fact: str) -> tuple[HealthStatus, float]:
-    """Return what the specification says; what no row names changes nothing."""
+    """Return the expectation of the specification; a pair without a row changes nothing."""
     rows = [row for row in ROWS if state in row.states and fact in row.facts]
     assert len(rows) <= 1, f"the table contradicts itself for {state} on {fact}"
     if fact == "device_limited":
@@ -359,7 +359,7 @@ def test_each_state_can_be_reached(state: str) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_whole_table(state: str) -> None:
-    """One test for all facts of a state: two thousand tests of their own would cost more than what they ask."""
+    """One test covers all facts of a state: two thousand separate tests would cost more than they check."""
     found = {}
     for fact, make in FACTS.items():
         story = Story()
@@ -388,13 +388,13 @@ def test_a_new_instance_joins_as_suspicious_with_weight_0(state: str) -> None:
     assert story.status() == S
     assert worker.weight == (1.0 if worker.serves_suspect else 0.0)
     assert not worker.serves_suspect or worker.health.corrupt, (
-        "as the only worker, though a canary convicted it"
+        "as the only worker, although a canary convicted it"
     )
     assert worker.breaker.position == "closed"
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_former_instance_does_not_come_back(state: str) -> None:
+def test_a_former_instance_does_not_return(state: str) -> None:
     story = Story()
     STATES[state][0](story)
     story.tell(joined("w0", "next"))
@@ -415,7 +415,7 @@ def test_silence_ends_every_life_after_30_s(state: str) -> None:
 
 
 def test_no_kind_of_fact_about_a_worker_is_missing_from_the_table() -> None:
-    """What names no worker, and what is told for the operator alone, cannot reach a worker's health."""
+    """Facts that name no worker, or only inform the operator, cannot affect a worker's health."""
     known = {type(make("w0", "i1")) for make in FACTS.values()} | {type(joined("w0"))}
     about_workers = {kind for kind in KINDS.values() if issubclass(kind, WorkerObservation)}
     assert about_workers <= known, {kind.__name__ for kind in about_workers - known}

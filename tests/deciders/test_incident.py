@@ -1,4 +1,4 @@
-"""Incidents: one story from the first symptom to recovery or death."""
+"""Incidents: one incident from the first symptom to recovery or death."""
 
 from fleet_story import (
     Story,
@@ -66,7 +66,7 @@ def test_death_closes_it() -> None:
     assert [d.outcome for d in closed] == ["dead"]
 
 
-def test_a_worker_that_comes_back_as_a_new_instance_is_the_same_story() -> None:
+def test_a_worker_that_returns_as_a_new_instance_continues_its_incident() -> None:
     story = Story().up("w0", "w1")
     story.tell(silent("w0"))
     opened = story.worker().incident
@@ -85,7 +85,7 @@ def test_a_breaker_alone_is_an_incident() -> None:
     assert isinstance(story.tell(passed("w0"))[-1], IncidentClosed)
 
 
-def test_a_wish_is_no_incident() -> None:
+def test_a_requested_drain_is_no_incident() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
     story.wait(60)

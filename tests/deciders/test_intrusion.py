@@ -1,5 +1,4 @@
-"""A worker whose attempts harm others is taken out of service until an operator resumes it. An impossible registration makes
-no worker."""
+"""Intruders are ejected until an operator resumes them; impossible registrations are rejected."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,7 +43,7 @@ def test_an_intruder_is_taken_out_of_service_with_its_reason() -> None:
     assert story.status("w1") is HealthStatus.HEALTHY
 
 
-def test_good_canaries_do_not_bring_it_back_and_an_operator_does() -> None:
+def test_an_intruder_returns_by_an_operators_resume_not_by_good_canaries() -> None:
     story = serving()
     story.tell(refused())
     for _ in range(20):
@@ -54,13 +53,13 @@ def test_good_canaries_do_not_bring_it_back_and_an_operator_does() -> None:
     assert not story.worker("w0").health.intrusion
 
 
-def test_a_report_without_ejection_or_about_another_life_moves_nothing() -> None:
+def test_an_intrusion_report_without_ejection_or_about_another_life_changes_nothing() -> None:
     story = serving()
     story.tell(refused(eject=False), refused(instance="i0"), refused(worker="w7"))
     assert story.status("w0") is HealthStatus.HEALTHY
 
 
-def test_a_policy_of_before_decides_as_before() -> None:
+def test_an_older_policy_decides_as_before() -> None:
     story = serving(FleetPolicy(health=HealthPolicy(eject_intruders=False)))
     story.tell(refused())
     assert story.status("w0") is HealthStatus.HEALTHY

@@ -1,4 +1,4 @@
-"""What a policy, as the journal carries it, promises of a model's first tokens."""
+"""The SLO of a model's time to first token, read from a policy as the journal carries it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def adopted(**slos: Slo) -> Any:
         (adopted(other=Slo(slo_ttft_ms=200)), 500.0),
     ],
 )
-def test_the_models_own_objective_then_everybodys_then_the_usual(
+def test_the_models_own_slo_then_the_shared_one_then_the_default(
     policy: Any, objective: float | None
 ) -> None:
     assert slo_of(policy, "m").slo_ttft_ms == objective

@@ -1,5 +1,8 @@
-"""A worker that was only silent is tried as soon as it answers again, and returns with all the weight that it had; a timeout of
-a busy worker is no failure; under a policy of deciders version 5 all is decided as it was then."""
+"""Recovery after silence.
+
+A worker that was only silent is tried as soon as it answers, and returns with its full weight. A timeout of a
+busy worker is no failure. Under a policy of deciders version 5 everything is decided as before.
+"""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +20,7 @@ BEFORE = load({})
 
 
 def timeouts(story: Story, *names: str, times: int = 3, every_s: float = 30, **more: Any) -> None:
-    """Let canaries of these workers time out, so many times in a row."""
+    """Let canaries of these workers time out, `times` times in a row."""
     for _ in range(times):
         story.tell(*[failed(name, reason="timeout", under=story.fleet.number, **more) for name in names])
         story.wait(every_s)
@@ -32,7 +35,7 @@ def whole(story: Story, *names: str) -> bool:
     return all((story.status(name), story.worker(name).weight) == (H, 1.0) for name in names)
 
 
-def test_a_partition_of_12_s_costs_one_good_canary_after_it() -> None:
+def test_a_partition_of_12_s_ends_with_one_good_canary() -> None:
     story = Story().up("w0", "w1", "w2")
     story.wait(100)
     story.tell(silent("w0"))
@@ -43,7 +46,7 @@ def test_a_partition_of_12_s_costs_one_good_canary_after_it() -> None:
     assert whole(story, "w0")
 
 
-def test_all_workers_that_gave_no_answer_are_whole_two_good_canaries_later() -> None:
+def test_silent_workers_have_full_weight_after_two_good_canaries() -> None:
     names = ("w0", "w1", "w2")
     story = Story().up(*names)
     timeouts(story, *names)
@@ -54,7 +57,7 @@ def test_all_workers_that_gave_no_answer_are_whole_two_good_canaries_later() -> 
     assert whole(story, *names)
 
 
-def test_a_trial_that_failed_for_want_of_an_answer_is_repeated_half_a_wait_later_once_there_is_one() -> None:
+def test_a_trial_that_got_no_answer_is_repeated_half_a_wait_later_once_the_worker_answers() -> None:
     story = Story().up("w0", "w1", "w2")
     timeouts(story, "w0")
     story.wait(60)
@@ -83,7 +86,7 @@ def test_a_worker_that_gave_a_wrong_answer_waits_and_returns_by_the_ramp(reason:
     assert (story.status(), story.worker().weight) == (H, 0.25)
 
 
-def test_a_wrong_answer_while_it_is_out_takes_the_short_way_from_it() -> None:
+def test_a_wrong_answer_while_out_of_service_removes_the_early_return() -> None:
     story = Story().up("w0", "w1", "w2")
     timeouts(story, "w0", every_s=0)
     story.tell(failed("w0", reason="token_mismatch", under=story.fleet.number))
@@ -91,7 +94,7 @@ def test_a_wrong_answer_while_it_is_out_takes_the_short_way_from_it() -> None:
     assert story.worker().breaker.position == "open"
 
 
-def test_requests_that_failed_in_a_row_are_no_mere_silence() -> None:
+def test_consecutive_failed_requests_do_not_count_as_silence() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(request_failed("w0", 3))
     assert story.worker().breaker.position == "open"
@@ -99,7 +102,7 @@ def test_requests_that_failed_in_a_row_are_no_mere_silence() -> None:
     assert story.worker().breaker.position == "open"
 
 
-def test_a_connection_that_comes_and_goes_takes_no_worker_in_and_out_every_few_seconds() -> None:
+def test_a_flapping_connection_does_not_take_a_worker_in_and_out_every_few_seconds() -> None:
     story, returned = Story().up("w0", "w1", "w2"), 0
     for _ in range(30):
         story.tell(silent("w0"))
@@ -112,7 +115,7 @@ def test_a_connection_that_comes_and_goes_takes_no_worker_in_and_out_every_few_s
     assert 0 < returned <= 6, "of 30 silences in 300 s: once in 60 s"
 
 
-def test_three_timeouts_of_a_worker_whose_engine_goes_on_are_a_suspicion_of_slowness_and_no_more() -> None:
+def test_three_timeouts_with_a_progressing_engine_only_raise_a_suspicion_of_slowness() -> None:
     story = Story().up("w0", "w1", "w2")
     timeouts(story, "w0", times=2, engine_went_on=True)
     assert whole(story, "w0")
@@ -125,7 +128,7 @@ def test_three_timeouts_of_a_worker_whose_engine_goes_on_are_a_suspicion_of_slow
     assert whole(story, "w0")
 
 
-def test_timeouts_of_all_workers_take_none_of_them_out_while_their_engines_go_on() -> None:
+def test_timeouts_of_all_workers_eject_none_while_their_engines_make_progress() -> None:
     names = ("w0", "w1", "w2")
     story = Story().up(*names)
     timeouts(story, *names, times=20, engine_went_on=True)
@@ -139,7 +142,7 @@ def test_soft_evidence_of_any_kind_leaves_half_of_the_workers_in_service() -> No
     assert sum(story.worker(name).routable for name in names) >= 2
 
 
-def test_a_policy_of_before_decides_as_before() -> None:
+def test_an_older_policy_decides_as_before() -> None:
     story = Story(BEFORE).up("w0", "w1", "w2")
     story.tell(silent("w0"))
     assert story.tell(heard("w0")) == ()

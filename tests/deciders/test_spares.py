@@ -1,4 +1,4 @@
-"""Spares: they wait with their weights loaded, and take the places of those that are lost."""
+"""Spares wait with their weights loaded, and replace lost workers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def spare(worker: str, instance: str = "i1", **changes: Any) -> WorkerJoined:
 
 
 def fleet(*spares: str, policy: FleetPolicy | None = None) -> Story:
-    """Two workers that serve, and spares that have passed their first canary."""
+    """Return a story with two workers that serve, and spares that have passed their first canary."""
     story = Story(policy).up("w0", "w1")
     for name in spares:
         story.tell(spare(name))
@@ -55,14 +55,14 @@ def kept(story: Story) -> set[str]:
     return {name for name, worker in story.fleet.workers.items() if worker.spare.kept}
 
 
-def test_a_spare_is_healthy_and_gets_nothing() -> None:
+def test_a_spare_is_healthy_and_gets_no_requests() -> None:
     story = fleet("s0")
     one = story.worker("s0")
     assert (one.health.status, one.health.weight, one.weight) == (HealthStatus.HEALTHY, 1.0, 0.0)
     assert not one.expected and one.carries == 0.0 and one.reasons == ("spare",) and one.well
 
 
-def test_whoever_falls_silent_is_replaced_at_once_at_full_weight() -> None:
+def test_a_silent_worker_is_replaced_at_once_at_full_weight() -> None:
     story = fleet("s0")
     decisions = story.tell(silent("w0"))
     (activated,) = [one for one in decisions if isinstance(one, SpareActivated)]
@@ -83,13 +83,13 @@ def test_whoever_falls_silent_is_replaced_at_once_at_full_weight() -> None:
     ],
     ids=["ended by itself", "killed", "device", "non-finite", "corrupt"],
 )
-def test_what_is_beyond_doubt_is_a_loss(loss: object) -> None:
+def test_a_conviction_counts_as_a_loss(loss: object) -> None:
     story = fleet("s0")
     assert callable(loss)
     assert "SpareActivated" in kinds(loss(story))
 
 
-def test_a_device_that_leaves_no_weight_is_a_loss_and_is_named() -> None:
+def test_a_device_that_allows_no_weight_is_a_loss_and_is_named() -> None:
     story = fleet("s0")
     assert "SpareActivated" not in kinds(story.tell(device_limited("w0", 0.3, device="gpu0")))
     decisions = story.tell(device_limited("w0", 0.0, device="gpu1"))
@@ -97,14 +97,14 @@ def test_a_device_that_leaves_no_weight_is_a_loss_and_is_named() -> None:
     assert activated.reason == "device gpu1 throttle"
 
 
-def test_what_a_spare_gives_back_is_the_last_that_has_moved_a_models_capacity() -> None:
+def test_the_release_of_a_spare_is_the_last_change_of_a_models_capacity() -> None:
     story = fleet("s0")
     (activated,) = [one for one in story.tell(silent("w0")) if isinstance(one, SpareActivated)]
     after = [e.fact for e in story.events if isinstance(e.fact, WorkerDecision)]
     assert after[-1] == activated and story.fleet.models["llama"].cause == f"decision:{activated.number}"
 
 
-def test_the_state_store_shows_who_is_kept_and_in_whose_place_others_serve() -> None:
+def test_the_state_store_shows_spares_and_the_places_that_they_fill() -> None:
     story = fleet("s0", "s1")
     story.tell(silent("w0"))
     rows = {
@@ -128,13 +128,13 @@ def test_doubt_is_a_loss_only_after_a_trial_has_failed() -> None:
     assert "SpareActivated" in kinds(story.tell(failed("w0")))
 
 
-def test_who_leaves_in_good_order_leaves_no_place() -> None:
+def test_a_worker_that_leaves_gracefully_is_not_replaced() -> None:
     story = fleet("s0")
     decisions = [*story.tell(drain_requested("w0")), *story.tell(left("w0")), *story.tell(left("w1"))]
     assert "SpareActivated" not in kinds(decisions) and kept(story) == {"s0"}
 
 
-def test_who_ends_himself_is_lost_before_he_has_left_and_after() -> None:
+def test_a_worker_that_shuts_itself_down_is_lost_before_and_after_it_leaves() -> None:
     story = fleet("s0")
     assert "SpareActivated" in kinds(story.tell(shutdown("w0", mode="self_initiated")))
     late = Story().up("w0", "w1")
@@ -143,13 +143,13 @@ def test_who_ends_himself_is_lost_before_he_has_left_and_after() -> None:
     assert "SpareActivated" in kinds(late.tell(passed("s0")))
 
 
-def test_who_is_killed_while_an_operator_drains_him_leaves_no_place() -> None:
+def test_a_worker_that_is_killed_while_draining_is_not_replaced() -> None:
     story = fleet("s0")
     decisions = [*story.tell(drain_requested("w0")), *story.tell(left("w0", mode="immediate"))]
     assert "SpareActivated" not in kinds(decisions)
 
 
-def test_a_spare_that_is_lost_as_the_returned_one_is_well_is_not_replaced_besides() -> None:
+def test_a_spare_lost_as_the_returned_worker_recovers_is_not_replaced_twice() -> None:
     story = fleet("s0", "s1", policy=RELEASE)
     story.tell(silent("w0"))
     taker = next(name for name in ("s0", "s1") if not story.worker(name).spare.kept)
@@ -160,7 +160,7 @@ def test_a_spare_that_is_lost_as_the_returned_one_is_well_is_not_replaced_beside
     assert serving(story) == {"w0", "w1"} and len(kept(story)) == 2
 
 
-def test_a_spare_that_is_not_well_takes_no_place_until_it_is() -> None:
+def test_an_unhealthy_spare_replaces_no_worker() -> None:
     story = Story().up("w0", "w1")
     story.tell(spare("s0"))
     assert "SpareActivated" not in kinds(story.tell(silent("w0")))
@@ -170,14 +170,14 @@ def test_a_spare_that_is_not_well_takes_no_place_until_it_is() -> None:
 @pytest.mark.parametrize(
     "changes", [{"revision": "r2"}, {"tp": 8}, {"dp": 2}, {"model": "mistral"}, {"dtype": "fp8"}]
 )
-def test_a_spare_of_another_kind_takes_no_place(changes: dict[str, Any]) -> None:
+def test_a_spare_of_another_kind_replaces_no_worker(changes: dict[str, Any]) -> None:
     story = Story().up("w0", "w1")
     story.tell(spare("s0", **changes))
     story.tell(passed("s0"))
     assert "SpareActivated" not in kinds(story.tell(silent("w0")))
 
 
-def test_a_spare_of_another_host_is_preferred() -> None:
+def test_a_spare_on_another_host_is_preferred() -> None:
     story = Story()
     for name, host, is_spare in (("w0", "a", False), ("s0", "a", True), ("s1", "b", True)):
         story.tell(replace(joined(name), spare=is_spare, topology=Topology(host=host)))
@@ -186,7 +186,7 @@ def test_a_spare_of_another_host_is_preferred() -> None:
     assert serving(story) == {"s1"}
 
 
-def test_who_comes_back_is_the_spare() -> None:
+def test_a_returning_worker_becomes_the_spare() -> None:
     story = fleet("s0")
     story.tell(silent("w0"))
     story.tell(joined("w0", "i2"))
@@ -199,7 +199,7 @@ def test_who_comes_back_is_the_spare() -> None:
     assert serving(story) == {"w1", "w0"} and story.worker("w0").spare.place == ""
 
 
-def test_or_it_has_its_place_again_and_the_spare_is_released() -> None:
+def test_with_release_a_returning_worker_gets_its_place_back() -> None:
     story = fleet("s0", policy=RELEASE)
     story.tell(silent("w0"))
     story.tell(joined("w0", "i2"))
@@ -209,7 +209,7 @@ def test_or_it_has_its_place_again_and_the_spare_is_released() -> None:
     assert serving(story) == {"w0", "w1"} and kept(story) == {"s0"}
 
 
-def test_it_has_its_place_again_only_at_full_weight() -> None:
+def test_a_returning_worker_gets_its_place_back_only_at_full_weight() -> None:
     story = fleet("s0", policy=RELEASE)
     story.tell(device_faulted("w0"))
     assert kept(story) == {"w0"}
@@ -224,7 +224,7 @@ def test_it_has_its_place_again_only_at_full_weight() -> None:
     assert kept(story) == {"s0"}
 
 
-def test_a_spare_that_is_lost_in_a_place_is_replaced_by_the_next_for_the_same_place() -> None:
+def test_a_lost_replacement_is_replaced_by_the_next_spare_for_the_same_place() -> None:
     story = fleet("s0", "s1", policy=RELEASE)
     story.tell(silent("w0"))
     story.tell(silent("s0"))
@@ -234,7 +234,7 @@ def test_a_spare_that_is_lost_in_a_place_is_replaced_by_the_next_for_the_same_pl
     assert serving(story) == {"w0", "w1"} and kept(story) == {"s0", "s1"}
 
 
-def test_a_lost_one_that_is_heard_again_stays_a_spare() -> None:
+def test_a_lost_worker_that_is_heard_again_stays_a_spare() -> None:
     story = fleet("s0")
     story.tell(silent("w0"))
     story.tell(heard("w0"))
@@ -242,7 +242,7 @@ def test_a_lost_one_that_is_heard_again_stays_a_spare() -> None:
     assert story.worker("w0").well and serving(story) == {"w1", "s0"}
 
 
-def test_its_place_outlives_its_life_and_that_it_is_forgotten() -> None:
+def test_the_role_of_a_spare_outlives_its_life_and_its_forgetting() -> None:
     story = fleet("s0")
     story.tell(left("w0", mode="immediate"))
     story.wait(700)
@@ -252,7 +252,7 @@ def test_its_place_outlives_its_life_and_that_it_is_forgotten() -> None:
     assert kept(story) == {"w0"}
 
 
-def test_who_registers_otherwise_than_before_begins_as_he_says() -> None:
+def test_a_worker_that_registers_another_role_starts_with_it() -> None:
     story = fleet("s0")
     story.tell(left("s0"))
     story.tell(joined("s0", "i2"))
@@ -260,13 +260,13 @@ def test_who_registers_otherwise_than_before_begins_as_he_says() -> None:
     assert serving(story) == {"w0", "w1", "s0"}
 
 
-def test_without_a_spare_nothing_is_said_of_places() -> None:
+def test_without_a_spare_no_place_changes() -> None:
     story = Story().up("w0", "w1")
     assert not {"SpareActivated", "SpareReleased"} & {*kinds(story.tell(silent("w0")))}
     assert "spares" not in FleetPolicy().adopted and "spares" in RELEASE.adopted
 
 
-def test_a_decision_about_a_former_life_gives_no_place() -> None:
+def test_a_decision_about_a_former_life_assigns_no_place() -> None:
     story = fleet("s0")
     before = story.fleet
     said = SpareActivated(
@@ -328,4 +328,4 @@ def _check(story: Story, decisions: tuple[Decision, ...]) -> None:
             assert one.worker != one.replaces
     waiting = [w for w in workers.values() if w.spare.kept and w.well]
     lost = [w for w in workers.values() if not w.spare.kept and w.lost]
-    assert not (waiting and lost), "somebody waits beside an empty place"
+    assert not (waiting and lost), "a spare waits beside an empty place"

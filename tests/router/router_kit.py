@@ -1,4 +1,4 @@
-"""Endpoints of workers that nobody needs to reach."""
+"""Endpoints of workers that need not be reachable."""
 
 from typing import Any
 

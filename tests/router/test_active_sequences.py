@@ -1,4 +1,4 @@
-"""The slot tracker knows what a plain list of the requests in flight knows, whatever was said to it in whatever order."""
+"""The slot tracker agrees with a plain list of requests in flight, for any events in any order."""
 
 from itertools import pairwise
 from math import e
@@ -93,7 +93,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
             assert sharing == (sum(common[-1] in one for one in held) if common else 0)
 
     @invariant()
-    def everybody_has_this_to_do(self) -> None:
+    def every_holder_has_the_same_work(self) -> None:
         assert len(self.slots) == len(self.there)
         for holder in RANKS:
             mine = [one for one in self.there.values() if one[0] == holder]
@@ -105,7 +105,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
     def the_tree_is_the_smallest(self) -> None:
         for path in self.ever:
             pieces = self.slots.pieces(sequence_hashes(path))
-            assert all(users for _, users in pieces), "nobody uses it"
+            assert all(users for _, users in pieces), "it has no users"
             assert all(one[1] != following[1] for one, following in pairwise(pieces)), "could be one"
 
 
@@ -114,7 +114,7 @@ TestAgainstAPlainList = AgainstAPlainList.TestCase
 
 
 def reading(*prompts: tuple[int, float | None]) -> ActiveSequences:
-    """Return a tracker where a worker reads prompts of so many tokens, for which it needs so many seconds."""
+    """Return a tracker with a worker that reads prompts of (tokens, expected seconds)."""
     slots = ActiveSequences()
     for name, (tokens, expected_s) in enumerate(prompts):
         slots.add(name, W, now=0.0, prefill_tokens=tokens, expected_s=expected_s)
@@ -129,16 +129,16 @@ def reading(*prompts: tuple[int, float | None]) -> ActiveSequences:
         ([(100, 10.0)], 2.55, 75),  # a token that is half read is still to be read
         ([(100, 10.0)], 99.0, 0),
         ([(100, 10.0), (60, 5.0)], 5.0, 110),
-        ([(100, 10.0), (60, 5.0)], 13.0, 30),  # on into the next, at the same pace
+        ([(100, 10.0), (60, 5.0)], 13.0, 30),  # continues into the next, at the same pace
         ([(100, 10.0), (60, 5.0)], 99.0, 0),
         ([(100, 10.0), (60, None)], 5.0, 110),
-        ([(100, 10.0), (60, None)], 13.0, 60),  # nobody knows how long the other takes
-        ([(100, None), (60, 5.0)], 13.0, 160),  # nor this one, which is the oldest
+        ([(100, 10.0), (60, None)], 13.0, 60),  # the other has no prediction
+        ([(100, None), (60, 5.0)], 13.0, 160),  # nor has this one, which is the oldest
         ([(100, 0.0), (60, 5.0)], 0.0, 60),  # as good as read
         ([(100, 0.0), (60, 5.0)], 9.0, 60),
     ],
 )
-def test_a_prompt_that_is_read_weighs_less_with_time(
+def test_a_prompt_being_read_counts_less_with_time(
     prompts: list[tuple[int, float | None]], now: float, left: float
 ) -> None:
     assert reading(*prompts).work(W, now=now).prefill_tokens == left
@@ -159,7 +159,7 @@ def test_a_prompt_that_ends_before_the_oldest_leaves_the_oldest_alone() -> None:
     assert slots.work(W, now=5.0).prefill_tokens == 50
 
 
-def test_requests_of_which_nothing_was_heard_for_an_hour_are_forgotten() -> None:
+def test_requests_without_an_event_for_an_hour_are_forgotten() -> None:
     slots = ActiveSequences()
     slots.add("a", W, [1], now=0.0, prefill_tokens=5)
     slots.add("b", W, [1, 2], now=10.0)
@@ -179,7 +179,7 @@ def test_an_answer_counts_each_block_that_it_fills() -> None:
         slots.output("a", tokens)
         blocks.append(slots.work(W, now=0.0).blocks)
     assert blocks == [2, 3, 4, 4]
-    slots.output("nobody", 9)
+    slots.output("unknown", 9)
     slots.free("a", now=0.0)
     assert slots.work(W, now=0.0).blocks == 0
 
@@ -191,9 +191,9 @@ def test_answers_are_not_counted_by_default() -> None:
     assert slots.work(W, now=0.0).blocks == 1
 
 
-def test_a_row_goes_to_somebody_else_only_after_its_holder_is_forgotten() -> None:
+def test_a_row_is_reused_only_after_its_holder_is_forgotten() -> None:
     slots, ranks = ActiveSequences(), [WorkerRank(f"w{number}", "i") for number in range(101)]
-    rows = slots.rows(ranks[:100])  # more than there are at first
+    rows = slots.rows(ranks[:100])  # more than the initial rows
     assert len(set(rows.tolist())) == 100
     slots.add("a", ranks[7], [1], now=0.0, prefill_tokens=3)
     layout = slots.layout
@@ -204,7 +204,7 @@ def test_a_row_goes_to_somebody_else_only_after_its_holder_is_forgotten() -> Non
     assert set(slots.holders) == {*ranks} - {ranks[7]}
 
 
-def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
+def test_recently_sent_tokens_count_for_some_seconds() -> None:
     slots = ActiveSequences()
     slots.add(1, W, now=0.0, prefill_tokens=1000)
     slots.free(1, now=1.0)
@@ -213,20 +213,20 @@ def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
     assert slots.work(W, now=RECENT_S).recent_tokens == pytest.approx(1000 / e + 1000)
     assert slots.work(W, now=2 * RECENT_S).recent_tokens == pytest.approx(1000 / e**2 + 1000 / e)
     assert slots.work(W, now=0.0).recent_tokens == pytest.approx(1000 / e + 1000), (
-        "a time before adds nothing"
+        "an earlier time adds nothing"
     )
     slots.add("told later", W, now=0.0, prefill_tokens=1000, owner="f2")
     assert slots.work(W, now=RECENT_S).recent_tokens == pytest.approx(2000 / e + 1000), (
-        "nobody else's is lost"
+        "no other frontend's is lost"
     )
     slots.free("told later", now=0.0)
     (load,) = slots.rank_loads([W])
     assert load.recent_tokens_at(15.0) == pytest.approx(slots.work(W, now=15.0).recent_tokens)
 
 
-def test_the_columns_say_what_stands_however_seldom_they_are_asked() -> None:
+def test_the_columns_are_current_however_rarely_they_are_read() -> None:
     slots, dice = ActiveSequences(), Random(7)
-    holders = [WorkerRank(f"w{number}", "i") for number in range(100)]  # more than there are rows at first
+    holders = [WorkerRank(f"w{number}", "i") for number in range(100)]  # more than the initial rows
     alive: list[int] = []
     for request in range(2000):
         slots.add(request, dice.choice(holders), [1, 2, request], now=0.0, prefill_tokens=dice.randrange(9))
@@ -244,7 +244,7 @@ def test_the_columns_say_what_stands_however_seldom_they_are_asked() -> None:
             assert columns.recent_tokens.tolist() == [one.recent_tokens for one in rank_loads]
 
 
-def test_a_holder_does_not_inherit_what_one_before_it_was_sent() -> None:
+def test_a_holder_does_not_inherit_the_sent_tokens_of_its_predecessor() -> None:
     slots = ActiveSequences()
     old, new = WorkerRank("w", "old"), WorkerRank("w", "new")
     slots.add(1, old, now=0.0, prefill_tokens=1000)

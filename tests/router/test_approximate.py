@@ -1,4 +1,4 @@
-"""What is taken to be cached is what was sent lately, and never more of it than there may be."""
+"""The approximate cache holds what was recently sent, and never more than its limit."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,7 +54,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
         assert len(self.cache) == len(self.sent)
 
     @invariant()
-    def nobody_is_kept_of_whom_nothing_is(self) -> None:
+    def only_holders_with_blocks_are_kept(self) -> None:
         assert (len(self.cache) > 0) == bool(self.cache.holders)
         assert set(self.cache.holders) <= {holder for holder, _ in self.sent}
         living = {holder for (holder, _), at in self.sent.items() if at + TTL_S > self.now}
@@ -65,7 +65,7 @@ AgainstAPlainRecord.TestCase.settings = settings(max_examples=40, stateful_step_
 TestAgainstAPlainRecord = AgainstAPlainRecord.TestCase
 
 
-def test_where_there_is_too_much_the_oldest_goes_first_and_of_a_prompt_its_end() -> None:
+def test_above_the_limit_the_oldest_blocks_are_dropped_from_the_end_of_the_prompt() -> None:
     cache = ApproximateCache(blocks_max=10)
     first, second, third = (sequence_hashes([n, 0, 0, 0]) for n in (1, 2, 3))
     cache.sent(W, first, now=0.0)
@@ -80,7 +80,7 @@ def test_where_there_is_too_much_the_oldest_goes_first_and_of_a_prompt_its_end()
     assert kept == [0, 4, 3]
 
 
-def test_what_ends_all_at_once_is_forgotten_in_turns() -> None:
+def test_a_mass_expiry_is_processed_in_parts() -> None:
     cache = ApproximateCache(ttl_s=TTL_S)
     for number in range(1000):
         cache.sent(RANKS[number % 3], sequence_hashes([number, 0]), now=0.0)
@@ -91,7 +91,7 @@ def test_what_ends_all_at_once_is_forgotten_in_turns() -> None:
     assert len(cache) == 0
 
 
-def test_what_those_who_are_gone_had_is_freed_without_another_prompt() -> None:
+def test_the_blocks_of_gone_holders_are_freed_without_another_prompt() -> None:
     cache = ApproximateCache()
     for number in range(200):
         cache.sent(W, [number], now=0.0)
@@ -113,7 +113,7 @@ def test_the_longer_of_two_matches_counts() -> None:
     assert tiered == Matches(longer, longer, {A: 5, B: 2, C: 1})
 
 
-def test_prompts_that_branch_end_each_at_its_time_and_what_they_share_with_the_last() -> None:
+def test_branching_prompts_expire_separately_and_their_common_prefix_with_the_last() -> None:
     cache = ApproximateCache(ttl_s=TTL_S)
     one, other = sequence_hashes([1, 2, 3]), sequence_hashes([1, 2, 4])
     cache.sent(W, one, now=0.0)

@@ -1,4 +1,4 @@
-"""When is a worker busy? Dynamo's thresholds, strict, over all of its DP ranks."""
+"""Busy workers: Dynamo's thresholds, strict, over all DP ranks of a worker."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ HALF = BusyThresholds(active_decode_blocks=0.5)
         (HALF, RankLoadSeen(kv_used=50, kv_total=100), False),  # strict
         (HALF, RankLoadSeen(kv_used=51, kv_total=100), True),
         (HALF, RankLoadSeen(decode_blocks=51, kv_total=100), True),  # by our own count
-        (HALF, RankLoadSeen(kv_used=10**6, kv_total=0), False),  # of how many?
+        (HALF, RankLoadSeen(kv_used=10**6, kv_total=0), False),  # total unknown
         (BusyThresholds(1.0), RankLoadSeen(kv_used=100, kv_total=100), False),
         (BusyThresholds(0.0), RankLoadSeen(kv_used=0, kv_total=100), False),
         (BusyThresholds(0.0), RankLoadSeen(kv_used=1, kv_total=100), True),
@@ -38,8 +38,12 @@ HALF = BusyThresholds(active_decode_blocks=0.5)
             False,
         ),  # floor(151.5)
         (BusyThresholds(None, None, 1.5), RankLoadSeen(prefill_tokens=152, step_tokens=101), True),
-        (BusyThresholds(None, None, 1.5), RankLoadSeen(prefill_tokens=10**9), False),  # it does not say
-        (BusyThresholds(0.5, 10), RankLoadSeen(kv_used=99, kv_total=100), True),  # either will do
+        (BusyThresholds(None, None, 1.5), RankLoadSeen(prefill_tokens=10**9), False),  # not reported
+        (
+            BusyThresholds(0.5, 10),
+            RankLoadSeen(kv_used=99, kv_total=100),
+            True,
+        ),  # one exceeded threshold is enough
         (BusyThresholds(0.5, 10), RankLoadSeen(prefill_tokens=11), True),
         (NEVER, RankLoadSeen(10**9, 1, 10**9, 10**9, 1), False),
     ],
@@ -76,7 +80,7 @@ def test_n25_a_worker_is_busy_only_if_all_of_its_dp_ranks_are() -> None:
         ((None, None, -0.5), "active_prefill_tokens_threshold_frac must be"),
     ],
 )
-def test_a_threshold_that_makes_no_sense_is_refused(
+def test_an_invalid_threshold_is_rejected(
     values: tuple[float | None, int | None, float | None], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -101,7 +105,7 @@ thresholds = st.builds(
 
 
 @given(thresholds, ranks, shares, st.integers(0, 50))
-def test_more_load_never_makes_a_rank_free_and_a_lower_threshold_neither(
+def test_neither_more_load_nor_a_lower_threshold_makes_a_rank_free(
     given_thresholds: BusyThresholds, rank: RankLoadSeen, factor: float, more: int
 ) -> None:
     if not rank.busy(given_thresholds):

@@ -1,4 +1,4 @@
-"""For a few candidates the costs are computed one by one: they are those that the columns say."""
+"""The costs of a few candidates, computed one by one, equal those of the columns."""
 
 import pytest
 from filter_rules import Links
@@ -61,11 +61,11 @@ def test_the_costs_are_those_of_the_columns(
     assert request.device == request.terms.device.tolist()
 
 
-def test_what_is_not_simple_is_left_to_the_columns() -> None:
+def test_complex_cases_are_left_to_the_columns() -> None:
     slots = ActiveSequences()
     candidates = Candidates.of((endpoint("w1"),), slots)
-    nobody = dict[WorkerRank, int]()
-    prompt = ScoredPrompt(BLOCK, BLOCK, [1], Matches(nobody, nobody, nobody))
+    none = dict[WorkerRank, int]()
+    prompt = ScoredPrompt(BLOCK, BLOCK, [1], Matches(none, none, none))
 
     def simple(prompt: ScoredPrompt = prompt, pricing: Pricing = USUAL) -> bool:
         return ScoringRequest(candidates, prompt, pricing, slots, None, 0.0, 0.5).costs_of_few() is not None

@@ -1,4 +1,4 @@
-"""The filter leaves the same whether it looks at all or at the best ones first; and who is chosen is the best that it leaves."""
+"""The filter gives the same result for all endpoints at once and one at a time."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -31,7 +31,7 @@ CAP = 4
 
 @dataclass(frozen=True)
 class Made:
-    """One worker, as the rules see it."""
+    """One worker as the rules see it."""
 
     weight: float = 1.0
     reachable: bool = True
@@ -41,9 +41,9 @@ class Made:
     others: int = 0
     recently_heard: bool = True
     blocks: int = 0  # in use there
-    waiting_max: int | None = None  # beside a batch of one
+    waiting_max: int | None = None  # in addition to a batch of one
     refused: bool = False  # a request, since it last reported its load
-    enough: bool = False  # to do, by its KV blocks or what it has to read
+    enough: bool = False  # overloaded, by its KV blocks or unread prompts
 
 
 MADE = st.builds(
@@ -65,24 +65,24 @@ FLEETS = st.lists(MADE, max_size=14)
 
 @dataclass(frozen=True)
 class Asked:
-    """Of whom, and for what, there must be room."""
+    """The parameters of one filter call."""
 
     room: Headroom = Headroom.FRESH
     frontends: int = 1
-    contenders: int = 1  # frontends whose requests wait, this one's too
+    contenders: int = 1  # frontends with waiting requests, including this one
 
 
 ASKED = st.builds(Asked, st.sampled_from(Headroom), st.integers(1, 3), st.integers(1, 3))
 
 
 def holds_one_more(one: Made) -> bool:
-    """Say whether a worker whose batch is of one can hold another request."""
+    """Return whether a worker with a batch of one can hold another request."""
     whole = one.active + one.others
     return not one.refused and (one.waiting_max is None or whole < 1 + one.waiting_max)
 
 
 def takes_a_fresh_one(one: Made, asked: Asked) -> bool:
-    """Say whether a worker may get a request that begins, as far as the frontends' own cap goes."""
+    """Return whether a worker may get a new request by the frontends' own cap."""
     share = one.active * asked.frontends < CAP or asked.frontends == 1
     modest = (
         one.waiting_max is None
@@ -93,7 +93,7 @@ def takes_a_fresh_one(one: Made, asked: Asked) -> bool:
 
 
 def plainly(fleet: list[Made], asked: Asked) -> list[int]:
-    """Filter in the order in which the module's page says it."""
+    """Filter in the order of the module's docstring."""
     numbers = list(range(len(fleet)))
     room = {
         n: asked.room is Headroom.NONE
@@ -145,7 +145,7 @@ def filter_of(fleet: list[Made], asked: Asked) -> tuple[Filter, list[Endpoint]]:
 
 
 @given(FLEETS, ASKED, st.floats(0, 1, exclude_max=True))
-def test_the_best_of_those_that_are_left(fleet: list[Made], asked: Asked, draw: float) -> None:
+def test_the_best_remaining_endpoint_is_chosen(fleet: list[Made], asked: Asked, draw: float) -> None:
     among, endpoints = filter_of(fleet, asked)
     slots = ActiveSequences()
     for n, made in enumerate(fleet):
@@ -172,8 +172,8 @@ def test_the_best_of_those_that_are_left(fleet: list[Made], asked: Asked, draw: 
         assert int(chooser.choose(among, prompt, mode=mode, now=0.0, draw=draw).endpoint.worker) in left
 
 
-def test_where_all_are_full_by_the_counts_nobody_is_looked_at_more_closely() -> None:
-    """In an overload each refusal looks at all of them: at 64 workers' KV blocks that took a third of a frontend's time."""
+def test_workers_that_are_full_by_the_counts_get_no_load_check() -> None:
+    """In an overload each rejection checks all workers: checking 64 workers' KV blocks took a third of a frontend's time."""
     among, endpoints = filter_of([Made(active=CAP)] * 3 + [Made(others=CAP)], Asked())
     looked: list[Endpoint] = []
 
@@ -182,12 +182,12 @@ def test_where_all_are_full_by_the_counts_nobody_is_looked_at_more_closely() -> 
         return False
 
     among.rules = rules(among.rules.plane, CAP, look)
-    assert among.left() == [endpoints[3]], "others have its batch full, but a frontend alone may fill its own"
+    assert among.left() == [endpoints[3]], "others fill its batch, but a lone frontend may fill its own share"
     assert looked == [endpoints[3]]
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_equals_are_chosen_evenly_though_some_are_out(mode: Mode) -> None:
+def test_equal_workers_are_chosen_evenly_even_if_some_are_out(mode: Mode) -> None:
     fleet = [Made(tried=True), Made(reachable=False), Made(), Made(), Made()]
     among, _ = filter_of(fleet, Asked())
     chooser, counts, dice = Chooser(ActiveSequences()), dict.fromkeys("234", 0), Random(1)

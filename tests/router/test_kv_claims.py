@@ -47,16 +47,16 @@ def test_a_worker_that_claims_more_blocks_than_it_registered_loses_its_claims(
     assert key == ("w0", "i1") and "claim" in why
     assert made.index.count(LIAR) == 0 and made.index.count(honest) == 89
     claim(made, LIAR, 0, [7777], 2)
-    assert made.index.count(LIAR) == 0, "nothing more is believed of this life"
+    assert made.index.count(LIAR) == 0, "no further claims of this life are accepted"
     made.absorb([registered("w0"), registered("w1"), registered("w2")], 1.0)
     claim(made, LIAR, 0, [7777], 0)
     assert made.index.count(LIAR) == 0
     made.absorb([replace(registered("w0"), instance="i2"), registered("w1")], 2.0)
     claim(made, WorkerRank("w0", "i2", 0), 0, [7777], 0)
-    assert made.index.count(WorkerRank("w0", "i2", 0)) == 1, "its next life is believed again"
+    assert made.index.count(WorkerRank("w0", "i2", 0)) == 1, "claims of its next life are accepted"
 
 
-def test_a_worker_whose_claims_no_request_finds_loses_them(
+def test_a_worker_loses_claims_that_no_request_finds(
     view: tuple[KvView, list[tuple[Key, str]]],
 ) -> None:
     made, lost = view
@@ -74,5 +74,5 @@ def test_an_honest_worker_keeps_its_claims_when_blocks_are_evicted(
     made, lost = view
     for n in range(10 * JUDGED):
         made.compare(LIAR, 640, 0 if n % 3 else 640)  # two of three are stale
-    made.compare(LIAR, 16, 0)  # too small a claim to draw a request
+    made.compare(LIAR, 16, 0)  # too small a claim to attract a request
     assert not lost

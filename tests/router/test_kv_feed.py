@@ -1,5 +1,4 @@
-"""After the dust has settled every frontend's index holds what the engines hold, whatever was lost, doubled or overtaken on
-the way, and whoever began anew."""
+"""Every frontend's index converges to the engines' caches, despite losses, duplicates and restarts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,13 +53,13 @@ def joined(worker: str, instance: str, dp: int = 1, *, kv_events: bool = True) -
 
 
 def held(index: KvIndex, holder: WorkerRank) -> Content:
-    """Return what an index says that somebody holds."""
+    """Return what an index records for a holder."""
     return {(block, tier) for tier, _, blocks in index.held(holder) for block in blocks}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cramped() -> Iterator[None]:
-    """Make everything so small that all ways are taken: parts of dumps, full buffers, events that are kept no longer."""
+    """Make all bounds so small that every path is taken: partial dumps, full buffers, dropped events."""
     ahead = kv_feed.AHEAD_MAX
     kv_feed.AHEAD_MAX = 12
     yield
@@ -68,7 +67,7 @@ def cramped() -> Iterator[None]:
 
 
 class Engine:
-    """One rank: what it really holds, and the ledger that its events go through."""
+    """One rank: what it really holds, and the ledger of its events."""
 
     def __init__(self, holder: WorkerRank, bounds: LedgerBounds) -> None:
         self.holder = holder
@@ -81,16 +80,16 @@ class Engine:
 
 
 class Frontend:
-    """One life of a frontend, and what is on the way to it."""
+    """One life of a frontend, and the messages in flight to it."""
 
     def __init__(self) -> None:
         self.view = KvView(dice=lambda: 0.5)
         self.batches: list[bytes] = []
-        self.asked: list[tuple[WorkerRank, KvRequest, bytes]] = []  # and what will come back
+        self.asked: list[tuple[WorkerRank, KvRequest, bytes]] = []  # with the answer to come
 
 
 class Fleet(RuleBasedStateMachine):
-    """Two workers, one of them of two ranks, two frontends, and a wire that promises nothing."""
+    """Two workers, one of them with two ranks, two frontends, and an unreliable wire."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class Fleet(RuleBasedStateMachine):
         for frontend in self.frontends:
             self.absorb(frontend)
 
-    # --- what engines do
+    # --- engines
 
     @rule(of=RANKS, path=PATHS, size=st.integers(1, 9), tier=TIERS)
     def store(self, of: tuple[str, int], path: tuple[int, ...], size: int, tier: Tier) -> None:
@@ -135,7 +134,7 @@ class Fleet(RuleBasedStateMachine):
         names = sequence_hashes(path)
         there = {block for block, _ in engine.holds}
         first = next((place for place, name in enumerate(names) if name not in there), len(names))
-        first = max(0, first - 1)  # with one that is there already
+        first = max(0, first - 1)  # including one that is there already
         new = names[first : first + size]
         engine.holds |= {(name, tier) for name in new}
         self.publish(engine, Stored(new, names[first - 1] if first else None, tier))
@@ -149,7 +148,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(of=RANKS, path=PATHS)
     def turn_over(self, of: tuple[str, int], path: tuple[int, ...]) -> None:
-        """Store one block after another, and remove what was there: more than is kept."""
+        """Store one block after another, and remove the old ones: more events than are kept."""
         engine = self.engines[of[0]][of[1]]
         self.paths.add(path)
         names = sequence_hashes(path)
@@ -176,38 +175,38 @@ class Fleet(RuleBasedStateMachine):
     def restart_worker(self, worker: str) -> None:
         self.begin(worker)
 
-    # --- what the wire does
+    # --- the wire
 
-    @rule(who=st.integers(0, 1), which=st.integers(0, 99), again=st.booleans())
-    def deliver(self, who: int, which: int, again: bool) -> None:
-        frontend = self.frontends[who]
+    @rule(number=st.integers(0, 1), which=st.integers(0, 99), again=st.booleans())
+    def deliver(self, number: int, which: int, again: bool) -> None:
+        frontend = self.frontends[number]
         if frontend.batches:
             place = which % len(frontend.batches)
             body = frontend.batches[place] if again else frontend.batches.pop(place)
             frontend.view.take(kv.batch(body), self.now)
 
-    @rule(who=st.integers(0, 1))
-    def deliver_all(self, who: int) -> None:
-        frontend = self.frontends[who]
+    @rule(number=st.integers(0, 1))
+    def deliver_all(self, number: int) -> None:
+        frontend = self.frontends[number]
         batches, frontend.batches = frontend.batches, []
         for body in batches:
             frontend.view.take(kv.batch(body), self.now)
 
-    @rule(who=st.integers(0, 1), which=st.integers(0, 99))
-    def lose(self, who: int, which: int) -> None:
-        batches = self.frontends[who].batches
+    @rule(number=st.integers(0, 1), which=st.integers(0, 99))
+    def lose(self, number: int, which: int) -> None:
+        batches = self.frontends[number].batches
         if batches:
             del batches[which % len(batches)]
 
-    @rule(who=st.integers(0, 1))
-    def lose_all(self, who: int) -> None:
-        self.frontends[who].batches.clear()
+    @rule(number=st.integers(0, 1))
+    def lose_all(self, number: int) -> None:
+        self.frontends[number].batches.clear()
 
-    # --- what frontends do
+    # --- frontends
 
-    @rule(who=st.integers(0, 1))
-    def ask(self, who: int) -> None:
-        self.asks(self.frontends[who])
+    @rule(number=st.integers(0, 1))
+    def ask(self, number: int) -> None:
+        self.asks(self.frontends[number])
 
     def asks(self, frontend: Frontend) -> bool:
         if (due := frontend.view.due(self.now)) is None:
@@ -219,9 +218,9 @@ class Fleet(RuleBasedStateMachine):
         frontend.asked.append((holder, ask, answer))
         return True
 
-    @rule(who=st.integers(0, 1), which=st.integers(0, 99), lost=st.booleans())
-    def answer(self, who: int, which: int, lost: bool) -> None:
-        frontend = self.frontends[who]
+    @rule(number=st.integers(0, 1), which=st.integers(0, 99), lost=st.booleans())
+    def answer(self, number: int, which: int, lost: bool) -> None:
+        frontend = self.frontends[number]
         if frontend.asked:
             holder, ask, answer = frontend.asked.pop(which % len(frontend.asked))
             came = None if lost or not answer else kv.answer(answer)
@@ -231,22 +230,22 @@ class Fleet(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(who=st.integers(0, 1))
-    def hear_who_lives(self, who: int) -> None:
-        self.absorb(self.frontends[who])
+    @rule(number=st.integers(0, 1))
+    def see_live_workers(self, number: int) -> None:
+        self.absorb(self.frontends[number])
 
-    @rule(who=st.integers(0, 1))
-    def restart_frontend(self, who: int) -> None:
-        batches = self.frontends[who].batches
-        self.frontends[who] = Frontend()
-        self.frontends[who].batches = batches
-        self.absorb(self.frontends[who])
+    @rule(number=st.integers(0, 1))
+    def restart_frontend(self, number: int) -> None:
+        batches = self.frontends[number].batches
+        self.frontends[number] = Frontend()
+        self.frontends[number].batches = batches
+        self.absorb(self.frontends[number])
 
-    @rule(who=st.integers(0, 1))
-    def doubt(self, who: int) -> None:
-        self.frontends[who].view.doubt(self.now)
+    @rule(number=st.integers(0, 1))
+    def doubt(self, number: int) -> None:
+        self.frontends[number].view.doubt(self.now)
 
-    # --- the dust settles
+    # --- convergence
 
     def teardown(self) -> None:
         for frontend in self.frontends:
@@ -270,7 +269,7 @@ class Fleet(RuleBasedStateMachine):
                 assert found.disk == self.matched(names, list(Tier))
 
     def matched(self, names: list[int], tiers: list[Tier]) -> dict[WorkerRank, int]:
-        """Return how many blocks of a prompt, from the first on, each engine has on these tiers."""
+        """Return how many leading blocks of a prompt each engine has on these tiers."""
         depths = {}
         for engine in self.living():
             there = {block for block, tier in engine.holds if tier in tiers}
@@ -321,19 +320,19 @@ def complete(feed: Feed) -> bool:
 
 
 def followed(first: int = 10, counts: Counts | None = None) -> Feed:
-    """Return a feed that has everything before an event."""
+    """Return a feed that has all events before `first`."""
     feed = Feed(0, counts or Counts(), due=0.0)
     feed.answer(feed.ask(), Dump(first, 0, 1, []), 0.0)
     assert complete(feed) and due(feed) is None
     return feed
 
 
-def test_a_rank_is_restored_by_a_dump_in_parts_with_what_it_said_meanwhile() -> None:
+def test_a_rank_is_restored_by_a_dump_in_parts_and_the_events_meanwhile() -> None:
     feed = Feed(0, Counts(), due=1.0)
     assert due(feed) == 1.0 and not complete(feed)
     assert feed.take(batch(8, stored(8), stored(9, parent=8)), 1.0) == []
     assert feed.ask() == KvRequest(0) and due(feed) is None
-    assert list(feed.answer(KvRequest(0), Dump(9, 0, 1, []), 1.0)) == []  # to another question
+    assert list(feed.answer(KvRequest(0), Dump(9, 0, 1, []), 1.0)) == []  # the answer to another request
     first = Feed(0, Counts(), due=1.0)
     first.take(batch(8, stored(8), stored(9, parent=8)), 1.0)
     assert list(first.answer(first.ask(), Dump(9, 0, 2, [stored(1)]), 1.0)) == [Cleared(), stored(1)]
@@ -352,7 +351,7 @@ def test_the_first_event_of_all_needs_no_dump() -> None:
     assert complete(feed) and due(feed) is None
 
 
-def test_what_was_said_before_is_dropped_and_what_is_missing_is_asked_for_once() -> None:
+def test_duplicates_are_dropped_and_missing_events_are_requested_once() -> None:
     counts = Counts()
     feed = followed(10, counts)
     assert feed.take(batch(9, stored(1)), 0.0) == []
@@ -366,7 +365,7 @@ def test_what_was_said_before_is_dropped_and_what_is_missing_is_asked_for_once()
     assert counts.gaps == counts.recovered == 1
 
 
-def test_what_comes_late_by_itself_ends_the_question() -> None:
+def test_late_events_that_close_the_gap_end_the_request() -> None:
     feed = followed(10)
     feed.take(batch(11, stored(2)), 0.0)
     ask = feed.ask()
@@ -375,7 +374,7 @@ def test_what_comes_late_by_itself_ends_the_question() -> None:
     assert complete(feed) and due(feed) is None
 
 
-def test_an_event_that_nothing_follows_is_missed_at_the_next_sign_of_life() -> None:
+def test_a_lost_last_event_is_detected_at_the_next_sign_of_life() -> None:
     feed = followed(10)
     feed.take(batch(10), 0.0)
     assert due(feed) is None
@@ -390,11 +389,11 @@ def test_clearing_makes_everything_before_it_irrelevant() -> None:
     assert list(feed.take(batch(20, stored(6), Cleared(), stored(7)), 0.0)) == [Cleared(), stored(7)]
     assert complete(feed) and due(feed) is None
     assert feed.answer(ask, Events(10, [stored(1)]), 0.1) == ()
-    assert feed.take(batch(21, Cleared()), 0.2) == []  # it was said already
+    assert feed.take(batch(21, Cleared()), 0.2) == []  # a duplicate
     assert feed.next == 23
 
 
-def test_what_was_asked_before_a_clearing_says_nothing_about_what_came_after_it() -> None:
+def test_an_answer_from_before_a_clear_is_ignored() -> None:
     feed = Feed(0, Counts(), due=0.0)
     ask = feed.ask()
     feed.take(batch(25, stored(9)), 0.1)  # beyond a gap
@@ -404,7 +403,7 @@ def test_what_was_asked_before_a_clearing_says_nothing_about_what_came_after_it(
     assert feed.next == 22 and feed.ask() == KvRequest(0, first=22)
 
 
-def test_a_rank_that_does_not_answer_is_asked_for_ever_but_less_and_less_often() -> None:
+def test_a_rank_that_does_not_answer_is_retried_for_ever_with_backoff() -> None:
     feed = Feed(0, Counts(), due=0.0)
     waits = []
     for _ in range(9):
@@ -414,11 +413,11 @@ def test_a_rank_that_does_not_answer_is_asked_for_ever_but_less_and_less_often()
     feed.answer(feed.ask(), Dump(4, 0, 1, []), 100.0)
     feed.take(batch(5, stored(1)), 100.0)
     feed.answer(feed.ask(), KvRefused("not now"), 100.0)
-    assert due(feed) == 100.2  # after a success it begins anew
+    assert due(feed) == 100.2  # a success resets the backoff
 
 
 @pytest.mark.parametrize("answer", [TooNew(3), InvalidRange(10, 9), Events(12, [stored(3)])])
-def test_a_worker_that_knows_nothing_of_these_events_is_read_anew(answer: kv.Answer) -> None:
+def test_a_worker_that_does_not_know_these_events_is_restored(answer: kv.Answer) -> None:
     feed = followed(10)
     feed.take(batch(12, stored(2)), 0.0)
     assert feed.answer(feed.ask(), answer, 0.0) == ()
@@ -426,14 +425,14 @@ def test_a_worker_that_knows_nothing_of_these_events_is_read_anew(answer: kv.Ans
     assert feed.ask() == KvRequest(0)
 
 
-def test_an_event_that_never_was_is_waited_for_no_longer() -> None:
+def test_a_nonexistent_event_is_no_longer_awaited() -> None:
     feed = followed(10)
     feed.take(batch(99), 0.0)
     assert feed.answer(feed.ask(), TooNew(10), 0.0) == []
     assert complete(feed) and due(feed) is None
 
 
-def test_what_does_not_fit_into_the_buffer_is_asked_for_later() -> None:
+def test_events_that_do_not_fit_into_the_buffer_are_requested_later() -> None:
     feed = followed(10)
     feed.take(batch(11, stored(*range(9))), 0.0)
     feed.take(batch(12, stored(*range(9))), 0.0)  # too much
@@ -442,7 +441,7 @@ def test_what_does_not_fit_into_the_buffer_is_asked_for_later() -> None:
     assert feed.ask() == KvRequest(0, first=12)
 
 
-def test_a_dump_of_which_a_part_is_gone_is_begun_anew() -> None:
+def test_a_dump_with_a_lost_part_is_restarted() -> None:
     feed = Feed(0, Counts(), due=0.0)
     feed.answer(feed.ask(), Dump(9, 0, 3, [stored(1)]), 0.0)
     feed.answer(feed.ask(), KvRefused("gone"), 0.0)
@@ -452,7 +451,7 @@ def test_a_dump_of_which_a_part_is_gone_is_begun_anew() -> None:
 # --- all ranks
 
 
-def test_only_those_are_followed_that_live_and_say_what_they_hold() -> None:
+def test_only_live_ranks_that_publish_kv_events_are_followed() -> None:
     view = KvView(dice=lambda: 1.0)
     view.absorb([joined("w0", "i1"), joined("w1", "i2", kv_events=False)], 10.0)
     one = WorkerRank("w0", "i1")
@@ -473,7 +472,7 @@ def test_only_those_are_followed_that_live_and_say_what_they_hold() -> None:
     assert str(view.health) == "0 blocks of 0 of 0 ranks"
 
 
-def test_after_a_doubt_everybody_is_asked_who_has_said_nothing_since() -> None:
+def test_after_a_doubt_every_rank_without_new_events_is_queried() -> None:
     view = KvView(dice=lambda: 1.0)
     view.absorb([joined("w0", "i1"), joined("w1", "i2")], 0.0)
     for worker, instance in (("w0", "i1"), ("w1", "i2")):
@@ -488,7 +487,7 @@ def test_after_a_doubt_everybody_is_asked_who_has_said_nothing_since() -> None:
     assert view.counts.gaps == view.counts.failed == 0
 
 
-def test_events_are_counted_by_how_they_went() -> None:
+def test_events_are_counted_by_result() -> None:
     view = KvView()
     view.absorb([joined("w0", "i1")], 0.0)
     events: list[KvEvent] = [
@@ -508,5 +507,5 @@ def test_events_are_counted_by_how_they_went() -> None:
         ("stored", "invalid_block"): 2,
         ("removed", "ok"): 1,
         ("removed", "block_not_found"): 1,
-        ("cleared", "ok"): 1,  # not the state to which a rank is set when it is new
+        ("cleared", "ok"): 1,  # without the reset of a new rank
     }

@@ -1,4 +1,4 @@
-"""KV events over a real broker: from engines to the indexes of several frontends, and back to the truth after what breaks."""
+"""KV events over a real broker: from engines to several frontends' indexes, and recovery."""
 
 import asyncio
 import random
@@ -32,8 +32,10 @@ PROFILE = Profile(kv_blocks=1000, block_tokens=1, max_batch=1, prefill_tokens_pe
 
 
 class Engine:
-    """A cache of one life of a worker that stores and removes at random, on every rank, and announces it. Now and then it
-    drops everything, if it `clears`: whoever hears that knows all that it holds."""
+    """The cache of one life of a worker that randomly stores and removes blocks on every rank, and publishes it.
+
+    With `clears` it now and then drops everything, after which every listener knows its complete content.
+    """
 
     def __init__(self, worker: str, instance: str, dp: int = 1, *, clears: bool = True) -> None:
         self.worker, self.instance, self.dp, self.clears = worker, instance, dp, clears
@@ -49,7 +51,7 @@ class Engine:
         )  # fmt: skip
 
     def step(self, rank: int) -> list[KvEvent]:
-        """Change something. Return what a step would announce."""
+        """Change something. Return the events that an engine step would publish."""
         dice, holds = self._dice, self.holds[rank]
         if self.clears and dice.random() < 0.02:
             holds.clear()
@@ -63,7 +65,7 @@ class Engine:
 
 
 class Mute:
-    """Lives of a worker that hear questions and answer none."""
+    """Lives of a worker that receive requests and answer none."""
 
     def __init__(self, connection: BrokerConnection, lives: int) -> None:
         self.connection = connection
@@ -76,7 +78,7 @@ class Mute:
 
 
 class Publisher(KvPublisher):
-    """One that can be slow to answer, or muted."""
+    """A publisher that can be slow to answer, or muted."""
 
     silent = False
 
@@ -84,7 +86,7 @@ class Publisher(KvPublisher):
         super().start(ranks, muted or (lambda: self.silent))
 
     async def answer_late(self, late_s: float) -> None:
-        """Answer every question so much later from now on."""
+        """Answer every request this much later from now on."""
         assert self._heard is not None
         await self._heard.cancel()
         answer, loop = self._asked, asyncio.get_running_loop()
@@ -97,7 +99,7 @@ class Publisher(KvPublisher):
 
 
 class Fleet:
-    """Engines and their publishers, and frontends that follow them."""
+    """Engines with their publishers, and frontends that follow them."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Fleet:
         self.heard_by: dict[KvEvents, BrokerConnection] = {}
 
     async def add(self, engine: Engine) -> Engine:
-        """Let a worker join, in the place of the one of its name."""
+        """Add a worker, replacing the one of its name."""
         await self.remove(engine.worker)
         connection = await BrokerConnection.open(self.url, engine.worker)
         self.connections.append(connection)
@@ -136,12 +138,12 @@ class Fleet:
             self.tell()
 
     def tell(self) -> None:
-        """Let every frontend know who lives."""
+        """Tell every frontend which workers are live."""
         for frontend, _ in self.frontends:
             frontend.absorb([engine.joined for engine in self.engines.values()])
 
     def run(self, steps: int = 1) -> None:
-        """Let every rank of every engine take some steps, the last rank's in a thread of its own."""
+        """Run steps on every rank of every engine, those of the last rank in a separate thread."""
         for engine in self.engines.values():
             announce = self.publishers[engine.worker].announce
             for rank in range(engine.dp):
@@ -177,7 +179,7 @@ class Fleet:
         self.frontends = [(known, task) for known, task in self.frontends if known is not frontend]
 
     def wrong(self) -> list[object]:
-        """Return who of the frontends does not know what of the engines, and knows what is not."""
+        """Return the differences between the frontends' indexes and the engines."""
         truth = {
             WorkerRank(engine.worker, engine.instance, rank): held
             for engine in self.engines.values()
@@ -211,7 +213,7 @@ def held(frontend: KvEvents, holder: WorkerRank) -> Content:
 async def fleet(
     url: str, bounds: LedgerBounds | None = None, *, clears: bool = True, **limits: Any
 ) -> AsyncIterator[Fleet]:
-    """A fleet of three workers, one of which has two ranks, and two frontends."""
+    """Return a fleet of three workers, one with two ranks, and two frontends."""
     made = Fleet(url, bounds, **limits)
     try:
         for name, dp in (("w0", 1), ("w1", 2), ("w.2", 1)):
@@ -223,7 +225,7 @@ async def fleet(
         await made.close()
 
 
-async def test_every_frontend_knows_what_the_engines_hold(
+async def test_every_frontend_tracks_the_engines_caches(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url, LedgerBounds(part_blocks=20)) as made:
@@ -237,10 +239,10 @@ async def test_every_frontend_knows_what_the_engines_hold(
 
         await made.stop_frontend(second)
         made.run(3)
-        third = await made.start_frontend()  # it has heard nothing, and restores everything
+        third = await made.start_frontend()  # it starts empty, and restores everything
         made.run(3)
         await eventually(made.right)
-        counts = third.view.counts  # who is cleared in its hearing need not be asked
+        counts = third.view.counts  # a rank that it saw cleared needs no request
         assert counts.restored + counts.applied.get(("cleared", "ok"), 0) >= 4
         assert third.view.counts.failed == first.view.counts.failed == 0
 
@@ -251,7 +253,7 @@ async def test_every_frontend_knows_what_the_engines_hold(
         assert {holder.worker for holder in first.index.holders if held(first, holder)} == {"w1", "w.2"}
 
 
-async def test_what_was_said_while_the_broker_was_away_is_made_up_for(
+async def test_events_from_a_broker_outage_are_recovered(
     own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(own_nats.url) as made:
@@ -259,7 +261,7 @@ async def test_what_was_said_while_the_broker_was_away_is_made_up_for(
         await eventually(made.right)
         await own_nats.kill()
         await eventually(lambda: not any(c.connected for c in made.connections))
-        made.run(3)  # nobody waits for the broker
+        made.run(3)  # no engine waits for the broker
         await eventually(lambda: all(p.dropped for p in made.publishers.values()))
         assert not made.right()
         server = await start_nats(own_nats.directory, port=own_nats.port)
@@ -270,10 +272,10 @@ async def test_what_was_said_while_the_broker_was_away_is_made_up_for(
             await server.kill()
 
 
-async def test_who_was_cut_off_alone_makes_up_for_it_when_it_is_back(
+async def test_a_process_that_was_cut_off_catches_up_when_it_reconnects(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
-    """A worker first, then a frontend. Nobody would say so often enough what comes next."""
+    """First a worker, then a frontend. The next events alone would reveal the gap too late."""
     async with fleet(nats_server.url, next_every_s=60.0) as made:
         made.run()
         await eventually(made.right)
@@ -288,20 +290,20 @@ async def test_who_was_cut_off_alone_makes_up_for_it_when_it_is_back(
                     made.publishers["w0"].flush()  # before the broker is back
 
             connection.listen(changed)
-            transport: Any = connection.client._transport  # its socket breaks: no surface of ours does that
+            transport: Any = connection.client._transport  # break its socket: no interface of ours does that
             transport._io_writer.transport.abort()
             await eventually(lambda changes=changes: changes == [False, True])
             await eventually(made.right)
         assert made.publishers["w0"].dropped > 0 and frontend.view.counts.gaps > 0
 
 
-async def test_a_new_frontend_restores_everything_while_events_go_on_and_some_answer_late_or_never(
+async def test_a_new_frontend_restores_everything_while_events_continue_and_some_answers_are_late_or_missing(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
-    """More workers than there are questions at once say nothing at all, two answer late, and nobody stops caching."""
+    """More workers than concurrent requests never answer, two answer late, and all continue to cache."""
     async with fleet(nats_server.url, LedgerBounds(part_blocks=50), clears=False, ask_s=0.2) as made:
         made.run(3)
-        await eventually(made.right)  # who hears a rank's first events of all has nothing to restore
+        await eventually(made.right)  # a frontend that gets a rank's very first events has nothing to restore
         for name in ("w1", "w.2"):
             await made.publishers[name].answer_late(0.05)
         mute = Mute(await BrokerConnection.open(nats_server.url, "mute"), 2 * ASKS_MAX)
@@ -317,7 +319,7 @@ async def test_a_new_frontend_restores_everything_while_events_go_on_and_some_an
         assert frontend.health.complete == 4 and frontend.view.counts.restored >= 4
 
 
-async def test_so_many_questions_are_on_their_way_at_once_and_no_more(
+async def test_the_number_of_concurrent_requests_is_bounded(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url, ask_s=60.0) as made:
@@ -328,13 +330,13 @@ async def test_so_many_questions_are_on_their_way_at_once_and_no_more(
         frontend.absorb(mute.joined)
         for answered in range(3):
             await eventually(lambda n=answered: len(mute.asked) == ASKS_MAX + n)
-            await asyncio.sleep(0.02)  # what is not to come has had its time
+            await asyncio.sleep(0.02)  # time for anything that should not arrive
             assert len(mute.asked) == ASKS_MAX + answered
             mute.connection.client.post(mute.asked[answered] + b" ", b"", kv.encode(kv.KvRefused("not now")))
             mute.connection.client.write()
 
 
-async def test_what_is_nonsense_is_counted_and_changes_nothing(
+async def test_invalid_messages_are_counted_and_change_nothing(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url) as made:
@@ -362,7 +364,7 @@ def _lie(connection: BrokerConnection) -> Callable[[bytes, bytes, bytes, bytes |
     return answer
 
 
-async def test_a_worker_refuses_what_is_no_question_of_its_own(nats_server: EmbeddedServer) -> None:
+async def test_a_worker_rejects_invalid_requests_and_those_for_others(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url) as made:
         subject, asker = subjects.kv_ask("w0", "a"), made.connections[1]
         for body in (b"\xc1", kv.encode(kv.KvRequest(rank=1)), kv.encode(kv.KvRequest(rank=-1))):
@@ -370,7 +372,7 @@ async def test_a_worker_refuses_what_is_no_question_of_its_own(nats_server: Embe
             assert isinstance(answer, kv.KvRefused)
 
 
-async def test_a_worker_that_is_muted_is_caught_up_with(
+async def test_a_frontend_catches_up_with_a_muted_worker(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url, ask_s=0.1) as made:
@@ -386,7 +388,7 @@ async def test_a_worker_that_is_muted_is_caught_up_with(
         assert publisher.refused == 0
 
 
-async def test_events_of_one_turn_leave_in_messages_that_hold_up_nobody(
+async def test_events_of_one_step_are_sent_in_small_messages(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url, LedgerBounds(part_bytes=1000)) as made:
@@ -398,7 +400,7 @@ async def test_events_of_one_turn_leave_in_messages_that_hold_up_nobody(
             for block in range(1000):
                 made.publishers["w0"].announce(0, [Stored([block + 1])])
             made.engines["w0"].holds[0] = {(block + 1, Tier.DEVICE) for block in range(1000)}
-            await eventually(made.right)  # by what was said: nobody asks, who has all
+            await eventually(made.right)  # by events alone: a complete frontend sends no request
             await listener.client.flush()
         finally:
             await listener.close()
@@ -406,7 +408,7 @@ async def test_events_of_one_turn_leave_in_messages_that_hold_up_nobody(
         assert 10 < len(messages) < 40 and max(messages) < 1200
 
 
-async def test_what_waits_to_be_said_is_not_said_to_be_missing(
+async def test_unsent_events_are_not_announced_as_missing(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with fleet(nats_server.url) as made:
@@ -415,22 +417,22 @@ async def test_what_waits_to_be_said_is_not_said_to_be_missing(
         for _ in range(5):
             made.run()
             for publisher in made.publishers.values():
-                publisher.tell()  # as it does at its time, and when the broker is back
+                publisher.tell()  # as it does periodically, and when the broker is back
             await eventually(made.right)
         assert [frontend.view.counts.gaps for frontend, _ in made.frontends] == before
 
 
-def test_a_batch_is_what_it_is_read_as() -> None:
-    """The publisher composes it of encoded events."""
+def test_a_batch_decodes_to_its_events() -> None:
+    """The publisher assembles a batch from encoded events."""
     body = kv.encode(["w0", "a", 0, 3, [msgspec.Raw(kv.encode(Stored([1], 2)))]])
     assert kv.batch(body) == kv.KvBatch("w0", "a", 0, 3, [Stored([1], 2)])
 
 
-# --- engines that really cache
+# --- engines with a real cache
 
 
 def holds(engine: SimulatedEngine, rank: int) -> Content:
-    """Return what a rank of a simulated engine has, on all of its tiers."""
+    """Return the blocks of a rank of a simulated engine, on all tiers."""
     manager = engine.each[rank].scheduler.kv
     held = {(block, Tier.DEVICE) for block in manager.named}  # those with a name, in use or idle
     if manager.slow is not None:

@@ -1,4 +1,4 @@
-"""The index of KV blocks finds what a plain record of everybody's prefixes finds, whatever was said to it in whatever order."""
+"""The KV index agrees with a plain record of every holder's prefixes, for any updates in any order."""
 
 from collections import defaultdict
 
@@ -80,7 +80,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
             assert depths == {holder: depth for holder, depth in wanted.items() if depth}
 
     @invariant()
-    def everybody_has_what_they_said(self) -> None:
+    def every_holder_has_its_blocks(self) -> None:
         for holder, tiers in self.held.items():
             assert self.index.count(holder) == sum(map(len, tiers.values()))
 
@@ -89,7 +89,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
         index, root = (
             self.index,
             self.index._root,
-        )  # what look-ups cannot show: the tree is no larger than it must be
+        )  # not visible in look-ups: the tree is minimal
         below = [root]
         seen, runs = 0, set()
         while below:
@@ -98,7 +98,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
                 assert child.parent is run and child.blocks[0] == first
                 assert child.depth == run.depth + len(run.blocks)
                 assert all(index._runs[block] is child for block in child.blocks)
-                assert child.children or child.masks != NO_HOLDERS, "nobody needs it"
+                assert child.children or child.masks != NO_HOLDERS, "it is not needed"
                 assert run is root or len(run.children) > 1 or run.masks != child.masks, "could be one"
                 seen += len(child.blocks)
                 runs.add(child)
@@ -111,7 +111,7 @@ AgainstAPlainRecord.TestCase.settings = settings(max_examples=60, stateful_step_
 TestAgainstAPlainRecord = AgainstAPlainRecord.TestCase
 
 
-def test_a_holder_that_is_gone_is_in_no_match_and_leaves_nothing() -> None:
+def test_a_holder_that_is_gone_is_in_no_match_and_leaves_no_memory() -> None:
     index = KvIndex()
     for holder in (A, B):
         index.store(holder, None, named((1, 2, 3)))
@@ -134,7 +134,7 @@ def test_a_hole_ends_a_match_until_it_is_filled() -> None:
     assert index.find(blocks).device == {A: 4}
 
 
-def test_what_was_found_stays_what_it_was() -> None:
+def test_a_result_does_not_change_later() -> None:
     index = KvIndex()
     blocks = named((1, 2, 3))
     for holder, depth in ((A, 1), (B, 3), (C, 2)):
@@ -153,7 +153,7 @@ def test_what_was_found_stays_what_it_was() -> None:
     assert not index.find(named((9,))).device
 
 
-def test_blocks_that_lie_elsewhere_are_refused() -> None:
+def test_blocks_at_another_depth_are_rejected() -> None:
     index = KvIndex()
     blocks = named((1, 2, 3))
     index.store(A, None, blocks)
@@ -171,7 +171,7 @@ def test_blocks_that_lie_elsewhere_are_refused() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(PATHS, max_size=12))
-def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
+def test_replaying_held_blocks_gives_the_same_index(paths: list[Path]) -> None:
     index = KvIndex()
     for number, path in enumerate(paths):
         index.store((A, B)[number % 2], None, named(path), Tier(number % 3))
@@ -183,7 +183,7 @@ def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
         assert copy.find(named(path)) == index.find(named(path))
 
 
-def test_who_comes_after_somebody_gone_is_not_taken_for_him() -> None:
+def test_a_new_holder_does_not_inherit_the_blocks_of_one_that_is_gone() -> None:
     index = KvIndex()
     index.store(A, None, [1])
     assert index.find([1]).device == {A: 1}
@@ -194,7 +194,7 @@ def test_who_comes_after_somebody_gone_is_not_taken_for_him() -> None:
     assert index.find([1]).device == {B: 1}
 
 
-def test_runs_that_are_split_while_somebody_gone_is_swept_out_are_swept_too() -> None:
+def test_runs_split_during_a_sweep_are_swept_too() -> None:
     index = KvIndex()
     chains = [[10 * n + 1, 10 * n + 2, 10 * n + 3, 10 * n + 4] for n in range(40)]
     for chain in chains:
@@ -211,7 +211,7 @@ def test_runs_that_are_split_while_somebody_gone_is_swept_out_are_swept_too() ->
         assert index.find(chain).device == {STAYS: 3, NEW: 3}
 
 
-def test_what_comes_after_two_runs_that_are_joined_stays_where_it_is() -> None:
+def test_joining_two_runs_keeps_their_successors() -> None:
     index = KvIndex()
     index.store(A, None, [1, 2, 3, 10])
     index.store(A, 3, [20])
@@ -223,9 +223,7 @@ def test_what_comes_after_two_runs_that_are_joined_stays_where_it_is() -> None:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.sets(st.integers(0, 7)))
-def test_the_most_that_some_workers_have_is_known_without_naming_them(
-    depths: list[int], wanted: set[int]
-) -> None:
+def test_the_deepest_match_is_found_without_enumerating_holders(depths: list[int], wanted: set[int]) -> None:
     index, blocks = KvIndex(), named((1, 2, 3, 4, 5, 6))
     for number, depth in enumerate(depths):
         index.store(WorkerRank(f"w{number}", "i", 0), None, blocks[:depth])

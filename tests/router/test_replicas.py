@@ -1,4 +1,4 @@
-"""Frontends that tell each other what they have in flight know the same in the end, whatever was lost on the way."""
+"""Frontends that report their requests in flight to each other converge, whatever messages are lost."""
 
 from collections.abc import Callable
 from random import Random
@@ -25,7 +25,7 @@ def whole(said: SlotBatch | Want) -> list[SlotBatch | Want]:
 
 
 class Frontends:
-    """Some frontends, and the broker between them. `net` says what becomes of a message."""
+    """Some frontends, and the broker between them. `net` decides the fate of each message."""
 
     def __init__(self, *names: str) -> None:
         self.now = 0.0
@@ -52,14 +52,14 @@ class Frontends:
                     self.say(wanted)
 
     def turn(self, seconds: float = 0.001) -> None:
-        """Let everybody say what there is to be said, after a while."""
+        """Let every frontend send what is due, after a while."""
         self.now += seconds
         for name in list(self.replicas):
             for batch in list(self.replicas[name].batches(self.now)):
                 self.say(batch)
 
     def quiet(self) -> None:
-        """Let nothing be lost for some seconds."""
+        """Let no message be lost for some seconds."""
         self.net = whole
         for _ in range(4):
             self.turn(AGAIN_S)
@@ -67,13 +67,13 @@ class Frontends:
                 replica.look((), self.now)
 
     def known(self, name: str) -> dict[WorkerRank, RankWork]:
-        """Return what somebody thinks that the workers have to do."""
+        """Return the work of all workers as a frontend knows it."""
         slots = self.slots[name]
         works = {holder: slots.work(holder, now=self.now) for holder in slots.holders}
         return {holder: work for holder, work in works.items() if work != RankWork()}
 
 
-def test_what_one_sends_the_others_count() -> None:
+def test_requests_of_one_frontend_are_counted_by_the_others() -> None:
     fleet = Frontends("a", "b")
     fleet.slots["a"].add(1, W1, [7, 8], now=0.0, prefill_tokens=100, own_blocks=1, block_tokens=4)
     fleet.slots["b"].add(1, W1, [7, 9], now=0.0)  # the same number, another request
@@ -89,7 +89,7 @@ def test_what_one_sends_the_others_count() -> None:
     assert fleet.replicas["a"].others == {"b": True}
 
 
-def test_a_new_one_knows_everything_within_a_moment() -> None:
+def test_a_new_frontend_knows_all_requests_within_a_moment() -> None:
     fleet = Frontends("a", "b")
     fleet.turn(AGAIN_S)
     for number in range(600):  # more than a batch
@@ -116,7 +116,7 @@ def test_a_new_one_knows_everything_within_a_moment() -> None:
         {"blocks": b"1234567"},
     ],
 )
-def test_what_would_spoil_the_loads_is_refused_whole(wrong: dict[str, Any]) -> None:
+def test_an_invalid_batch_is_rejected_as_a_whole(wrong: dict[str, Any]) -> None:
     fine = Added(1, "w1", "i1", 0, b"", 1, 16, 5)
     said = SlotBatch("f", "life", 0, [fine, msgspec.structs.replace(fine, request=2)])
     assert wire.decode(wire.encode(said)) == said
@@ -126,13 +126,13 @@ def test_what_would_spoil_the_loads_is_refused_whole(wrong: dict[str, Any]) -> N
         wire.decode(msgspec.msgpack.encode(bad))
 
 
-def test_one_that_dies_leaves_nothing_and_neither_does_its_life_before() -> None:
+def test_a_dead_frontend_and_its_former_life_leave_no_requests() -> None:
     fleet = Frontends("a", "b")
     fleet.slots["a"].add(1, W1, [7], now=0.0)
     fleet.turn()
     fleet.end("a")
     assert list(fleet.replicas["b"].look((), fleet.now + SILENT_S)) == []
-    assert list(fleet.replicas["b"].look(("a",), fleet.now + SILENT_S + 1)) == []  # others hear it
+    assert list(fleet.replicas["b"].look(("a",), fleet.now + SILENT_S + 1)) == []  # others still hear it
     assert list(fleet.replicas["b"].look((), fleet.now + SILENT_S + 1)) == ["a"]
     assert fleet.known("b") == {}
     fleet.begin("a")
@@ -143,7 +143,7 @@ def test_one_that_dies_leaves_nothing_and_neither_does_its_life_before() -> None
     assert fleet.known("b") == {}
 
 
-def test_what_nobody_frees_is_forgotten_by_the_guard() -> None:
+def test_requests_that_are_never_freed_are_removed_by_the_guard() -> None:
     fleet = Frontends("a", "b")
     fleet.slots["a"].add(1, W1, [7], now=0.0)
     fleet.turn()
@@ -171,7 +171,7 @@ def test_batches_are_bounded_in_events_and_in_blocks() -> None:
     assert [(batch.number, batch.events) for batch in replica.batches(0.0)] == [(5, [])]
 
 
-def test_who_says_more_than_can_wait_tells_everything_again() -> None:
+def test_a_frontend_with_too_many_unsent_events_sends_its_full_state() -> None:
     fleet = Frontends("a", "b")
     fleet.turn(AGAIN_S)
     slots = fleet.slots["a"]
@@ -184,7 +184,7 @@ def test_who_says_more_than_can_wait_tells_everything_again() -> None:
     assert fleet.known("b") == {W1: RankWork(0, 0, 1)}
 
 
-def test_what_could_not_be_said_is_made_good_also_to_those_who_are_in_step() -> None:
+def test_unsent_events_are_repaired_also_for_frontends_in_step() -> None:
     fleet = Frontends("a", "b")
     fleet.slots["a"].add(1, W1, [7], now=0.0)
     fleet.slots["a"].add(2, W1, [8], now=0.0)
@@ -196,7 +196,7 @@ def test_what_could_not_be_said_is_made_good_also_to_those_who_are_in_step() -> 
     assert fleet.known("b") == fleet.known("a") == {W1: RankWork(0, 2, 2)}
 
 
-def test_what_is_said_twice_counts_once_and_brings_nothing_back() -> None:
+def test_duplicates_count_once_and_revive_no_request() -> None:
     fleet = Frontends("a", "b")
     heard: list[SlotBatch | Want] = []
     fleet.turn(AGAIN_S)
@@ -211,7 +211,7 @@ def test_what_is_said_twice_counts_once_and_brings_nothing_back() -> None:
     assert fleet.replicas["b"].others == {"a": True}
 
 
-def test_everything_is_told_again_once_a_second_however_many_want_it() -> None:
+def test_the_full_state_is_sent_at_most_once_a_second() -> None:
     fleet = Frontends("a", "b")
     fleet.turn(AGAIN_S)
     heard: list[SlotBatch | Want] = []
@@ -222,20 +222,20 @@ def test_everything_is_told_again_once_a_second_however_many_want_it() -> None:
     assert sum(isinstance(said, SlotBatch) and said.whole and said.frontend == "a" for said in heard) == 1
 
 
-def test_blocks_come_out_as_they_went_in() -> None:
+def test_blocks_survive_encoding() -> None:
     blocks = [0, 1, 2**64 - 1]
     assert list(wire.unpack(wire.pack(blocks))) == blocks
     assert wire.unpack(b"") == wire.unpack(wire.pack([]))
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_messages_are_rejected() -> None:
     with pytest.raises(ValueError):
         wire.unpack(b"1234567")
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
-def test_all_know_the_same_after_the_dust_has_settled(seed: int) -> None:
+def test_all_frontends_converge(seed: int) -> None:
     dice = Random(seed)
     fleet = Frontends("a", "b", "c")
     late: list[SlotBatch | Want] = []

@@ -1,4 +1,4 @@
-"""What a request costs where: Dynamo's published examples, each term for itself, and the draw among the lowest."""
+"""The cost of a request: Dynamo's published examples, each term, and the draw among the lowest."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ SMALL = st.floats(0, 1000)
 
 
 class Scores(NamedTuple):
-    """The costs of all candidates, and what they are made of, as columns."""
+    """The costs of all candidates, and their terms, as columns."""
 
     terms: Terms
     costs: Floats
@@ -31,7 +31,7 @@ def of(values: Any, size: int) -> Floats:
 def priced(
     pricing: Pricing | None = None, *, size: int = 1, tokens: int = 10 * BLOCK, **given: Any
 ) -> Scores:
-    """Score a prompt of ten blocks. What is given is one number, or one for each candidate."""
+    """Score a prompt of ten blocks. Arguments are one number, or one per candidate."""
     blocks = given.pop("blocks", tokens // BLOCK)
     names = (
         "to_read",
@@ -67,13 +67,13 @@ def cost(pricing: Pricing | None = None, **given: Any) -> float:
 
 
 def test_each_term() -> None:
-    assert cost() == 10 + 10  # to be computed, and to be kept
+    assert cost() == 10 + 10  # computed, and kept
     assert cost(to_read=32) == 12 + 10
     assert cost(in_use=3) == 10 + 13
     assert cost(in_use=3, shared=2) == 10 + 11
     assert cost(others=2.5) == 10 + 12.5
     assert cost(device=4, host=2, disk=2) == 10 - 4 - 1.5 - 0.5 + 10
-    assert cost(device=10, host=4) == 0 + 10  # never below nothing
+    assert cost(device=10, host=4) == 0 + 10  # never below zero
     assert cost(tokens=BLOCK // 2) == 0.5  # no full block
     assert cost(requests=3) == 20
     assert cost(Pricing(request_weight=2), requests=3) == 20 + 6
@@ -84,18 +84,18 @@ def test_each_term() -> None:
     assert cost(Pricing(track_blocks=False), in_use=3) == 10
 
 
-def test_a_worker_that_only_decodes_is_credited_there() -> None:
+def test_a_decode_only_worker_gets_credit_on_its_decode_blocks() -> None:
     only_decodes = Pricing(track_prefill=False)
     assert cost(only_decodes, to_read=99, in_use=5, device=4) == 15 - 4
     assert cost(only_decodes, device=10, in_use=-5) == 0
 
 
-def test_half_the_weight_doubles_everything() -> None:
+def test_half_the_weight_doubles_the_cost() -> None:
     usual, halved = (cost(weights=weight, to_read=32, device=4, in_use=3) for weight in (1, 0.5))
     assert halved == 2 * usual
 
 
-def test_what_is_cached_counts_less_where_there_is_more_to_read() -> None:
+def test_cached_blocks_count_less_on_workers_with_more_to_read() -> None:
     fades = Pricing(credit_decay=2.0)
     scores = priced(fades, size=2, to_read=[160, 320], device=10)
     assert scores.terms.decay.tolist() == [1, 1 / 3]
@@ -103,7 +103,7 @@ def test_what_is_cached_counts_less_where_there_is_more_to_read() -> None:
     assert priced(fades, blocks=0, to_read=[0, 320], size=2).terms.decay == 1, "for all of them"
 
 
-def test_the_terms_are_those_of_the_cost() -> None:
+def test_the_terms_add_up_to_the_cost() -> None:
     terms = priced(
         size=2, to_read=[0, 32], in_use=[0, 3], shared=[0, 1], device=[0, 4], host=[0, 2], weights=0.5
     ).terms.at(1)
@@ -114,7 +114,7 @@ def test_the_terms_are_those_of_the_cost() -> None:
     assert list(terms.shown().items())[-2:] == [("weight", 0.5), ("cost", terms.cost)]
 
 
-def test_whoever_has_no_weight_is_shown_to_cost_infinitely_much() -> None:
+def test_a_worker_without_weight_costs_infinity() -> None:
     scores = priced(size=2, weights=[0.0, 1.0])
     assert scores.terms.at(0).cost == scores.costs[0] == float("inf") > scores.terms.at(1).cost
 
@@ -134,7 +134,7 @@ ROWS = st.tuples(SMALL, SMALL, SMALL, *[st.integers(0, 10)] * 6, st.floats(0.1, 
 
 
 @given(PRICINGS, st.lists(ROWS, min_size=1, max_size=3))
-def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pricing, rows: list[Any]) -> None:
+def test_the_cost_can_be_recomputed_from_terms_and_pricing(pricing: Pricing, rows: list[Any]) -> None:
     names = (
         "to_read",
         "in_use",
@@ -165,10 +165,10 @@ def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pric
         assert t.kept == pytest.approx(kept if pricing.track_prefill else max(kept - t.credit, 0))
         assert t.in_flight == pytest.approx(pricing.request_weight * t.requests)
         assert t.cost == pytest.approx((t.waiting + t.kept + t.in_flight) / t.weight)
-        assert t.cost == scores.costs[place], "what is shown is what was compared"
+        assert t.cost == scores.costs[place], "the cost shown is the cost compared"
 
 
-def test_a_block_on_a_slower_tier_is_worth_its_part_of_one_on_the_device_at_any_credit() -> None:
+def test_a_block_on_a_slower_tier_is_worth_its_share_of_a_device_block_at_any_credit() -> None:
     for credit in (1.0, 3.0):
         free = Pricing(overlap_credit=credit, track_blocks=False)
         gains = [cost(free) - cost(free, **{tier: 4}) for tier in ("device", "host", "disk")]
@@ -180,26 +180,26 @@ def test_an_empty_prompt_has_no_cost() -> None:
         priced(tokens=0)
 
 
-def test_a_credit_above_one_is_what_a_missing_block_costs_beyond_its_computation() -> None:
+def test_a_credit_above_one_is_the_extra_cost_of_a_missing_block() -> None:
     dear = Pricing(overlap_credit=3, track_blocks=False)
     assert cost(dear) == 10 + 20
     assert cost(dear, device=10) == 0
     assert cost(dear, device=4) == 6 + 12
-    assert cost(dear, device=10, to_read=5 * BLOCK) == 5  # what is to be read for others stays
+    assert cost(dear, device=10, to_read=5 * BLOCK) == 5  # the unread prompts of others still count
 
 
-def test_what_is_usual_is_what_a_frontend_does_unless_told_otherwise() -> None:
+def test_the_usual_pricing_is_the_frontends_default() -> None:
     assert pricing_of(RouterSettings()) == USUAL
 
 
-def test_those_who_share_a_prefix_share_what_its_copy_takes_from_others() -> None:
+def test_requests_that_share_a_prefix_share_the_cost_of_a_copy() -> None:
     dear = Pricing(overlap_credit=3, track_blocks=False)
     assert [cost(dear, device=10, sharers=n) for n in (0, 1, 3)] == [0, 10, 15]
     assert cost(Pricing(track_blocks=False), device=10, sharers=3) == 0
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=5))
-def test_more_to_do_never_costs_less_and_more_that_is_cached_never_more(rows: list[Any]) -> None:
+def test_cost_rises_with_load_and_falls_with_cached_blocks(rows: list[Any]) -> None:
     to_read, in_use, device, shared = (list(column) for column in zip(*rows, strict=True))
     given: dict[str, Any] = {"size": len(rows), "in_use": in_use, "shared": shared}
     costs = priced(to_read=to_read, device=device, **given).costs
@@ -209,7 +209,7 @@ def test_more_to_do_never_costs_less_and_more_that_is_cached_never_more(rows: li
 
 
 def drawn(costs: list[float], temperature: float, draws: int = 1000) -> Counter[int]:
-    """Pick with draws that lie evenly."""
+    """Pick with evenly spaced draws."""
     return Counter(pick_lowest(np.array(costs), temperature, n / draws) for n in range(draws))
 
 
@@ -218,7 +218,7 @@ def test_exact_ties_are_drawn_evenly() -> None:
     assert drawn([2, 2], 0.7) == {0: 500, 1: 500}
 
 
-def test_a_temperature_lets_dearer_ones_win_by_their_distance_within_the_range() -> None:
+def test_a_temperature_lets_higher_costs_win_by_their_relative_distance() -> None:
     counts = drawn([10, 20, 30], 0.5, 10_000)
     chances = np.exp([0, -1, -2])
     assert [counts[n] for n in range(3)] == pytest.approx((chances / chances.sum() * 10_000).tolist(), abs=2)
@@ -228,7 +228,7 @@ def test_a_temperature_lets_dearer_ones_win_by_their_distance_within_the_range()
 
 @example([0.0, 1.0], 2.2e-311, 0.0)  # so small that dividing by it overflows
 @given(st.lists(SMALL, min_size=1, max_size=6), st.floats(0, 5), st.floats(0, 1, exclude_max=True))
-def test_a_draw_always_finds_somebody(costs: list[float], temperature: float, draw: float) -> None:
+def test_a_draw_always_picks_a_candidate(costs: list[float], temperature: float, draw: float) -> None:
     place = pick_lowest(np.array(costs), temperature, draw)
     assert 0 <= place < len(costs)
     assert temperature > 0 or costs[place] == min(costs)

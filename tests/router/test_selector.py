@@ -1,4 +1,4 @@
-"""The five modes: whom each chooses, and that each choice counts for the next."""
+"""The five modes: which worker each chooses, and that each choice counts for the next."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from events.wire import Load
 
 
 class Router:
-    """A chooser, and what it goes by."""
+    """A chooser with its inputs."""
 
     def __init__(self, endpoints: list[Endpoint], mode: Mode = Mode.KV, **pricing: Any) -> None:
         self.endpoints, self.mode, self.pricing = endpoints, mode, Pricing(**pricing)
@@ -36,7 +36,7 @@ class Router:
         self.sent = 0
 
     def ask(self, tokens: list[int]) -> Selection:
-        """Choose, and send nothing."""
+        """Choose without sending."""
         blocks = sequence_hashes(local_hashes(tokens, BLOCK))
         prompt = ScoredPrompt(len(tokens), BLOCK, blocks, self.index.find(blocks))
         return self.chooser.choose(
@@ -50,7 +50,7 @@ class Router:
         )
 
     def send(self, tokens: list[int]) -> str:
-        """Choose, and send the request there. Return the worker."""
+        """Choose, and send the request. Return the worker."""
         choice = self.ask(tokens)
         self.sent += 1
         blocks = choice.request.prompt.blocks
@@ -59,13 +59,13 @@ class Router:
         return choice.endpoint.worker
 
     def lade(self, worker: str, requests: int, rank: int = 0, owner: str = "") -> None:
-        """Let a worker have requests in flight."""
+        """Give a worker requests in flight."""
         for number in range(requests):
             name = (f"{worker} {rank} {owner}", number)
             self.slots.add(name, WorkerRank(worker, "i1", rank), now=0.0, own_blocks=1, owner=owner)
 
     def cache(self, tokens: list[int], worker: str, rank: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """Let a worker have a prompt's blocks."""
+        """Give a worker a prompt's blocks."""
         self.index.store(
             WorkerRank(worker, "i1", rank), None, sequence_hashes(local_hashes(tokens, BLOCK)), tier
         )
@@ -75,7 +75,7 @@ def prompt(number: int, blocks: int) -> list[int]:
     return [number] * (blocks * BLOCK)
 
 
-def test_a_prompt_goes_where_it_is_cached_until_too_much_is_to_do_there() -> None:
+def test_a_prompt_goes_where_it_is_cached_until_that_worker_is_too_busy() -> None:
     router = Router([endpoint("a"), endpoint("b")])
     router.cache(prompt(1, 10), "b")
     assert router.send(prompt(1, 10)) == "b"
@@ -87,13 +87,13 @@ def test_a_prompt_goes_where_it_is_cached_until_too_much_is_to_do_there() -> Non
     assert router.send(prompt(1, 10)) == "a"
 
 
-def test_a_burst_of_one_moment_is_spread() -> None:
+def test_a_simultaneous_burst_is_spread() -> None:
     router = Router([endpoint(name) for name in "abcd"])
     assert set(Counter(router.send(prompt(number, 10)) for number in range(40)).values()) == {10}
 
 
-def test_equal_prompts_of_a_burst_share_a_worker_no_more_than_it_pays() -> None:
-    """The second of two reads the prompt again, for all anybody knows: only its blocks in use are shared."""
+def test_equal_prompts_of_a_burst_share_a_worker_only_as_far_as_it_pays() -> None:
+    """As far as is known, the second of two reads the prompt again: only blocks in use are shared."""
     router = Router([endpoint("a"), endpoint("b")])
     counts = Counter(router.send(prompt(1, 10)) for _ in range(20))
     assert min(counts.values()) >= 8
@@ -108,7 +108,7 @@ def test_prompts_that_begin_alike_stay_together_before_any_event_says_so() -> No
 
 
 def test_the_same_prompt_again_and_again_does_not_stay_on_one_worker() -> None:
-    """Nothing of it must be read where it is in use, and its blocks are counted once: only the requests weigh anything."""
+    """A prompt in use need not be read, and its blocks count once: only the number of requests has any weight."""
     router = Router([endpoint(name, kv_events=True) for name in "abcd"], **asdict(USUAL))
     counts = Counter(router.send(prompt(1, 10)) for _ in range(100))
     assert min(counts.values()) >= 20
@@ -133,7 +133,7 @@ def test_a_cached_prompt_goes_to_a_worker_of_half_the_weight_only_if_that_pays()
         assert router.ask(prompt(1, 10)).endpoint.worker == chosen
 
 
-def test_every_rank_is_a_place_of_its_own() -> None:
+def test_every_rank_is_a_separate_candidate() -> None:
     router = Router([endpoint("a", dp=2), endpoint("b")])
     router.cache(prompt(1, 10), "a", rank=1)
     assert router.ask(prompt(1, 10)).holder == WorkerRank("a", "i1", 1)
@@ -152,7 +152,7 @@ def test_every_mode_spreads_over_all_ranks(mode: Mode) -> None:
     assert min(works.values()) >= 60
 
 
-def test_what_other_frontends_have_there_counts() -> None:
+def test_requests_of_other_frontends_count() -> None:
     router = Router([endpoint("a"), endpoint("b")])
     router.loads = {"a": Load(running=1, active_tokens=50 * BLOCK)}
     assert Counter(router.send(prompt(number, 1)) for number in range(20)) == {"b": 20}
@@ -162,18 +162,18 @@ BY_LOAD = [Mode.KV, Mode.LEAST_LOADED, Mode.POWER_OF_TWO]
 
 
 @pytest.mark.parametrize("mode", BY_LOAD)
-def test_what_others_have_at_one_rank_counts_there(mode: Mode) -> None:
+def test_requests_of_others_at_one_rank_count_there(mode: Mode) -> None:
     router = Router([endpoint("a", dp=2)], mode)
     busy = Load(running=3, active_tokens=50 * BLOCK)
     router.loads, router.ranks = {"a": busy}, {"a": [busy, Load()]}
     assert {router.ask(prompt(n, 1)).holder.rank for n in range(10)} == {1}
-    router.ranks = {"a": [busy]}  # it has two: nobody knows which is meant
+    router.ranks = {"a": [busy]}  # it has two: the rank is ambiguous
     router.chooser.forget({("a", "i1")})
     assert {router.ask(prompt(n, 1)).holder.rank for n in range(20)} == {0, 1}
 
 
 @pytest.mark.parametrize("mode", BY_LOAD)
-def test_what_other_frontends_have_told_counts(mode: Mode) -> None:
+def test_requests_reported_by_other_frontends_count(mode: Mode) -> None:
     router = Router([endpoint("a"), endpoint("b")], mode)
     router.lade("a", 3, owner="f2")
     assert {router.ask(prompt(n, 1)).endpoint.worker for n in range(10)} == {"b"}
@@ -181,7 +181,7 @@ def test_what_other_frontends_have_told_counts(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("dp", [0, -1, 10**12])
-def test_ranks_that_cannot_be_keep_nobody_from_being_served(mode: Mode, dp: int) -> None:
+def test_an_invalid_number_of_ranks_does_not_prevent_serving(mode: Mode, dp: int) -> None:
     choice = Router([endpoint("a", dp=dp)], mode).ask(prompt(1, 1))
     assert 0 <= choice.holder.rank < max(1, choice.endpoint.ranks)
 
@@ -193,7 +193,7 @@ def test_a_temperature_sends_some_elsewhere() -> None:
     assert counts["a"] == pytest.approx(1000 * 0.119, abs=40)  # exp(-2) of 1 + exp(-2)
 
 
-def test_a_temperature_draws_nobody_who_weighs_nothing() -> None:
+def test_a_temperature_never_draws_a_worker_of_weight_0() -> None:
     router = Router([endpoint("a"), endpoint("b", 0.0), endpoint("c"), endpoint("d")], temperature=1.0)
     router.cache(prompt(1, 10), "c")
     assert {router.ask(prompt(1, 10)).endpoint.worker for _ in range(60)} == {"a", "c", "d"}
@@ -213,14 +213,14 @@ def test_an_explanation_has_every_candidate_the_lowest_first() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.ROUND_ROBIN, Mode.RANDOM])
-def test_without_regard_to_loads_the_weights_are_kept(mode: Mode) -> None:
+def test_modes_without_load_follow_the_weights(mode: Mode) -> None:
     router = Router([endpoint("a"), endpoint("b", 0.5), endpoint("c", 0.25)], mode)
     router.cache(prompt(1, 10), "c")
     counts = Counter(router.send(prompt(1, 10)) for _ in range(1400))
     assert [counts[name] for name in "abc"] == pytest.approx([800, 400, 200], abs=60)
 
 
-def test_one_after_another_and_who_comes_back_has_missed_its_turns() -> None:
+def test_round_robin_gives_a_returning_worker_no_extra_turns() -> None:
     router = Router([endpoint(name) for name in "abc"], Mode.ROUND_ROBIN)
     assert [router.send(prompt(1, 1)) for _ in range(6)] == list("abcabc")
     away = router.endpoints.pop()
@@ -231,7 +231,7 @@ def test_one_after_another_and_who_comes_back_has_missed_its_turns() -> None:
     assert router.send(prompt(1, 1)) in set("abc")
 
 
-def test_the_less_laden_of_two_is_chosen() -> None:
+def test_the_less_loaded_of_two_is_chosen() -> None:
     router = Router([endpoint(name) for name in "abc"], Mode.POWER_OF_TWO)
     router.lade("a", 10)
     counts = Counter(router.ask(prompt(1, 1)).endpoint.worker for _ in range(600))
@@ -241,7 +241,7 @@ def test_the_less_laden_of_two_is_chosen() -> None:
     assert router.ask(prompt(1, 1)).endpoint.worker == "a"
 
 
-def test_the_less_laden_of_two_is_so_for_its_weight_and_its_ranks() -> None:
+def test_the_less_loaded_of_two_is_compared_by_weight_and_ranks() -> None:
     router = Router([endpoint("a"), endpoint("b", 0.25)], Mode.POWER_OF_TWO)
     router.lade("a", 2)
     assert {router.ask(prompt(1, 1)).endpoint.worker for _ in range(20)} == {"a"}  # 3 to 1 / 0.25
@@ -252,7 +252,7 @@ def test_the_less_laden_of_two_is_so_for_its_weight_and_its_ranks() -> None:
     assert "a" in {router.ask(prompt(1, 1)).endpoint.worker for _ in range(100)}
 
 
-def test_the_least_laden_worker_is_chosen_for_its_weight() -> None:
+def test_the_least_loaded_worker_is_chosen_by_its_weight() -> None:
     router = Router([endpoint("a"), endpoint("b", 0.5)], Mode.LEAST_LOADED)
     router.cache(prompt(1, 1), "b")
     assert Counter(router.send(prompt(1, 1)) for _ in range(30)) == {"a": 20, "b": 10}
@@ -277,7 +277,7 @@ def test_a_worker_that_is_gone_gives_its_row_to_another() -> None:
     assert router.slots.work(WorkerRank("b", "i1"), now=0.0) == RankWork(2 * 5 * BLOCK, 10, 2)
 
 
-def test_the_rows_of_the_same_seats_are_looked_up_again_after_one_has_changed() -> None:
+def test_rows_are_looked_up_again_after_one_has_changed() -> None:
     router = Router([endpoint("a"), endpoint("b")])
     router.ask(prompt(1, 1))
     router.slots.forget(WorkerRank("a", "i1"), now=0.0)
@@ -288,12 +288,12 @@ def test_the_rows_of_the_same_seats_are_looked_up_again_after_one_has_changed() 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_worker_that_comes_into_service_is_chosen_at_once(mode: Mode) -> None:
     router = Router([endpoint("a", 0.0)], mode)
-    router.ask(prompt(1, 1)).explain()  # what it weighs is known from here, for a moment
+    router.ask(prompt(1, 1)).explain()  # caches the weight for a moment
     router.endpoints[0].weight = 1.0
     assert router.ask(prompt(1, 1)).endpoint.worker == "a"
 
 
-def test_what_many_have_is_known_of_each_of_them() -> None:
+def test_a_match_of_many_workers_counts_for_each() -> None:
     router = Router([endpoint(f"w{n}") for n in range(40)])
     for n in range(30):
         router.cache(prompt(1, 4), f"w{n}")
@@ -310,7 +310,7 @@ def test_what_many_have_is_known_of_each_of_them() -> None:
     assert router.ask(prompt(1, 10)).endpoint.worker == "w7"
 
 
-def test_where_prompts_are_not_tracked_nothing_is_to_be_read() -> None:
+def test_without_tracked_prompts_nothing_is_to_be_read() -> None:
     router = Router([endpoint("a")], track_prefill=False)
     router.send(prompt(1, 5))
     assert router.slots.work(WorkerRank("a", "i1"), now=0.0) == RankWork(0, 5, 1)

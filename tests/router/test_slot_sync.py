@@ -1,4 +1,4 @@
-"""Frontends keep count of each other's requests through a real broker, and after it was away."""
+"""Frontends count each other's requests through a real broker, also after an outage of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,7 +34,7 @@ def at_w1(slots: ActiveSequences) -> RankWork:
     return slots.work(W1, now=now())
 
 
-async def test_all_count_everything_also_after_the_broker_was_away(
+async def test_all_frontends_count_all_requests_also_after_a_broker_outage(
     own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with frontend(own_nats.url, "a") as (a, sync_a), frontend(own_nats.url, "b") as (b, sync_b):
@@ -46,7 +46,7 @@ async def test_all_count_everything_also_after_the_broker_was_away(
         whole = RankWork(5000, 2000, 1001)
         await eventually(lambda: at_w1(a) == at_w1(b) == whole)
         assert sync_b.replicas.gaps == 0
-        async with frontend(own_nats.url, "c") as (c, _):  # begins later
+        async with frontend(own_nats.url, "c") as (c, _):  # starts later
             await eventually(lambda: at_w1(c) == whole)
 
         await own_nats.kill()
@@ -61,7 +61,7 @@ async def test_all_count_everything_also_after_the_broker_was_away(
         await server.kill()
 
 
-async def test_what_makes_no_sense_is_counted_and_harms_nobody(
+async def test_invalid_messages_are_counted_and_change_nothing(
     own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with frontend(own_nats.url, "a") as (a, _), frontend(own_nats.url, "b") as (b, sync):

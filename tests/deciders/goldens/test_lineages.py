@@ -1,4 +1,4 @@
-"""A worker whose engine tells another lineage is held back until a quorum agrees on its goldens; it is not convicted."""
+"""A worker of a new lineage is held back until a quorum agrees on its goldens; it is not convicted."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -45,12 +45,12 @@ def serving(count: int = 2, policy: FleetPolicy | None = None) -> Story:
 
 
 def updated(story: Story, name: str, of: str = NEW, tokens: tuple[int, ...] = (5, 6)) -> None:
-    """Its server has other weights and tells so: a new life of the worker joins and answers."""
+    """Update a server's weights: a new life of its worker joins with another lineage and answers."""
     story.tell(left(name), member(name, "i2", of))
     answers(story, name, tokens, "i2", of)
 
 
-def test_the_first_worker_of_a_new_lineage_is_held_and_not_convicted_and_a_second_one_frees_both() -> None:
+def test_the_first_worker_of_a_new_lineage_is_held_and_a_second_one_releases_both() -> None:
     story = serving(3)
     updated(story, "w0")
     first = story.worker("w0")
@@ -62,7 +62,7 @@ def test_the_first_worker_of_a_new_lineage_is_held_and_not_convicted_and_a_secon
     assert [story.worker(name).weight for name in ("w0", "w1", "w2")] == [1.0, 1.0, 1.0]
 
 
-def test_it_serves_as_the_last_worker_of_its_model_and_is_marked() -> None:
+def test_a_held_worker_serves_as_the_last_worker_of_its_model_and_is_marked() -> None:
     story = serving()
     updated(story, "w0")
     assert story.worker("w0").weight == 0.0
@@ -75,7 +75,7 @@ def test_it_serves_as_the_last_worker_of_its_model_and_is_marked() -> None:
     assert [story.worker(name).weight for name in ("w0", "w1")] == [1.0, 1.0]
 
 
-def test_a_worker_that_answers_otherwise_than_the_first_of_a_new_lineage_frees_none_of_them() -> None:
+def test_a_worker_that_contradicts_the_first_of_a_new_lineage_releases_neither() -> None:
     story = serving(3)
     updated(story, "w0")
     updated(story, "w1", tokens=(8, 8))
@@ -84,7 +84,7 @@ def test_a_worker_that_answers_otherwise_than_the_first_of_a_new_lineage_frees_n
     assert [story.worker(name).weight for name in ("w0", "w2")] == [1.0, 1.0]
 
 
-def test_an_operator_frees_it_by_approving_its_answers() -> None:
+def test_an_operator_releases_a_held_worker_by_approving_its_answers() -> None:
     story = serving()
     updated(story, "w0")
     story.tell(
@@ -100,7 +100,7 @@ def test_a_restart_alone_is_no_new_lineage() -> None:
     assert story.worker("w0").weight == 1.0
 
 
-def test_what_the_goldens_of_the_old_lineage_convicted_is_over_and_not_what_was_not_finite() -> None:
+def test_a_new_lineage_lifts_convictions_by_old_goldens_but_not_for_non_finite_answers() -> None:
     wrong = replace(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"), canary_key=OLD)
     for fact, convicted in ((wrong, False), (replace(wrong, reason="non_finite"), True)):
         story = serving()
@@ -110,7 +110,7 @@ def test_what_the_goldens_of_the_old_lineage_convicted_is_over_and_not_what_was_
         assert story.worker("w0").corrupt is convicted
 
 
-def test_it_is_not_held_when_the_workers_of_the_old_lineage_are_forgotten() -> None:
+def test_a_worker_is_not_held_when_the_workers_of_the_old_lineage_are_forgotten() -> None:
     story = serving()
     updated(story, "w0")
     story.tell(left("w1"))
@@ -120,7 +120,7 @@ def test_it_is_not_held_when_the_workers_of_the_old_lineage_are_forgotten() -> N
     assert story.status("w0") is H
 
 
-def test_a_first_start_holds_no_worker_whatever_each_of_them_tells() -> None:
+def test_a_first_start_holds_no_worker_whatever_its_lineage() -> None:
     story = Story()
     for name, of in (("w0", OLD), ("w1", NEW)):
         story.tell(member(name, of=of))
@@ -128,7 +128,7 @@ def test_a_first_start_holds_no_worker_whatever_each_of_them_tells() -> None:
     assert [story.worker(name).weight for name in ("w0", "w1")] == [1.0, 1.0]
 
 
-def test_with_the_setting_off_and_by_deciders_before_it_serves_at_once() -> None:
+def test_without_the_setting_and_under_older_deciders_a_new_lineage_serves_at_once() -> None:
     for policy in (FleetPolicy(golden=GoldenPolicy(hold_new_lineage=False)), FleetPolicy().at(5)):
         story = serving(policy=policy)
         updated(story, "w0")
@@ -149,13 +149,13 @@ def test_with_the_setting_off_and_by_deciders_before_it_serves_at_once() -> None
         ("k", False),
     ],
 )
-def test_a_lineage_is_new_beside_others_of_its_kind_only(other: str, new: bool) -> None:
+def test_a_lineage_is_new_only_among_others_of_its_kind(other: str, new: bool) -> None:
     assert is_new_lineage(NEW, (other,)) is new
     assert not is_new_lineage(NEW, (other, NEW))
     assert not is_new_lineage(key(""), (other,))
 
 
-def test_it_is_held_by_one_decision_with_its_reason() -> None:
+def test_a_worker_is_held_by_one_decision_with_its_reason() -> None:
     story = serving()
     story.tell(left("w0"), member("w0", "i2", NEW))
     story.tell(replace(proposed("w0", (5, 6), instance="i2"), canary_key=NEW))

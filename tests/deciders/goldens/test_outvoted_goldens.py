@@ -1,4 +1,4 @@
-"""An agreed golden is outvoted by workers on more hosts that contradict it alike; those that it convicted are tried at once."""
+"""An agreed golden is outvoted by workers on more hosts that contradict it alike."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def contradicts(
 
 
 def agreed(count: int, policy: FleetPolicy | None = None, **registered: Any) -> Story:
-    """So many workers, which agree on one golden."""
+    """Return a story with `count` workers that agree on one golden."""
     story = Story(policy)
     for number in range(count):
         story.tell(replace(joined(f"w{number}"), **registered))
@@ -42,7 +42,7 @@ def agreed(count: int, policy: FleetPolicy | None = None, **registered: Any) -> 
     return story
 
 
-def test_more_that_contradict_alike_than_confirm_retire_it_and_their_answer_is_agreed() -> None:
+def test_a_majority_that_contradicts_alike_retires_a_golden_and_its_answer_is_agreed() -> None:
     story = agreed(3)
     assert not any(isinstance(d, GoldenRetired) for d in story.tell(contradicts("w0")))
     decisions = story.tell(contradicts("w1"))
@@ -53,19 +53,19 @@ def test_more_that_contradict_alike_than_confirm_retire_it_and_their_answer_is_a
     assert (golden.status, golden.tokens) == ("agreed", NEW)
 
 
-def test_those_that_it_convicted_are_tried_at_once_and_return_without_eight_good_canaries() -> None:
+def test_workers_convicted_by_an_outvoted_golden_are_tried_at_once_and_need_not_be_acquitted() -> None:
     story = agreed(3)
     story.tell(contradicts("w0"))
     assert story.status("w0") is U
     decisions = story.tell(contradicts("w1"))
     tried = {d.worker for d in decisions if isinstance(d, BreakerHalfOpened)}
     assert tried == {"w0"}
-    assert story.status("w1") is not U  # the vote that decides is no evidence against its worker
+    assert story.status("w1") is not U  # the deciding vote is no evidence against its worker
     story.tell(passed("w0"))
     assert (story.status("w0"), story.worker("w0").weight) == (H, 0.25)
 
 
-def test_a_trial_that_fails_by_the_fallen_golden_is_followed_by_another_at_once() -> None:
+def test_a_trial_that_fails_by_an_outvoted_golden_is_followed_by_another_at_once() -> None:
     story = agreed(3)
     story.tell(contradicts("w0"))
     story.wait(61)
@@ -78,7 +78,7 @@ def test_a_trial_that_fails_by_the_fallen_golden_is_followed_by_another_at_once(
     assert story.status("w0") is H
 
 
-def test_the_vote_that_decides_does_not_send_a_returning_worker_away() -> None:
+def test_the_deciding_vote_does_not_eject_a_returning_worker() -> None:
     story = agreed(3)
     story.tell(contradicts("w0"))
     story.tell(contradicts("w1"))
@@ -92,7 +92,7 @@ def test_the_vote_that_decides_does_not_send_a_returning_worker_away() -> None:
     assert story.status("w1") is H
 
 
-def test_one_worker_outvotes_nobody_and_half_of_them_do_not() -> None:
+def test_neither_one_worker_nor_half_of_them_outvote_a_golden() -> None:
     story = agreed(2)
     for _ in range(5):
         story.tell(contradicts("w0"))
@@ -119,9 +119,9 @@ def test_a_worker_that_agrees_with_neither_stays_convicted() -> None:
     assert story.status("w3") is U
 
 
-def test_a_worker_that_the_fallen_golden_convicted_returns_with_one_good_answer_to_that_canary() -> None:
+def test_a_worker_convicted_by_an_outvoted_golden_returns_with_one_good_answer_to_that_canary() -> None:
     story = agreed(4)
-    story.tell(contradicts("w3", whole=False))  # of it no whole answer is known
+    story.tell(contradicts("w3", whole=False))  # its whole answer is unknown
     story.tell(contradicts("w0"), contradicts("w1"), contradicts("w2"))
     assert story.worker("w3").corrupt
     story.tell(passed("w3", canary="c2"))
@@ -130,7 +130,7 @@ def test_a_worker_that_the_fallen_golden_convicted_returns_with_one_good_answer_
     assert not story.worker("w3").corrupt
 
 
-def test_what_was_compared_with_the_fallen_golden_convicts_nobody_afterwards() -> None:
+def test_results_compared_with_an_outvoted_golden_convict_no_worker_afterwards() -> None:
     story = agreed(3)
     before = story.fleet.number
     story.tell(contradicts("w0"), contradicts("w1"))
@@ -147,7 +147,7 @@ def test_workers_of_one_server_or_account_are_one_voice(field: str) -> None:
     assert story.fleet.goldens[KEY].tokens == OLD
 
 
-def test_an_answer_that_was_cut_is_no_vote() -> None:
+def test_a_truncated_answer_is_no_vote() -> None:
     story = agreed(2)
     story.tell(contradicts("w0", whole=False), contradicts("w1", whole=False))
     assert story.fleet.goldens[KEY].tokens == OLD
@@ -162,14 +162,14 @@ def test_a_vote_ends_with_its_life_and_with_a_right_answer() -> None:
     assert story.fleet.goldens[KEY].tokens == OLD  # w2 against w3
 
 
-def test_without_the_setting_it_stands_as_in_version_5() -> None:
+def test_without_the_setting_a_golden_is_not_outvoted_as_in_version_5() -> None:
     story = agreed(3, FleetPolicy(golden=GoldenPolicy(outvote=False)))
     decisions = [d for name in ("w0", "w1", "w2") for d in story.tell(contradicts(name))]
     assert "GoldenRetired" not in kinds(decisions)
 
 
 class Servers:
-    """Servers whose weights are updated one after another, asked two canaries in turn."""
+    """Servers with weights that are updated one after another; each is probed with two canaries in turn."""
 
     def __init__(self, count: int) -> None:
         self.story = agreed(count)
@@ -178,7 +178,7 @@ class Servers:
             self.story.tell(proposed(name, OLD, canary="c2"), passed(name, canary="c2"))
 
     def ask(self, name: str) -> None:
-        """Ask one worker both canaries, and its trial if one is due."""
+        """Probe one worker with both canaries, and with its trial if one is due."""
         for canary in ("c1", "c2"):
             mine, golden = self.answers[name], self.story.fleet.goldens["k", canary].tokens
             fact = passed(name, canary=canary) if mine == golden else contradicts(name, mine, canary=canary)

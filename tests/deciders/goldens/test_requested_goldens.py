@@ -1,4 +1,4 @@
-"""An operator approves, retires and records goldens: what follows from a request, and what it does not change."""
+"""An operator approves, retires and records goldens: the effects of a request and their limits."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -53,7 +53,7 @@ def agreed(count: int = 2) -> Story:
     return story
 
 
-def test_approving_a_provisional_golden_makes_it_agreed_by_the_operator_and_by_those_who_gave_it() -> None:
+def test_approving_a_provisional_golden_makes_it_agreed_by_the_operator_and_its_voters() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0", OLD))
     decisions = story.tell(requested("approve"))
@@ -77,7 +77,7 @@ def test_approving_the_answers_of_a_convicted_worker_replaces_the_golden_and_tri
     assert story.status("w0") is H
 
 
-def test_approving_what_is_agreed_or_what_no_worker_has_answered_changes_nothing() -> None:
+def test_approving_an_agreed_or_unknown_answer_changes_nothing() -> None:
     story = agreed()
     assert story.tell(requested("approve")) == ()
     assert story.tell(requested("approve", "w0")) == ()
@@ -100,7 +100,7 @@ def test_a_retired_golden_convicts_no_worker_and_one_good_answer_to_the_next_one
     assert golden(story).by == ("w0", "w1")
 
 
-def test_record_retires_and_names_the_worker_whose_answer_is_next() -> None:
+def test_record_retires_a_golden_and_names_the_worker_that_provides_the_next() -> None:
     story = agreed()
     story.tell(requested("record", "w1"))
     assert (golden(story).status, golden(story).moves.recorder) == ("retired", "w1")
@@ -122,7 +122,7 @@ def test_record_also_lifts_a_dispute() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["in place of an agreed one", "before any worker joins"])
-def test_an_imported_golden_is_agreed_with_its_question(known: bool) -> None:
+def test_an_imported_golden_is_agreed_with_its_prompt(known: bool) -> None:
     story = agreed() if known else Story()
     decisions = story.tell(imported(NEW, prompt=(9, 9)))
     assert kinds([d for d in decisions if isinstance(d, GoldenRetired | GoldenAgreed)]) == (
@@ -149,7 +149,7 @@ def test_an_approved_golden_can_be_outvoted_by_a_quorum() -> None:
     assert (golden(story).status, golden(story).tokens) == ("agreed", NEW)
 
 
-def test_a_request_that_came_onto_the_journal_after_its_deadline_is_not_heeded() -> None:
+def test_a_request_that_reached_the_journal_after_its_deadline_is_ignored() -> None:
     story = agreed()
     late = requested("retire", until=START - timedelta(seconds=1))
     fleet = evolve(story.fleet, Recorded(seq=10**6, at=START, fact=late, id="late"))
