@@ -1,1 +1,1 @@
-"""What moving a request costs, over which link, and who takes it: as pure as the deciders."""
+"""Request migration: cost models, links, placement and the move itself, as pure functions."""

@@ -1,16 +1,16 @@
-"""What does it cost to move a request: to send its KV cache along, or to compute it again on the target?
+"""The cost of moving a request: sending its KV cache along, or computing it again on the target.
 
     transfer    wait + transfers at once x (setup + latency + blocks x the slowest lane's time for one)
     re-prefill  wait + (tokens queued before it + tokens) / the target's prefill rate
     wait        for a place in the target's batch, and for one step of it
 
-Both count only what the target does not have in its prefix cache. Blocks travel whole, and all shards in lockstep, so
-that the slowest lane holds up all.
+Both count only what the target does not have in its prefix cache. Blocks are sent whole, and all shards in lockstep, so the
+slowest lane delays all.
 
-What a reader would get wrong: both sides are linear in the tokens, so that there is mostly no crossover. A 70B model at
-TP 8 has 40 KiB per token and shard, and at 5,000 tokens/s of prefill a transfer is faster at every length over any link
-of more than 204.8 MB/s (N13). Only the setup makes re-prefill win, for short sequences: below about setup x rate tokens.
-The quadratic part of attention is left out; it would only make re-prefill dearer.
+Both sides are linear in the tokens, so there is usually no crossover. A 70B model at TP 8 has 40 KiB per token and shard. At
+5,000 tokens/s of prefill a transfer is faster at every length over any link of more than 204.8 MB/s (N13). Only the setup
+makes re-prefill faster, for short sequences: below about setup x rate tokens. The quadratic part of attention is left out; it
+would only make re-prefill more expensive.
 """
 
 from dataclasses import dataclass, field
@@ -21,22 +21,24 @@ from controller.migration.links import STRICT, Lane, LinkTable, above_zero, at_l
 from events.observations import Profile
 
 Method = Literal["transfer", "reprefill"]
-TOKENS_MAX = 10**9  # a crossover beyond it is none: no sequence is so long
+TOKENS_MAX = 10**9  # a crossover beyond this counts as none: no sequence is this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingPolicy:
-    """What moves are reckoned with.
+    """The parameters of cost estimates and placements.
 
-    `setup_s` is what a transfer costs before its first byte: reserving, connecting, the sampling state.
+    `setup_s` is the cost of a transfer before its first byte: reservation, connection, sampling state.
     """
 
     links: LinkTable = field(default_factory=LinkTable)
-    setup_s: float = 0.005  # of a transfer, before its first byte
-    prefill_tokens_per_s: float = 5000.0  # of a target that does not say (a 70B model at TP 8)
-    max_migration_time_ms: float = 500.0  # a transfer predicted to take longer is a re-prefill
-    transfers_at_once: int = 4  # from one source; the others wait, and go on decoding there
-    on_drain: Literal["move", "finish"] = "move"  # what a drained worker's streams do
+    setup_s: float = 0.005  # seconds of a transfer before its first byte
+    prefill_tokens_per_s: float = 5000.0  # prefill rate of a target that registers none (a 70B model at TP 8)
+    max_migration_time_ms: float = 500.0  # if a transfer is predicted to take longer, re-prefill instead
+    transfers_at_once: int = (
+        4  # concurrent transfers from one source; further streams wait, and continue decoding there
+    )
+    on_drain: Literal["move", "finish"] = "move"  # what happens to the streams of a drained worker
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class MovingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """How large a model's KV cache is: two vectors (K and V) per token, layer and KV head. All sizes are in bytes."""
+    """The size of a model's KV cache: two vectors (K and V) per token, layer and KV head. All sizes are in bytes."""
 
     layers: int
     kv_heads: int
@@ -67,27 +69,29 @@ class KvShape:
 
     @property
     def shard_bytes_per_token(self) -> int:
-        """What one token takes on one shard. With more shards than KV heads, heads are kept more than once."""
+        """Bytes of one token on one shard. With more shards than KV heads, heads are stored more than once."""
         return 2 * self.layers * max(1, self.kv_heads // self.tp) * self.head_size * self.bytes_per_element
 
     def shard_bytes_per_block(self, block_tokens: int) -> int:
-        """Return what one block takes on one shard."""
+        """Return the bytes of one block on one shard."""
         return self.shard_bytes_per_token * block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationTarget:
-    """A group that could go on with a request, as it stands."""
+    """The current state of a group that could continue a request."""
 
     name: str
     profile: Profile
     free_blocks: int
-    lanes: tuple[Lane, ...] = ()  # from the source's shards to its own; empty: nothing can be sent there
+    lanes: tuple[Lane, ...] = ()  # from the source's shards to its own; empty: a transfer is impossible
     queued_tokens: int = 0  # prompt tokens that wait to be computed there
     free_places: int = 10**9  # in its batch; many: unknown
-    queue_s: float = 0.0  # until there is a place in its batch, by either method
-    step_s: float = 0.0  # of its batch: one brings the first token, or has to end before a prompt begins
-    transfers: int = 0  # others that are on their way over the same link
+    queue_s: float = 0.0  # wait for a place in its batch, by either method
+    step_s: float = (
+        0.0  # duration of a batch step: one step produces the first token, or must end before a prompt begins
+    )
+    transfers: int = 0  # other transfers in progress over the same link
 
     def __post_init__(self) -> None:
         above_zero(block_tokens=self.profile.block_tokens)
@@ -98,15 +102,15 @@ class MigrationTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationCost:
-    """What either method is predicted to cost."""
+    """The predicted cost of both methods."""
 
-    transfer_time_ms: float  # infinite where nothing can be sent
+    transfer_time_ms: float  # infinite if a transfer is impossible
     reprefill_time_ms: float
     recommended: Method
-    total_bytes: int  # what a transfer moves, over all shards
+    total_bytes: int  # bytes of a transfer, over all shards
     crossover_tokens: (
         int | None
-    )  # from this length on the other method is faster; None: one is, at every length
+    )  # length from which the other method is faster; None: the same one is at every length
 
 
 def estimate(
@@ -118,10 +122,12 @@ def estimate(
     cached_tokens: int = 0,
     at_once: int = 1,
 ) -> MigrationCost:
-    """Return what it costs to move a request of `tokens` computed tokens to `target`.
+    """Return the cost of moving a request of `tokens` computed tokens to `target`.
 
-    `kv` is None where the source is dead or convicted: what it holds is never sent. `cached_tokens` of the sequence's
-    start are in the target's prefix cache. `at_once` transfers, this one among them, share the source's links.
+    Args:
+        kv: None if the source is dead or convicted: its cache is never sent.
+        cached_tokens: tokens at the start of the sequence that are in the target's prefix cache.
+        at_once: number of transfers, including this one, that share the source's links.
     """
     at_least_zero(tokens=tokens, cached_tokens=cached_tokens)
     above_zero(at_once=at_once)
@@ -131,11 +137,11 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What moving to one target costs, per block and per token. Reckoned once per target: `place` asks a thousand times."""
+    """The unit costs of moving to one target. Computed once per target, because `place` uses them a thousand times."""
 
     block_tokens: int
     block_bytes: int  # over all shards
-    fixed_s: float  # of a transfer that has its links to itself; infinite: nothing can be sent
+    fixed_s: float  # fixed time of a transfer alone on its links; infinite: a transfer is impossible
     block_s: float
     token_s: float  # of prefill
     wait_s: float  # by either method
@@ -143,7 +149,7 @@ class Prices:
 
     @classmethod
     def of(cls, policy: MovingPolicy, kv: KvShape | None, target: MigrationTarget) -> "Prices":
-        """Return the prices of `target`. Raise ValueError where its lanes are not one per shard."""
+        """Return the prices of `target`. Raise ValueError unless it has one lane per shard."""
         block_tokens = target.profile.block_tokens
         fixed_s, block_s, block_bytes = inf, 0.0, 0
         if kv is not None:
@@ -169,30 +175,30 @@ class Prices:
         )
 
     def missing(self, tokens: int, cached_tokens: int) -> int:
-        """Return how many tokens the target does not have: prefixes are cached in whole blocks."""
+        """Return how many tokens the target lacks. Prefixes are cached in whole blocks."""
         return max(0, tokens - cached_tokens // self.block_tokens * self.block_tokens)
 
     def transfer_s(self, missing: int, at_once: int) -> float:
-        """Return how long a transfer takes while `at_once` of them, this one included, share its links."""
+        """Return the seconds of a transfer while `at_once` of them, including this one, share its links."""
         return self.wait_s + self.moving_s(missing, at_once)
 
     def moving_s(self, missing: int, at_once: int) -> float:
-        """Return that time without the wait for the target's batch."""
+        """Return the seconds of a transfer without the wait for the target's batch."""
         return at_once * (self.fixed_s + -(-missing // self.block_tokens) * self.block_s)
 
     def reprefill_s(self, missing: int, queued_tokens: int) -> float:
-        """Return how long it takes to compute `missing` tokens behind `queued_tokens` others."""
+        """Return the seconds to compute `missing` tokens behind `queued_tokens` others."""
         return self.wait_s + (queued_tokens + missing) * self.token_s
 
     def recommended(self, missing: int, at_once: int, queued_tokens: int) -> Method:
-        """Return the faster method; a transfer that takes longer than it may is a re-prefill."""
+        """Return the faster method; re-prefill if a transfer would exceed its time limit."""
         if self.moving_s(missing, at_once) > self.transfer_s_max:
             return "reprefill"
         faster = self.transfer_s(missing, at_once) < self.reprefill_s(missing, queued_tokens)
         return "transfer" if faster else "reprefill"
 
     def cost(self, tokens: int, cached_tokens: int, at_once: int, queued_tokens: int) -> MigrationCost:
-        """Return both times and what follows."""
+        """Return both times and the derived values."""
         missing = self.missing(tokens, cached_tokens)
         crossover = self._crossover(at_once, queued_tokens)
         return MigrationCost(
@@ -204,20 +210,20 @@ class Prices:
         )
 
     def _crossover(self, at_once: int, queued_tokens: int) -> int | None:
-        """Return from how many missing tokens on the method that loses for one token always wins; None: it never does.
+        """Return the number of missing tokens from which the method that loses for one token always wins; None: never.
 
-        Transfer rises in steps of whole blocks, re-prefill token by token: in a block's first token transfer stands
-        worst, in its last it stands best.
+        Transfer time rises per block, re-prefill time per token. Transfer compares worst at a block's first token, and best at
+        its last.
         """
         head_start = at_once * self.fixed_s - queued_tokens * self.token_s  # of re-prefill
         step = at_once * self.block_s
         gain = self.block_tokens * self.token_s - step  # of transfer, per block
         if not isfinite(head_start) or gain == 0:
             return None
-        if gain > 0:  # the first block whose first token already wins; then back into the block before it
+        if gain > 0:  # the first block that wins with its first token; then back into the block before it
             block = max(0, floor((head_start + step - self.token_s) / gain) + 1)
             inside = floor((head_start + step * block) / self.token_s) + 1
             first = min(inside, block * self.block_tokens + 1)
-        else:  # the first block whose last token already loses
+        else:  # the first block that loses with its last token
             first = (max(1, ceil(head_start / gain)) - 1) * self.block_tokens + 1
         return first if 1 < first <= TOKENS_MAX else None

@@ -1,15 +1,14 @@
-"""Over which link does a shard's KV cache travel, and how fast is it?
+"""The links over which KV caches are sent: which one joins two workers, and how fast it is.
 
     one host, one NVLink domain       nvlink_direct
     two hosts, one NVLink domain      nvswitch          a domain spans hosts through switches only
     one host, no common domain        `LinkTable.pcie`
-    two hosts, one rail               infiniband        each device has an adapter of its own
+    two hosts, one rail               infiniband        each device has its own adapter
     two hosts, two rails              infiniband        all shards share one adapter's rate
     anything not registered           tcp               all shards share the host's one
 
-What a reader would get wrong: every rate is of one direction. Data sheets add both (H100: "900 GB/s" is 450 each way).
-A link of 50 GB/s per device is one only where each device has its own adapter; elsewhere the shards of a group divide
-it among them (`Lane.sharers`).
+Every rate is for one direction. Data sheets add both (H100: "900 GB/s" is 450 each way). A link of 50 GB/s per device
+exists only if each device has its own adapter; otherwise the shards of a group share it (`Lane.sharers`).
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Literal, get_args
 from events.observations import Topology
 
 LinkName = Literal["nvlink_direct", "nvswitch", "pcie_gen4", "pcie_gen5", "infiniband", "tcp"]
-STRICT = {"extra": "forbid"}  # as `__pydantic_config__`: settings refuse unknown names
+STRICT = {"extra": "forbid"}  # as `__pydantic_config__`: settings reject unknown names
 
 
 def above_zero(**values: float) -> None:
@@ -38,11 +37,11 @@ def at_least_zero(**values: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """How fast one kind of link is, in one direction."""
+    """The speed of one kind of link, in one direction."""
 
-    bytes_per_s: float  # what the wire carries
+    bytes_per_s: float  # wire rate
     latency_s: float = 0.0  # until the first byte arrives
-    efficiency: float = 1.0  # the share of `bytes_per_s` that copies reach
+    efficiency: float = 1.0  # share of `bytes_per_s` that copies reach
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -55,17 +54,17 @@ class LinkSpec:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that arrive."""
+        """Effective bytes per second."""
         return self.bytes_per_s * self.efficiency
 
     def wire_s(self, size: float) -> float:
-        """Return how many seconds `size` bytes are on the wire, without the latency."""
+        """Return the seconds that `size` bytes take on the wire, without the latency."""
         return size / self.rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """The table of links. docs/moving.md has the source of each number."""
+    """The table of links. docs/moving.md gives the source of each number."""
 
     nvlink_direct: LinkSpec = LinkSpec(bytes_per_s=450e9, latency_s=3.4e-6, efficiency=0.84)
     nvswitch: LinkSpec = LinkSpec(bytes_per_s=900e9, latency_s=3.4e-6, efficiency=0.84)
@@ -73,7 +72,7 @@ class LinkTable:
     pcie_gen5: LinkSpec = LinkSpec(bytes_per_s=63e9, latency_s=5.7e-6, efficiency=0.873)
     infiniband: LinkSpec = LinkSpec(bytes_per_s=50e9, latency_s=14e-6, efficiency=0.96)
     tcp: LinkSpec = LinkSpec(bytes_per_s=12.5e9, latency_s=100e-6, efficiency=0.8)
-    pcie: Literal["pcie_gen4", "pcie_gen5"] = "pcie_gen4"  # what this fleet's hosts have
+    pcie: Literal["pcie_gen4", "pcie_gen5"] = "pcie_gen4"  # generation of this fleet's hosts
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class LinkTable:
             raise ValueError(f"pcie is {self.pcie!r}: it must be pcie_gen4 or pcie_gen5")
 
     def spec(self, name: str) -> LinkSpec:
-        """Return the link of this name. Raise ValueError if there is none."""
+        """Return the link of this name. Raise ValueError if it is unknown."""
         if name not in get_args(LinkName):
             raise ValueError(f"{name!r} is not a link: it must be one of {', '.join(get_args(LinkName))}")
         found: LinkSpec = getattr(self, name)
@@ -90,20 +89,20 @@ class LinkTable:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The way of one shard's KV to its counterpart. `sharers` shards of the request divide the link among them."""
+    """The path of one shard's KV to its counterpart. `sharers` shards of the request share the link."""
 
     link: LinkName
     sharers: int = 1
 
 
 def lanes(links: LinkTable, source: Topology, target: Topology, tp: int) -> tuple[Lane, ...]:
-    """Return one lane per pair of shards of two groups of `tp` ranks, in the order of the ranks."""
+    """Return one lane per pair of shards of two groups of `tp` ranks, in rank order."""
     link, own = _link(links, source, target)
     return (Lane(link, 1 if own else tp),) * tp
 
 
 def _link(links: LinkTable, source: Topology, target: Topology) -> tuple[LinkName, bool]:
-    """Return which link joins two workers, and whether each shard has one of its own.
+    """Return the link that joins two workers, and whether each shard has its own.
 
     A worker registers one host, one domain and one rail, so all its pairs of shards have the same kind of link.
     """

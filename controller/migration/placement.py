@@ -1,17 +1,17 @@
-"""Which group takes which request of a group that failed or leaves?
+"""The placement of the requests of a group that failed or leaves: which group continues which request.
 
     in order      priority (the lowest number first), then age
-    transfer      the one group that takes all of them and is predicted to do so soonest; where none can take all, each
+    transfer      the one group that can take all of them and is predicted to finish first; if no group can take all, each
                   request goes where its own transfer is cheapest
-    re-prefill    where the request would be computed first, behind what this plan has already put there: that
+    re-prefill    where the request would be computed first, behind what this plan has already placed there: this
                   spreads them evenly
     failed        no group has room
 
-Each request takes the cheaper of the two. Its blocks, and the place of its next token, are reserved before the next one is
-looked at, so that no group is promised more than it has free.
+Each request gets the cheaper of the two methods. Its blocks, and the place of its next token, are reserved before the next
+request is considered, so no group is promised more than it has free.
 
-What a reader would get wrong: nothing moves here. `place` says what to try; a transfer that fails is re-prefilled by who
-carries the plan out, and a request that failed to be placed may be tried again when there is room.
+Nothing moves here: `place` only plans. The caller re-prefills if a transfer fails, and may retry a request that could not be
+placed when there is room.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,8 +26,10 @@ from controller.migration.links import at_least_zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """A request that has to go on elsewhere. `cached` says how many of its first tokens each group has in its cache,
-    `barred` where it must not go."""
+    """A request that has to continue elsewhere.
+
+    `cached`: how many of its first tokens each group has in its cache. `barred`: groups to which it must not go.
+    """
 
     request_id: str
     priority: int  # the lower, the sooner
@@ -42,7 +44,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one request goes on, and how. `target` is empty and `cost` is None where it failed."""
+    """The target and method for one request. If it failed, `target` is empty and `cost` is None."""
 
     request_id: str
     method: Literal["transfer", "reprefill", "failed"]
@@ -53,7 +55,7 @@ class Placement:
 
 @dataclass(slots=True)
 class _GroupRoom:
-    """One group and what the plan has left of it."""
+    """One group, and its remaining room in the plan."""
 
     target: MigrationTarget
     prices: Prices
@@ -63,17 +65,17 @@ class _GroupRoom:
     blocks_taken: int = 0
 
     def blocks(self, request: Leaving) -> int:
-        """Return what it needs: a place for its next token too, and its cached prefix, which it pins."""
+        """Return the blocks that a request needs: with its next token, and its cached prefix, which it pins."""
         return request.tokens // self.prices.block_tokens + 1
 
     def missing(self, request: Leaving) -> int:
-        """Return how many tokens of a request this group does not have."""
+        """Return how many tokens of a request this group lacks."""
         if not request.cached:
             return request.tokens
         return self.prices.missing(request.tokens, request.cached.get(self.target.name, 0))
 
     def takes(self, request: Leaving) -> bool:
-        """Say whether it has room for this request, which may go there."""
+        """Return whether this group has room for a request that may go there."""
         return self.blocks(request) <= self.free_blocks and self.target.name not in request.barred
 
 
@@ -82,11 +84,11 @@ def place(
 ) -> tuple[Placement, ...]:
     """Return a placement for each of `requests`, in the order in which they are to move.
 
-    `kv` is None where the source is dead or convicted: then everything is re-prefilled. Raise ValueError where two
-    targets have one name, or lanes that are not one per shard.
+    `kv` is None if the source is dead or convicted: then everything is re-prefilled. Raise ValueError if two targets have
+    the same name, or a target does not have one lane per shard.
 
-    A thousand requests take about 0.02 s over 15 targets, 0.1 s over 128, 0.6 s over 1,000: a loop that serves streams
-    gives it few targets, or has it done elsewhere.
+    A thousand requests take about 0.02 s over 15 targets, 0.1 s over 128, 0.6 s over 1,000. An event loop that serves
+    streams should pass few targets, or run this elsewhere.
     """
     if len({target.name for target in targets}) < len(targets):
         raise ValueError("two targets have the same name")
@@ -109,7 +111,7 @@ def place(
 
 
 def _takes_all(order: Sequence[Leaving], shippers: Sequence[_GroupRoom]) -> _GroupRoom | None:
-    """Return the group with room for every request that is worth sending somewhere, and soonest done with them."""
+    """Return the group that has room for every request worth sending and finishes first; None if no group has."""
     sent = [request for request in order if any(_worth_sending(room, request) for room in shippers)]
     found, soonest = None, inf
     for room in shippers if sent else ():
@@ -161,8 +163,11 @@ def _soonest_computed(request: Leaving, rooms: Iterable[_GroupRoom]) -> tuple[_G
 def _cheapest_to_send(
     request: Leaving, rooms: Iterable[_GroupRoom], at_once: int
 ) -> tuple[_GroupRoom | None, float]:
-    """Return where a transfer is cheapest and how long it takes; among equals, where least has been sent. Who has a place
-    in its batch comes first; but it is the target that says whether it has one: this knows what was reported last."""
+    """Return the group to which a transfer is cheapest, and its seconds; among equals, the one sent the fewest blocks.
+
+    Groups with a free place in their batch come first. The target itself decides whether it has one: this is its last
+    report.
+    """
     found, cheapest = None, (True, inf, 0)
     for room in rooms:
         if room.takes(request):

@@ -1,4 +1,4 @@
-"""What the tests of moving build on: the seed's model, groups and requests."""
+"""Test kit of migration tests: the seed's model, groups and requests."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +12,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def profile(*, rate: float = 5000.0, block_tokens: int = 16) -> Profile:
-    """A worker that prefills `rate` tokens per second."""
+    """Return the profile of a worker that prefills `rate` tokens per second."""
     return Profile(
         kv_blocks=100_000,
         block_tokens=block_tokens,
@@ -36,7 +36,7 @@ def target(
     queue_s: float = 0.0,
     transfers: int = 0,
 ) -> MigrationTarget:
-    """A group that is reached over `link`, or by no link at all."""
+    """Return a group that is reached over `link`, or without a link."""
     return MigrationTarget(
         name=name,
         profile=profile(rate=rate, block_tokens=block_tokens),
@@ -52,7 +52,7 @@ def target(
 def leaving(
     name: str, tokens: int = 2048, *, priority: int = 1, after_s: float = 0.0, **cached: int
 ) -> Leaving:
-    """A request that came `after_s` seconds after the start; `cached` names groups and what they have of it."""
+    """Return a request that arrived `after_s` seconds after the start; `cached`: cached tokens by group."""
     return Leaving(
         request_id=name,
         priority=priority,

@@ -1,4 +1,4 @@
-"""What a move is predicted to cost, by either method."""
+"""The predicted cost of a move, by both methods."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from controller.migration.cost import KvShape, MovingPolicy, estimate
 from controller.migration.links import LinkName, LinkSpec, LinkTable
 
 POLICY = MovingPolicy()
-FREE = MovingPolicy(setup_s=0.0, max_migration_time_ms=1e9)  # nothing but the wire counts
+FREE = MovingPolicy(setup_s=0.0, max_migration_time_ms=1e9)  # only the wire counts
 LENGTHS = (256, 1024, 4096, 16_384, 65_536, 131_072)
 
 
 def plain(bytes_per_s: float) -> MovingPolicy:
-    """The arithmetic of the seed's tables: one rate, no latency, no setup."""
+    """Return the settings of the seed's tables: one rate, no latency, no setup."""
     return replace(FREE, links=LinkTable(infiniband=LinkSpec(bytes_per_s=bytes_per_s)))
 
 
@@ -104,7 +104,7 @@ def test_n14_kv_bytes_follow_from_the_models_configuration() -> None:
     )
 
 
-def test_n14_with_more_shards_than_kv_heads_heads_are_kept_more_than_once() -> None:
+def test_n14_with_more_shards_than_kv_heads_heads_are_stored_more_than_once() -> None:
     assert replace(LLAMA_70B, tp=16).shard_bytes_per_token == LLAMA_70B.shard_bytes_per_token
 
 
@@ -121,10 +121,10 @@ def test_n15_23_requests_of_2048_tokens_between_hosts() -> None:
     assert cost.transfer_time_ms == pytest.approx(38.6, rel=5e-3)
 
 
-# --- what else counts ---------------------------------------------------------------------------------------------
+# --- other terms ---------------------------------------------------------------------------------------------
 
 
-def test_b16_the_estimate_has_both_times_and_recommends_the_lesser() -> None:
+def test_b16_the_estimate_has_both_times_and_recommends_the_smaller() -> None:
     long, short = (estimate(POLICY, LLAMA_70B, target(), n) for n in (2048, 8))
     assert long.recommended == "transfer" and long.transfer_time_ms < long.reprefill_time_ms
     assert short.recommended == "reprefill" and short.reprefill_time_ms < short.transfer_time_ms
@@ -137,7 +137,7 @@ def test_b16_a_transfer_over_the_time_budget_is_a_re_prefill() -> None:
     assert 500 < over.transfer_time_ms < over.reprefill_time_ms
     assert over.recommended == "reprefill"
     waits = estimate(POLICY, LLAMA_70B, target(queue_s=1.0), 2048)
-    assert waits.recommended == "transfer", "the wait for a place in the batch is no part of the move"
+    assert waits.recommended == "transfer", "the wait for a place in the batch is not part of the move"
 
 
 def test_b18_shards_that_share_an_adapter_divide_its_rate() -> None:
@@ -158,7 +158,7 @@ def test_transfers_on_one_link_divide_it(link: LinkName, tokens: int) -> None:
     assert others.transfer_time_ms == two
 
 
-def test_the_prefix_that_the_target_has_is_neither_sent_nor_computed() -> None:
+def test_the_prefix_cached_on_the_target_is_neither_sent_nor_computed() -> None:
     whole, part, none = (estimate(FREE, LLAMA_70B, target(), 2048, cached_tokens=n) for n in (0, 1024, 2048))
     assert part.total_bytes == whole.total_bytes / 2
     assert part.reprefill_time_ms == pytest.approx(whole.reprefill_time_ms / 2)
@@ -176,12 +176,12 @@ def test_more_may_be_cached_than_the_request_is_long() -> None:
     assert estimate(POLICY, LLAMA_70B, target(), 10, cached_tokens=64).total_bytes == 0
 
 
-def test_the_last_block_travels_whole() -> None:
+def test_the_last_block_is_sent_whole() -> None:
     assert estimate(POLICY, LLAMA_70B, target(), 1).total_bytes == 16 * 327_680
     assert estimate(POLICY, LLAMA_70B, target(), 17).total_bytes == 32 * 327_680
 
 
-def test_prompts_that_wait_on_the_target_make_re_prefill_dearer() -> None:
+def test_prompts_queued_on_the_target_make_re_prefill_more_expensive() -> None:
     cost = estimate(POLICY, LLAMA_70B, target(queued=5000), 100)
     assert cost.reprefill_time_ms == pytest.approx(1000 + 20)
     assert (cost.recommended, cost.crossover_tokens) == ("transfer", None)
@@ -219,13 +219,13 @@ def test_the_target_prefills_as_fast_as_its_profile_says_or_5000_per_second(
 def test_without_a_link_nothing_is_sent() -> None:
     cost = estimate(POLICY, LLAMA_70B, target(link=None), 2048)
     assert (cost.transfer_time_ms, cost.recommended) == (float("inf"), "reprefill")
-    assert cost.total_bytes == 2048 * 327_680, "what a transfer would have moved"
+    assert cost.total_bytes == 2048 * 327_680, "the bytes of a transfer"
 
 
-# --- what makes no sense ------------------------------------------------------------------------------------------
+# --- invalid values ------------------------------------------------------------------------------------------
 
 
-def test_a_target_of_another_number_of_shards_is_refused() -> None:
+def test_a_target_with_another_number_of_shards_is_rejected() -> None:
     with pytest.raises(ValueError, match="g1 has 4 lanes: it must be 8, one per shard"):
         estimate(POLICY, LLAMA_70B, target(tp=4), 10)
 
@@ -239,12 +239,12 @@ def test_a_target_of_another_number_of_shards_is_refused() -> None:
         ({"tp": 3}, "tp 3 and 8 KV heads"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(change: dict[str, int], says: str) -> None:
+def test_an_invalid_shape_is_rejected(change: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(LLAMA_70B, **change)
 
 
-def test_a_target_that_cannot_be_is_refused() -> None:
+def test_an_invalid_target_is_rejected() -> None:
     with pytest.raises(ValueError, match="free_blocks is -1"):
         target(free=-1)
     with pytest.raises(ValueError, match="block_tokens is 0"):
@@ -255,6 +255,6 @@ def test_a_target_that_cannot_be_is_refused() -> None:
         estimate(POLICY, LLAMA_70B, target(), 1, at_once=0)
 
 
-def test_one_shard_is_a_group_too() -> None:
+def test_a_group_may_have_one_shard() -> None:
     tiny = KvShape(layers=2, kv_heads=2, head_size=32, bytes_per_element=4)
     assert estimate(POLICY, tiny, target(tp=1), 64).total_bytes == 64 * 2 * 2 * 2 * 32 * 4

@@ -43,9 +43,8 @@ def test_the_seeds_table_of_transfers_as_corrected(capsys: pytest.CaptureFixture
     assert found["move"]["bytes"][-1] == 40 << 30  # over all eight shards
 
 
-def test_there_is_no_crossover_but_that_of_the_setup(capsys: pytest.CaptureFixture[str]) -> None:
-    """Above 204.8 MB/s per shard a transfer wins at every length but the shortest; the seed's 168,000 tokens follow from nothing
-    (N13)."""
+def test_the_setup_causes_the_only_crossover(capsys: pytest.CaptureFixture[str]) -> None:
+    """Above 204.8 MB/s per shard a transfer wins except at the shortest lengths; the seed's 168,000 tokens are wrong (N13)."""
     found = cost(capsys, "--setup-ms", "5")
     assert found["move"]["transfer_wins_above_gb_per_s"] == pytest.approx(0.2048)
     for one in found["move"]["links"]:
@@ -55,7 +54,7 @@ def test_there_is_no_crossover_but_that_of_the_setup(capsys: pytest.CaptureFixtu
     assert set(slow["recommended"]) == {"reprefill"}
 
 
-def test_how_often_a_fleet_fails_and_what_each_failure_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_rate_of_a_fleet_and_cost_of_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     """1,024 GPUs at 3 % a year fail every 11.9 days at any group size; groups of eight lose 8 times the GPU-hours (N1, N3)."""
     grouped, single = (
         cost(capsys, "--tp", tp, "--afr", "0.03", "--mttr-hours", "24")["fleet"] for tp in ("8", "1")
@@ -65,7 +64,7 @@ def test_how_often_a_fleet_fails_and_what_each_failure_takes(capsys: pytest.Capt
     assert (grouped["gpus_per_failure"], grouped["capacity_per_failure"]) == (8, 1 / 128)
 
 
-def test_spares_are_the_quantile_of_what_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spares_are_the_quantile_of_the_units_away(capsys: pytest.CaptureFixture[str]) -> None:
     """128 nodes of StepFun's fleet need 8 spares for 99 % of the time and 10 for 99.9 % (N20)."""
     study = ("--rates", "stepfun-2024", "--gpus", "1024")
     assert cost(capsys, *study)["fleet"]["spare_groups"] == 8
@@ -78,7 +77,7 @@ def test_n19_a_cold_start_reads_the_weights_and_starts_the_engine() -> None:
     assert cold_start_s(140, 2, 60) == 130
 
 
-def test_the_tables_are_printed_and_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_printed_and_invalid_flags_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cost"]) == 0
     text = capsys.readouterr().out
     for part in (

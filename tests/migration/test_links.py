@@ -1,4 +1,4 @@
-"""Which link joins two groups, how fast it is, and which tables are refused."""
+"""The link that joins two groups, its speed, and the rejection of invalid tables."""
 
 import pytest
 
@@ -45,11 +45,11 @@ def test_n12_nvlink_is_counted_in_one_direction() -> None:
     assert LINKS.nvswitch.bytes_per_s == 900e9, "NVLink 5: 18 links of 50 GB/s each way"
 
 
-def test_what_is_unknown_carries_10_gb_per_second() -> None:
+def test_an_unknown_link_carries_10_gb_per_second() -> None:
     assert LINKS.tcp.rate == pytest.approx(10e9)
 
 
-def test_a_name_that_is_no_link_is_refused() -> None:
+def test_an_unknown_link_name_is_rejected() -> None:
     assert LINKS.spec("nvswitch") is LINKS.nvswitch
     for name in ("carrier_pigeon", "pcie", "spec"):
         with pytest.raises(
@@ -72,12 +72,14 @@ def test_a_name_that_is_no_link_is_refused() -> None:
         (at("a", domain="d", rail="0"), at("b", domain="e", rail="0"), Lane("infiniband")),
     ],
 )
-def test_the_link_follows_from_where_the_devices_are(source: Topology, other: Topology, lane: Lane) -> None:
+def test_the_link_follows_from_the_location_of_the_devices(
+    source: Topology, other: Topology, lane: Lane
+) -> None:
     assert lanes(LINKS, source, other, 8) == (lane,) * 8
     assert lanes(LINKS, other, source, 8) == (lane,) * 8
 
 
-def test_b18_each_device_has_an_adapter_of_its_own_only_on_one_rail() -> None:
+def test_b18_each_device_has_its_own_adapter_only_on_one_rail() -> None:
     assert lanes(LINKS, at("a", rail="0"), at("b", rail="1"), 8) == (Lane("infiniband", sharers=8),) * 8
 
 
@@ -94,12 +96,12 @@ def test_b18_each_device_has_an_adapter_of_its_own_only_on_one_rail() -> None:
         (at("a", gpus=()), at("a", gpus=())),
     ],
 )
-def test_what_is_not_registered_is_the_slow_link_and_shared(source: Topology, other: Topology) -> None:
+def test_without_registration_the_link_is_slow_and_shared(source: Topology, other: Topology) -> None:
     assert lanes(LINKS, source, other, 8) == (Lane("tcp", sharers=8),) * 8
     assert lanes(LINKS, other, source, 8) == (Lane("tcp", sharers=8),) * 8
 
 
-def test_a_fleet_says_which_pcie_it_has() -> None:
+def test_the_pcie_generation_is_a_setting() -> None:
     assert lanes(LinkTable(pcie="pcie_gen5"), at("a"), at("a"), 2) == (Lane("pcie_gen5"),) * 2
 
 
@@ -111,7 +113,7 @@ def moving(**variables: str) -> FrontendSettings:
     return gather(FrontendSettings, "frontend", {}, environment)
 
 
-def test_one_number_of_one_link_is_set_alone() -> None:
+def test_a_single_number_of_a_link_can_be_set() -> None:
     links = moving(LINKS__TCP__BYTES_PER_S="2e9", LINKS__PCIE="pcie_gen5").moving.links
     assert links.tcp == LinkSpec(
         bytes_per_s=2e9, latency_s=LINKS.tcp.latency_s, efficiency=LINKS.tcp.efficiency
@@ -120,7 +122,7 @@ def test_one_number_of_one_link_is_set_alone() -> None:
     assert links.infiniband == LINKS.infiniband
 
 
-def test_a_link_is_set_as_json() -> None:
+def test_a_link_can_be_set_as_json() -> None:
     links = moving(LINKS='{"infiniband": {"bytes_per_s": 1e11}}').moving.links
     assert links.infiniband.bytes_per_s == 1e11
     assert links.infiniband.efficiency == LINKS.infiniband.efficiency
@@ -166,7 +168,7 @@ def test_a_link_is_set_as_json() -> None:
         ("TRANSFERS_AT_ONCE", "0", "frontend.moving: transfers_at_once is 0: it must be"),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused_by_name(variable: str, text: str, says: str) -> None:
+def test_an_invalid_table_is_rejected_by_name(variable: str, text: str, says: str) -> None:
     with pytest.raises(BadSetting) as refused:
         moving(**{variable: text})
     assert says in str(refused.value)
@@ -174,7 +176,7 @@ def test_a_table_that_makes_no_sense_is_refused_by_name(variable: str, text: str
 
 
 @pytest.mark.parametrize("broken", [{"bytes_per_s": 0.0}, {"bytes_per_s": 1.0, "efficiency": 2.0}])
-def test_a_link_made_in_code_is_checked_as_well(broken: dict[str, float]) -> None:
+def test_a_link_made_in_code_is_validated_too(broken: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="it must be"):
         LinkSpec(**broken)
     with pytest.raises(ValueError, match="pcie is 'tcp'"):

@@ -19,7 +19,7 @@ from controller.migration.live import (
     step,
 )
 
-TOLD = (7, 8, 9)  # what the source had said when it stopped
+TOLD = (7, 8, 9)  # the source's tokens when it stopped
 EVENTS: dict[str, Event] = {
     "reserved": TargetReserved(),
     "target declined": MigrationDeclined("target", "no room"),
@@ -39,7 +39,7 @@ BEFORE: dict[State, Transfer] = {
     "stayed": Transfer("stayed"),
     "replayed": Transfer("replayed"),
 }
-# what is left out changes nothing
+# events not listed change nothing
 MOVES: dict[tuple[State, str], tuple[State, tuple[Act, ...]]] = {
     ("asked", "reserved"): ("shipping", ("ship",)),
     ("asked", "target declined"): ("stayed", ()),
@@ -70,7 +70,7 @@ MOVES: dict[tuple[State, str], tuple[State, tuple[Act, ...]]] = {
 @pytest.mark.parametrize("state", BEFORE)
 def test_every_event_in_every_state(state: State, event: str) -> None:
     before = BEFORE[state]
-    after, acts = step(before, EVENTS[event], TOLD[:1])  # the source's last tokens are still on their way
+    after, acts = step(before, EVENTS[event], TOLD[:1])  # the source's last tokens are still in flight
     assert (after.state, acts) == MOVES.get((state, event), (state, ()))
     assert bool(after.why) == (after.state == "stayed" and not before.over and event != "over")
 
@@ -81,14 +81,14 @@ def test_every_event_in_every_state(state: State, event: str) -> None:
         ((), "committed", (), ""),
         (TOLD[:2], "committed", (), ""),
         (TOLD, "switched", ("switch",), ""),
-        ((*TOLD, 10), "stayed", ("cancel", "stay"), "the source has gone on meanwhile"),
-        ((7, 0), "stayed", ("cancel", "stay"), "source and target do not agree on what was said"),
-        ((7, 8, 0), "stayed", ("cancel", "stay"), "source and target do not agree on what was said"),
-        ((7, 8, 0, 10), "stayed", ("cancel", "stay"), "source and target do not agree on what was said"),
+        ((*TOLD, 10), "stayed", ("cancel", "stay"), "the source has continued meanwhile"),
+        ((7, 0), "stayed", ("cancel", "stay"), "source and target report different tokens"),
+        ((7, 8, 0), "stayed", ("cancel", "stay"), "source and target report different tokens"),
+        ((7, 8, 0, 10), "stayed", ("cancel", "stay"), "source and target report different tokens"),
     ],
 )
 @pytest.mark.parametrize("event", [TargetCommitted(TOLD), SourceSaid()])
-def test_it_switches_when_the_sources_own_tokens_are_those_that_were_committed(
+def test_a_move_switches_when_the_sources_own_tokens_equal_the_committed_ones(
     event: Event, said: Sequence[int], state: State, acts: tuple[Act, ...], why: str
 ) -> None:
     before = BEFORE["shipping"] if isinstance(event, TargetCommitted) else BEFORE["committed"]
@@ -96,6 +96,6 @@ def test_it_switches_when_the_sources_own_tokens_are_those_that_were_committed(
     assert (after.state, found, after.why) == (state, acts, why)
 
 
-def test_a_source_that_says_nothing_more_switches_at_once() -> None:
+def test_a_source_without_further_tokens_switches_at_once() -> None:
     after, acts = step(Transfer("shipping"), TargetCommitted(()), ())
     assert (after.state, acts) == ("switched", ("switch",))

@@ -1,4 +1,4 @@
-"""What must hold of every cost and every placement."""
+"""Invariants of every cost and every placement."""
 
 from collections import Counter
 
@@ -110,7 +110,7 @@ def crowds(draw: st.DrawFn) -> tuple[list[Leaving], list[MigrationTarget]]:
 
 @given(policies(), st.sampled_from([SHAPE, None]), crowds())
 @settings(max_examples=200, deadline=None)
-def test_every_placement_keeps_its_promises(
+def test_every_placement_fits_its_group(
     policy: MovingPolicy, kv: KvShape | None, crowd: tuple[list[Leaving], list[MigrationTarget]]
 ) -> None:
     requests, groups = crowd
@@ -126,9 +126,7 @@ def test_every_placement_keeps_its_promises(
         needed = request.tokens // block_tokens + 1
         if placement.method == "failed":
             assert placement.cost is None and not placement.target and not placement.blocks
-            assert all(left < needed for left in free.values()), (
-                "it fails only where no group has room for it"
-            )
+            assert all(left < needed for left in free.values()), "it fails only if no group has room for it"
             continue
         free[placement.target] -= placement.blocks
         assert placement.blocks == needed and free[placement.target] >= 0
@@ -137,7 +135,7 @@ def test_every_placement_keeps_its_promises(
 
 
 @pytest.mark.parametrize("kv", [SHAPE, None])
-def test_nobody_and_nowhere(kv: KvShape | None) -> None:
+def test_no_requests_and_no_targets(kv: KvShape | None) -> None:
     assert place(MovingPolicy(), kv, [], [target(tp=2)]) == ()
     (placement,) = place(MovingPolicy(), kv, [leaving("r1")], [])
     assert placement.method == "failed"

@@ -1,4 +1,4 @@
-"""Which group takes which request: examples, the seed's scenario, and how long it takes to say so."""
+"""Which group gets which request: examples, the seed's scenario, and the duration of planning."""
 
 import time
 from collections import Counter
@@ -11,7 +11,7 @@ from controller.migration.cost import KvShape, MigrationTarget, MovingPolicy
 from controller.migration.placement import Placement, place
 
 POLICY = MovingPolicy()
-BLOCKS = 2048 // 16 + 1  # of a request of 2,048 tokens, with a place for its next
+BLOCKS = 2048 // 16 + 1  # of a request of 2,048 tokens, with room for its next token
 
 
 def groups(count: int, free: int = 100_000) -> list[MigrationTarget]:
@@ -37,7 +37,7 @@ def test_the_order_is_by_priority_then_by_age() -> None:
     assert [placement.request_id for placement in plan] == ["early", "late", "middle", "low"]
 
 
-def test_one_group_that_takes_all_takes_all() -> None:
+def test_one_group_with_room_for_all_gets_all() -> None:
     requests = [leaving(f"r{n}", after_s=n) for n in range(8)]
     plan = place(
         POLICY, LLAMA_70B, requests, [target("small", free=7 * BLOCKS), target("large", free=8 * BLOCKS)]
@@ -46,7 +46,7 @@ def test_one_group_that_takes_all_takes_all() -> None:
     assert methods(plan) == {"transfer": 8}
 
 
-def test_a_group_without_a_place_in_its_batch_for_each_does_not_take_all() -> None:
+def test_a_group_without_batch_places_for_all_does_not_get_all() -> None:
     requests = [leaving(f"r{n}", after_s=n) for n in range(6)]
     near = target("near", "nvswitch", places=5)
     assert where(place(POLICY, LLAMA_70B, requests, [near, target("far", places=6)])) == ["far"] * 6
@@ -55,13 +55,13 @@ def test_a_group_without_a_place_in_its_batch_for_each_does_not_take_all() -> No
     assert methods(plan) == {"transfer": 6}
 
 
-def test_where_all_batches_are_full_it_is_the_target_that_says_no() -> None:
-    """What was reported last may be old: to ask costs a message."""
+def test_if_all_batches_are_full_the_target_itself_declines() -> None:
+    """The last report may be old, and asking the target costs only a message."""
     plan = place(POLICY, LLAMA_70B, [leaving("r")], [target("g1", places=0)])
     assert methods(plan) == {"transfer": 1}
 
 
-def test_of_several_that_could_take_all_the_nearest_does() -> None:
+def test_of_several_groups_with_room_for_all_the_nearest_gets_them() -> None:
     requests = [leaving(f"r{n}", after_s=n) for n in range(4)]
     plan = place(
         POLICY, LLAMA_70B, requests, [target("far", "tcp"), target("near", "nvswitch"), target("g3")]
@@ -69,7 +69,7 @@ def test_of_several_that_could_take_all_the_nearest_does() -> None:
     assert where(plan) == ["near"] * 4
 
 
-def test_what_does_not_fit_goes_to_a_group_with_room() -> None:
+def test_a_request_that_does_not_fit_goes_to_a_group_with_room() -> None:
     requests = [leaving(f"r{n}", after_s=n) for n in range(4)]
     plan = place(
         POLICY, LLAMA_70B, requests, [target("near", "nvswitch", free=3 * BLOCKS), target("far", free=BLOCKS)]
@@ -78,7 +78,7 @@ def test_what_does_not_fit_goes_to_a_group_with_room() -> None:
     assert methods(plan) == {"transfer": 4}
 
 
-def test_b17_blocks_are_reserved_before_the_next_request_is_looked_at() -> None:
+def test_b17_blocks_are_reserved_before_the_next_request_is_considered() -> None:
     requests = [leaving(f"r{n}", priority=n) for n in range(3)]
     plan = place(POLICY, LLAMA_70B, requests, [target("g1", free=2 * BLOCKS + BLOCKS - 1)])
     assert [p.method for p in plan] == ["transfer", "transfer", "failed"]
@@ -92,19 +92,19 @@ def test_b17_a_small_request_behind_a_large_one_still_finds_its_place() -> None:
     assert [p.method for p in plan] == ["failed", "transfer"]
 
 
-def test_a_place_is_kept_for_the_next_token() -> None:
+def test_room_is_reserved_for_the_next_token() -> None:
     assert methods(place(POLICY, LLAMA_70B, [leaving("r", 32)], groups(1, free=2))) == {"failed": 1}
     assert methods(place(POLICY, LLAMA_70B, [leaving("r", 32)], groups(1, free=3))) == {"transfer": 1}
 
 
-def test_equal_groups_share_what_no_single_one_can_take() -> None:
+def test_equal_groups_share_requests_that_no_single_one_can_take() -> None:
     requests = [leaving(f"r{n}", after_s=n) for n in range(12)]
     plan = place(POLICY, LLAMA_70B, requests, groups(4, free=5 * BLOCKS))
     assert Counter(where(plan)) == {f"g{n}": 3 for n in range(4)}
     assert methods(plan) == {"transfer": 12}
 
 
-def test_re_prefill_where_nothing_can_be_sent_and_where_it_is_cheaper() -> None:
+def test_re_prefill_is_used_if_nothing_can_be_sent_or_it_is_cheaper() -> None:
     unreachable = place(POLICY, LLAMA_70B, [leaving("r")], [target("g1", None)])
     assert methods(unreachable) == {"reprefill": 1}
     short = place(POLICY, LLAMA_70B, [leaving("r", 8)], groups(2))
@@ -119,14 +119,14 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
 
 
 @pytest.mark.parametrize("kv", [LLAMA_70B, None])
-def test_a_request_does_not_go_where_it_must_not(kv: KvShape | None) -> None:
+def test_a_request_does_not_go_to_a_barred_group(kv: KvShape | None) -> None:
     requests = [replace(leaving(f"r{n}"), barred={"g0"}) for n in range(3)] + [leaving("free", 8000)]
     plan = place(POLICY, kv, requests, [target("g0", "nvswitch"), target("g1")])
     assert {p.target for p in plan if p.request_id != "free"} == {"g1"}
     assert methods(place(POLICY, kv, requests[:1], groups(1))) == {"failed": 1}
 
 
-def test_groups_that_have_work_waiting_or_are_slow_get_less() -> None:
+def test_busy_or_slow_groups_get_fewer_requests() -> None:
     requests = [leaving(f"r{n}", 1000, after_s=n) for n in range(9)]
     plan = place(POLICY, None, requests, [target("fast", rate=10_000), target("slow", rate=5000)])
     assert Counter(where(plan)) == {"fast": 6, "slow": 3}
@@ -134,8 +134,8 @@ def test_groups_that_have_work_waiting_or_are_slow_get_less() -> None:
     assert Counter(where(plan)) == {"idle": 3, "busy": 1}
 
 
-def test_a_long_line_of_transfers_is_no_reason_to_compute_anew() -> None:
-    """The others wait on the source, and go on decoding there: only some travel at once."""
+def test_a_long_queue_of_transfers_is_no_reason_to_re_prefill() -> None:
+    """The others wait on the source and continue decoding there: only some are transferred at once."""
     plan = place(POLICY, LLAMA_70B, [leaving(f"r{n}") for n in range(300)], groups(1))
     assert methods(plan) == {"transfer": 300}
     slowest = max(p.cost.transfer_time_ms for p in plan if p.cost)
@@ -176,7 +176,7 @@ def test_n15_a_planned_move_of_the_same_requests_sends_15_4_gb() -> None:
 
 @pytest.mark.parametrize("free", [200_000, 10_000])
 @pytest.mark.parametrize("kv", [LLAMA_70B, None])
-def test_a_thousand_requests_are_placed_in_no_time(kv: KvShape | None, free: int) -> None:
+def test_a_thousand_requests_are_placed_quickly(kv: KvShape | None, free: int) -> None:
     requests = [leaving(f"r{n}", 100 + 37 * n % 4000, priority=n % 3, after_s=n) for n in range(1000)]
     survivors = groups(15, free)
     began = time.process_time()
@@ -186,12 +186,12 @@ def test_a_thousand_requests_are_placed_in_no_time(kv: KvShape | None, free: int
     assert took_ms < 250
 
 
-def test_two_targets_of_one_name_are_refused() -> None:
+def test_two_targets_of_one_name_are_rejected() -> None:
     with pytest.raises(ValueError, match="two targets have the same name"):
         place(POLICY, None, [], [target("g1"), target("g1")])
 
 
-def test_a_request_that_cannot_be_is_refused() -> None:
+def test_an_invalid_request_is_rejected() -> None:
     with pytest.raises(ValueError, match="tokens is -1"):
         leaving("r", -1)
     with pytest.raises(ValueError, match="cached on g1 is -5"):
