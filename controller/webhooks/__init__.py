@@ -1,1 +1,1 @@
-"""Webhooks: what happens in a fleet, told to URLs that its people name."""
+"""Webhooks: deliver a fleet's events to URLs that operators configure."""

@@ -1,15 +1,15 @@
-"""What is to be done after which answer of a receiver?
+"""The retry policy of a webhook: what to do after each response of its receiver.
 
     2xx                            delivered: the next event
-    410                            the webhook stops: its receiver wants nothing any more
-    none, 3xx, 401, 403, 404 …     away (`is_away`): the line is held, until the event is `hold_s` old
-    everything else: 400, 500 …    refused: tried `tries_max` times, for it may be this event alone
+    410                            the webhook stops: its receiver accepts no more events
+    none, 3xx, 401, 403, 404 …     away (`is_away`): the event is retried until it is `hold_s` old
+    everything else: 400, 500 …    refused: tried `tries_max` times, because the cause may be this event alone
 
-What a webhook gives up goes to the dead letters, and it goes on with the next event. Why not one bound for all? A receiver that
-is away, or does not know us, takes nothing: whoever went on would bury all that happens meanwhile. One that answers with an error
-may choke on this event, and would never be told of another.
+An event that is given up goes to the dead letters, and the webhook continues with the next one. There are two limits on
+purpose. A receiver that is away, or does not know us, accepts nothing: continuing would bury everything that happens
+meanwhile. A receiver that answers with an error may fail on this event only, and would never get another.
 
-Waits double, with jitter. A receiver that says when to come again (Retry-After) is not asked before.
+Waits double, with jitter. A receiver that sends Retry-After is not contacted before then.
 """
 
 from collections.abc import Mapping
@@ -17,59 +17,61 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 
-AWAY = frozenset({401, 403, 404, 405, 407, 408, 425, 429, 502, 503, 504})  # they say nothing of the event
+AWAY = frozenset(
+    {401, 403, 404, 405, 407, 408, 425, 429, 502, 503, 504}
+)  # status codes that do not concern the event itself
 GONE = 410
 DOUBLINGS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to insist."""
+    """Limits of retries."""
 
-    tries_max: int = 8  # of one event that is refused
-    hold_s: float = 86_400.0  # an event's age from which on nobody waits for a receiver that is away
+    tries_max: int = 8  # tries of one refused event
+    hold_s: float = 86_400.0  # age at which an event is given up while its receiver is away
     wait_min_s: float = 1.0
     wait_max_s: float = 60.0
-    retry_after_max_s: float = 3_600.0  # however much longer a receiver wants to be left alone
+    retry_after_max_s: float = 3_600.0  # upper limit of Retry-After
 
     def __post_init__(self) -> None:
         if not (self.tries_max > 0 and 0 < self.wait_min_s <= self.wait_max_s and self.hold_s >= 0):
             raise ValueError(
-                "tries_max and wait_min_s are more than 0, and wait_max_s is at least wait_min_s"
+                "tries_max and wait_min_s must be above 0, wait_max_s at least wait_min_s, and hold_s at least 0"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one try."""
+    """The response to one try."""
 
     status: int | None  # None: no answer
-    says: str = ""  # in one line: why there was none, or the beginning of what was answered
+    says: str = ""  # one line: the error, or the beginning of the response body
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """It was taken."""
+    """The event was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """It is tried again after `wait_s` seconds."""
+    """The event is tried again after `wait_s` seconds."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Undeliverable:
-    """It goes to the dead letters."""
+    """The event goes to the dead letters."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGone:
-    """Nothing is sent to this webhook any more."""
+    """Nothing more is sent to this webhook."""
 
     reason: str
 
@@ -78,22 +80,22 @@ Step = Delivered | Again | Undeliverable | ReceiverGone
 
 
 def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: float) -> Step:
-    """Return what to do after a try, the `tries`th of this event, which is `age_s` old. `chance`: from 0 to 1."""
+    """Return what to do after try number `tries` of an event that is `age_s` old. `chance`: random, from 0 to 1."""
     status = answer.status
     if status is not None and 200 <= status < 300:
         return Delivered()
     if status == GONE:
-        return ReceiverGone("it answered 410 Gone: it wants nothing any more")
+        return ReceiverGone("it answered 410 Gone: it accepts no more events")
     if is_away(status):
         if age_s >= policy.hold_s:
-            return Undeliverable(f"{_said(answer)}; the event is older than {policy.hold_s:g} s")
+            return Undeliverable(f"{_summary(answer)}; the event is older than {policy.hold_s:g} s")
     elif tries >= policy.tries_max:
-        return Undeliverable(f"{_said(answer)}, {tries} times")
+        return Undeliverable(f"{_summary(answer)}, {tries} times")
     return Again(_wait_s(policy, answer, tries, chance))
 
 
 def is_away(status: int | None) -> bool:
-    """Say whether no event would be taken now: nobody answers, or who does knows neither us nor the place. A redirect is such."""
+    """Return whether the receiver would accept no event now: unreachable, redirected, or it rejects us or the URL."""
     return status is None or 300 <= status < 400 or status in AWAY
 
 
@@ -103,16 +105,16 @@ def _wait_s(policy: RetryPolicy, answer: Answer, tries: int, chance: float) -> f
     return max(own, min(answer.retry_after_s or 0.0, policy.retry_after_max_s))
 
 
-def _said(answer: Answer) -> str:
+def _summary(answer: Answer) -> str:
     return answer.says if answer.status is None else f"it answered {answer.status}"
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return for how many seconds a receiver wants to be left alone: Retry-After has seconds, or an instant."""
-    said = headers.get("Retry-After", "").strip()
-    if said.isdigit() and len(said) < 10:
-        return float(said)
+    """Return the seconds of a Retry-After header, which has seconds or an HTTP date; None without a valid one."""
+    value = headers.get("Retry-After", "").strip()
+    if value.isdigit() and len(value) < 10:
+        return float(value)
     try:
-        return max(0.0, (parsedate_to_datetime(said) - now).total_seconds())
-    except (ValueError, TypeError, OverflowError):  # TypeError: an instant without a zone
+        return max(0.0, (parsedate_to_datetime(value) - now).total_seconds())
+    except (ValueError, TypeError, OverflowError):  # TypeError: a date without a time zone
         return None

@@ -1,7 +1,7 @@
-"""An event as CloudEvents 1.0 has it in structured mode: one JSON object, headers and body together; and back again.
+"""Encodes events as CloudEvents 1.0 in structured mode (one JSON object), and decodes them.
 
-Beside CloudEvents' own attributes: `sequence` (its place on the journal), `recordedtime` (when the journal took it), and where
-there are any `correlation` (its incident) and `causation`.
+Besides CloudEvents' own attributes: `sequence` (its position on the journal), `recordedtime` (when the journal recorded it),
+and, if present, `correlation` (its incident) and `causation`.
 """
 
 import json
@@ -16,7 +16,7 @@ from events.fact import Fact
 from events.follow import FollowedEvent
 
 TYPE = "application/cloudevents+json"
-SCHEMA = "urn:holdfast:event:v1:"  # and the kind: docs/schemas/v1
+SCHEMA = "urn:holdfast:event:v1:"  # followed by the kind: docs/schemas/v1
 
 
 def attributes(event: FollowedEvent) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def attributes(event: FollowedEvent) -> dict[str, Any]:
         "datacontenttype": "application/json",
         "dataschema": f"{SCHEMA}{event.fact.kind()}",
         **{name: value for name, value in also.items() if value},
-        "data": json.loads(codec.encode_body(event.fact)),  # without what JSON has no word for
+        "data": json.loads(codec.encode_body(event.fact)),  # without values that JSON cannot represent
     }
 
 
@@ -43,22 +43,22 @@ def written(event: FollowedEvent) -> bytes:
     return json.dumps(attributes(event), ensure_ascii=False).encode()
 
 
-def event_of(said: Mapping[str, Any]) -> FollowedEvent:
-    """Return the event that a JSON object is. Raise ValueError if it is none, or of a kind that this version does not know."""
+def event_of(attributes: Mapping[str, Any]) -> FollowedEvent:
+    """Return the event of a JSON object. Raise ValueError if it is not an event, or of a kind unknown to this version."""
     try:
-        kind = str(said["type"]).removeprefix(codec.TYPE_PREFIX)
-        fact: Fact = msgspec.convert(said["data"], codec.KINDS[kind])
+        kind = str(attributes["type"]).removeprefix(codec.TYPE_PREFIX)
+        fact: Fact = msgspec.convert(attributes["data"], codec.KINDS[kind])
         return FollowedEvent(
-            str(said["id"]),
-            str(said["type"]),
-            str(said["source"]),
-            str(said["subject"]),
-            datetime.fromisoformat(said["time"]),
-            int(said["sequence"]),
-            datetime.fromisoformat(said["recordedtime"]),
-            str(said.get("correlation", "")),
-            str(said.get("causation", "")),
+            str(attributes["id"]),
+            str(attributes["type"]),
+            str(attributes["source"]),
+            str(attributes["subject"]),
+            datetime.fromisoformat(attributes["time"]),
+            int(attributes["sequence"]),
+            datetime.fromisoformat(attributes["recordedtime"]),
+            str(attributes.get("correlation", "")),
+            str(attributes.get("causation", "")),
             fact,
         )
     except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise ValueError(f"this is no event of this version: {error!r}") from error
+        raise ValueError(f"not an event known to this version: {error!r}") from error

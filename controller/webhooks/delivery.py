@@ -1,4 +1,4 @@
-"""One webhook: every event of its kinds, in order, at least once.
+"""Delivery to one webhook: every event of its kinds, in order, at least once.
 
     journal ─▶ request ─▶ try ─┬─▶ delivered ───────────────▶ the next one
                   ▲            ├─▶ wait ─┐
@@ -6,8 +6,8 @@
                                ├─▶ given up ─▶ dead letter ─▶ the next one
                                └─▶ 410 ─▶ stopped
 
-The broker remembers the place: an event counts as taken when the next one is asked for. So an event that was delivered just
-before a crash comes again, with the same id.
+The broker remembers the position: an event counts as delivered when the next one is requested. So an event that was
+delivered just before a crash is delivered again, with the same id.
 """
 
 import asyncio
@@ -29,34 +29,34 @@ from events.dead_letters import DeadLetter, NotBuried
 from events.follow import CannotFollow, FollowedEvent
 
 FOLLOW_AGAIN_S = 2.0
-SETTLED_S = 30.0  # for which the journal has been followed without an error: it can be
+SETTLED_S = 30.0  # following the journal this long without an error counts as healthy
 BURY_AGAIN_S = 2.0
-LAST_S = 5.0  # that the try which is under way has when the process is told to stop
-TAKEN_S = 1.0  # that the broker has then to hear that it was taken
+LAST_S = 5.0  # seconds for the current try to finish when the process stops
+TAKEN_S = 1.0  # seconds to acknowledge it to the broker afterwards
 
 log = structlog.get_logger(__name__)
 
 
 class Following(Protocol):
-    """How the journal is followed: `events.follow.follow`, for one webhook."""
+    """Follows the journal for one webhook: `events.follow.follow`."""
 
     def __call__(self, since: datetime) -> AsyncGenerator[FollowedEvent, None]: ...
 
 
 class Sending(Protocol):
-    """How it is posted: `WebhookSender`."""
+    """Posts requests: `WebhookSender`."""
 
     async def send(self, url: str, request: templates.WebhookRequest) -> Answer: ...
 
 
 class Burying(Protocol):
-    """Where what is given up goes: `events.dead_letters.DeadLetters`."""
+    """Stores events that were given up: `events.dead_letters.DeadLetters`."""
 
     async def bury(self, letter: DeadLetter) -> None: ...
 
 
 class Delivery:
-    """Delivers to one webhook, for ever."""
+    """Delivers to one webhook, until it is stopped or cancelled."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class Delivery:
         self._follow, self._sender, self._dead, self._clock = follow, sender, dead, clock
         self._metrics = metrics
         self.chance: Callable[[], float] = random.random
-        self.stopped = ""  # why nothing is sent any more
-        self._reason = ""  # why the journal could not be followed, the last time
-        self._began_s = 0.0  # when following it was begun
-        self._at: datetime | None = None  # of the event that it is at
-        self._last = ""  # id of the event that was taken last
-        self._since = clock.now()  # counts for a stream on which the broker knows no place of ours
-        self._answered = False  # the last try before the end was a good one
+        self.stopped = ""  # why nothing more is sent
+        self._reason = ""  # why the journal could last not be followed
+        self._began_s = 0.0  # when following it last began
+        self._at: datetime | None = None  # time of the current event
+        self._last = ""  # id of the last delivered event
+        self._since = clock.now()  # start of a stream on which the broker has no position for this webhook
+        self._answered = False  # the last try before the end was accepted
         metrics.begin(webhook.called)
 
     async def run(self) -> None:
-        """Deliver until the webhook is stopped, and until cancelled. Raise UsageError."""
+        """Deliver until the webhook is stopped, then wait until cancelled. Raise UsageError."""
         while not self.stopped:
             following, self._began_s = self._follow(self._since), self._clock.monotonic()
             try:
@@ -108,7 +108,7 @@ class Delivery:
         async for event in following:
             self._reason, self._at = "", event.at
             self._metrics.pending.labels(name).set(event.pending + 1)
-            if event.id != self._last:  # else the broker has not heard that it was taken
+            if event.id != self._last:  # a repetition: the broker missed the acknowledgement
                 await self._deliver(event)
             if self.stopped:
                 return
@@ -117,12 +117,12 @@ class Delivery:
 
     @property
     def why_not(self) -> str:
-        """Why nothing is delivered; empty where it is, or waits for its receiver or the next event."""
+        """Why nothing is delivered; empty while it delivers, or waits for its receiver or the next event."""
         follows = self._clock.monotonic() - self._began_s > SETTLED_S
         return self.stopped or ("" if follows else self._reason)
 
     def measure(self) -> None:
-        """Bring the metrics that grow by themselves up to date."""
+        """Update the metrics that change with time."""
         age_s = 0.0 if self._at is None else max(0.0, (self._clock.now() - self._at).total_seconds())
         self._metrics.lag.labels(self.webhook.called).set(age_s)
 
@@ -149,15 +149,15 @@ class Delivery:
                     return self._succeeded()
 
     async def _try(self, event: FollowedEvent) -> Answer | None:
-        """Return what came of one try; None: there is nothing to be said of this event."""
+        """Return the response to one try; None if the template has nothing for this event."""
         now = int(self._clock.now().timestamp())
         try:
             secret = ""
             if self.webhook.secret_file:
-                secret = await asyncio.to_thread(self.webhook.secret)  # it may have been changed
+                secret = await asyncio.to_thread(self.webhook.secret)  # it may have been rotated
             request = templates.request(self.webhook.template, event, self._wording, secret, now)
         except ValueError as error:
-            return Answer(None, f"its secret cannot be had: {error}")
+            return Answer(None, f"its secret cannot be read: {error}")
         if request is None:
             return None
         trying = asyncio.ensure_future(self._sender.send(self.webhook.address, request))
@@ -192,7 +192,7 @@ class Delivery:
             reason=reason,
         )
 
-    # --- what is told of it -----------------------------------------------------------------------------------------
+    # --- metrics and logs -----------------------------------------------------------------------------------------
 
     def _count(self, outcome: str) -> None:
         self._metrics.deliveries.labels(self.webhook.called, outcome).inc()

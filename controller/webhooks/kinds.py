@@ -1,4 +1,4 @@
-"""Which events does a webhook tell of? Those that a person wants to hear of, unless he names others."""
+"""The event kinds that a webhook sends: by default those that an operator should know."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,13 +19,13 @@ TOLD = (
     "worker_lingered",
     "intrusion_refused",
 )
-"""What is told where nobody says otherwise. An incident is a worker's that is suspicious, convicted, broken or dead, or a model's
-that has not capacity enough: it is closed when that is well again, or gone for good."""
+"""The default kinds. An incident is about a worker that is suspicious, convicted, broken or dead, or about a model with too
+little capacity. It closes when the worker or model is healthy again, or the worker is gone for good."""
 ALL = "all"
 
 
 def checked(kinds: Iterable[str]) -> tuple[str, ...]:
-    """Return kinds as they are followed; of none, those that a person wants to hear of. Raise ValueError for an unknown one."""
+    """Return validated kinds; the default kinds if none are given. Raise ValueError for an unknown one."""
     wanted = tuple(dict.fromkeys(kinds))
     if wanted == (ALL,):
         return tuple(sorted(codec.KINDS))
@@ -33,5 +33,5 @@ def checked(kinds: Iterable[str]) -> tuple[str, ...]:
         if name not in codec.KINDS:
             near = get_close_matches(name, codec.KINDS, n=3, cutoff=0.5)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(f"there is no kind {name!r}: {meant}docs/events.md has all of them")
+            raise ValueError(f"there is no kind {name!r}: {meant}docs/events.md lists all kinds")
     return wanted or TOLD

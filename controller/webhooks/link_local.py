@@ -1,4 +1,4 @@
-"""Refuses webhook URLs that lead to link-local and metadata addresses, where clouds hand out an account's credentials."""
+"""Rejects webhook URLs of link-local and cloud-metadata addresses, which serve credentials."""
 
 import socket
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -15,11 +15,11 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class LinkLocalRefused(OSError):
-    """A host name leads to a link-local or metadata address."""
+    """A host name resolves to a link-local or metadata address."""
 
 
 def refusal(host: str) -> str:
-    """Return why a webhook may not be sent to a host, an address or a name; empty: it may."""
+    """Return why a webhook may not be sent to a host (an address or a name); empty if it may."""
     name = host.rstrip(".").lower()
     if name in METADATA_HOSTS:
         return f"{host} is a cloud's metadata service"
@@ -32,7 +32,7 @@ def refusal(host: str) -> str:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that a host is, also written as one number or as an IPv6 address that stands for an IPv4 one."""
+    """Return the address that a host denotes, including one written as a number or as an IPv4-mapped IPv6 address."""
     try:
         found = ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the notifier counts."""
+"""Prometheus metrics of the notifier."""
 
 from prometheus_client import CollectorRegistry
 
@@ -8,38 +8,34 @@ OUTCOMES = ("delivered", "failed", "dead_letter", "left_out")
 
 
 class NotifierMetrics(MetricTable):
-    """The notifier's metrics, in a registry of the process's own."""
+    """The notifier's metrics, in the process's own registry."""
 
     deliveries = counter(
         "holdfast_webhook_deliveries",
-        "Tries by what came of them: delivered, failed (tried again later), dead_letter (given up), left_out (nothing for its "
-        "template)",
+        "Delivery attempts by outcome: delivered, failed (retried later), dead_letter (given up), left_out (the template has "
+        "nothing for it)",
         "webhook",
         "outcome",
     )
-    pending = gauge("holdfast_webhook_pending", "Events that wait for this webhook", "webhook")
+    pending = gauge("holdfast_webhook_pending", "Events waiting for this webhook", "webhook")
     lag = gauge(
-        "holdfast_webhook_lag_seconds", "Age of the event that it is at; 0: it has had all", "webhook"
+        "holdfast_webhook_lag_seconds", "Age of the event being delivered; 0: none is waiting", "webhook"
     )
-    in_a_row = gauge(
-        "holdfast_webhook_failures_in_a_row", "Tries that have failed since the last that did not", "webhook"
-    )
+    in_a_row = gauge("holdfast_webhook_failures_in_a_row", "Consecutive failed tries", "webhook")
     last_success = gauge(
         "holdfast_webhook_last_success_timestamp_seconds",
-        "When it last took an event, as Unix seconds; 0: not yet",
+        "Unix time of the last accepted event; 0: none yet",
         "webhook",
     )
-    stopped = gauge(
-        "holdfast_webhook_stopped", "1: it has answered 410 Gone, and is told nothing any more", "webhook"
-    )
+    stopped = gauge("holdfast_webhook_stopped", "1: it answered 410 Gone and gets no more events", "webhook")
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register with the process's registry."""
+        """Register the metrics in the process's registry."""
         super().__init__(registry)
         self.registry = registry
 
     def begin(self, webhook: str) -> None:
-        """Have every series of a webhook, at 0."""
+        """Create all series of a webhook, at 0."""
         for outcome in OUTCOMES:
             self.deliveries.labels(webhook, outcome)
         for one in (self.pending, self.lag, self.in_a_row, self.last_success, self.stopped):

@@ -1,9 +1,9 @@
-"""An event for PagerDuty's Events API v2: it triggers, or resolves what another one has triggered.
+"""The PagerDuty template (Events API v2): an event triggers an alert, or resolves one.
 
     POST https://events.pagerduty.com/v2/enqueue    https://developer.pagerduty.com/docs/send-alert-event
 
-`dedup_key` is the fleet's name and the incident, or what else belongs together (`wording.Thread`). What neither begins nor ends
-anything, such as a breaker that closes while its incident is open, is not sent.
+`dedup_key` is the fleet's name and the incident or other thread (`wording.Thread`). An event that neither begins nor ends a
+thread, such as a breaker that closes while its incident is open, is not sent.
 """
 
 import json
@@ -18,18 +18,18 @@ TYPE = "application/json"
 
 
 def written(event: FollowedEvent, wording: FleetWording, key: str) -> bytes | None:
-    """Return the body of a request; None: it is nothing that PagerDuty is told."""
+    """Return the request body; None if the event is not sent to PagerDuty."""
     belongs = thread(event)
     if belongs.action is None:
         return None
-    said: dict[str, Any] = {
+    body: dict[str, Any] = {
         "routing_key": key,
         "event_action": belongs.action,
         "dedup_key": f"{wording.fleet}:{belongs.key}"[:KEY_MAX],
     }
     if belongs.action == "trigger":
         links = {"Runbook": wording.runbook(event), "Console": wording.console_url}
-        said |= {
+        body |= {
             "payload": {
                 "summary": f"{wording.fleet}: {sentence(event.fact)}"[:SUMMARY_MAX],
                 "source": wording.fleet,
@@ -44,5 +44,5 @@ def written(event: FollowedEvent, wording: FleetWording, key: str) -> bytes | No
             "client": "Holdfast",
         }
         if wording.console_url:
-            said["client_url"] = wording.console_url
-    return json.dumps(said, ensure_ascii=False).encode()
+            body["client_url"] = wording.console_url
+    return json.dumps(body, ensure_ascii=False).encode()

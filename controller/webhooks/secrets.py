@@ -1,4 +1,4 @@
-"""Which secrets does a webhook's file hold? Keys for signatures, one on each line, or PagerDuty's routing key."""
+"""Reads a webhook's secret file: signing keys, one per line, or PagerDuty's routing key."""
 
 import base64
 import binascii
@@ -6,32 +6,32 @@ import re
 from pathlib import Path
 
 PREFIX = "whsec_"
-KEY_MIN, KEY_MAX = 24, 64  # bytes, as Standard Webhooks has them
+KEY_MIN, KEY_MAX = 24, 64  # bytes, as in Standard Webhooks
 FILE_MAX = 64 * 1024
 KEYS_MAX = 8
-MAKES_ONE = f'`echo "{PREFIX}$(head -c 32 /dev/urandom | base64)"` makes one'
+MAKES_ONE = f'`echo "{PREFIX}$(head -c 32 /dev/urandom | base64)"` generates one'
 ROUTING_KEY = re.compile(r"[A-Za-z0-9]{32}")
 
 
 def read_secret(file: Path) -> str:
-    """Return what a file with secrets holds. Raise ValueError that says why it cannot be had."""
+    """Return the text of a secret file. Raise ValueError with the reason if it cannot be read."""
     try:
         with file.open("rb") as opened:
             text = opened.read(FILE_MAX).decode("ascii").strip()
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{file} holds no secret: those are plain letters, digits and signs") from None
+        raise ValueError(f"{file} is not a secret file: secrets are ASCII text") from None
     if not text:
         raise ValueError(f"{file} is empty")
     return text
 
 
 def keys_of(text: str) -> list[bytes]:
-    """Return the keys of a file's text. Raise ValueError that says what is wrong with it."""
+    """Return the keys in a file's text. Raise ValueError for an invalid line."""
     found = [_key(line.strip(), number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 0 < len(found) <= KEYS_MAX:
-        raise ValueError(f"it has {len(found)} keys: 1 to {KEYS_MAX}, each on a line of its own")
+        raise ValueError(f"it has {len(found)} keys: it must have 1 to {KEYS_MAX}, one per line")
     return found
 
 
@@ -42,15 +42,15 @@ def _key(line: str, number: int) -> bytes:
         key = b""
     if not line.startswith(PREFIX) or not KEY_MIN <= len(key) <= KEY_MAX:
         raise ValueError(
-            f"line {number} is no key: {PREFIX} and the base64 of {KEY_MIN} to {KEY_MAX} bytes; {MAKES_ONE}"
+            f"line {number} is not a key: it must be {PREFIX} and {KEY_MIN} to {KEY_MAX} bytes in base64; {MAKES_ONE}"
         )
     return key
 
 
 def routing_key(text: str) -> str:
-    """Return the routing key that a file's text is. Raise ValueError if it is none."""
+    """Return the routing key in a file's text. Raise ValueError if it is not one."""
     if not ROUTING_KEY.fullmatch(text):
         raise ValueError(
-            "it is no routing key of PagerDuty: those are 32 letters and digits, alone in the file"
+            "it is not a PagerDuty routing key: the file must hold only its 32 letters and digits"
         )
     return text

@@ -1,4 +1,4 @@
-"""One try: a POST, and what was answered. Redirects are not followed, and little of an answer is read."""
+"""Posts one webhook request. Redirects are not followed, and only the beginning of a response is read."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from controller.webhooks.link_local import LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
 from events.errors import os_reason
 
-BODY_MAX = 4_096  # bytes of an answer
-KEPT_S = 3.0  # that a connection waits for the next event: less than servers let one
-SAYS_S = 1.0  # that they may take behind its status
+BODY_MAX = 4_096  # bytes of a response that are read
+KEPT_S = 3.0  # keep-alive of idle connections, shorter than that of servers
+SAYS_S = 1.0  # time limit for reading the body after the status
 
 
 class WebhookSender:
-    """Posts to any URL."""
+    """Posts webhook requests."""
 
     def __init__(
         self,
@@ -39,8 +39,11 @@ class WebhookSender:
 
     @classmethod
     async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
-        """Return one. aiohttp's own context is made at its import, and may trust nobody. Without `allow_link_local` it refuses
-        link-local and metadata addresses."""
+        """Return a sender.
+
+        It makes its own TLS context: aiohttp's is made at import, possibly without any trusted certificates. Without
+        `allow_link_local` it rejects link-local and metadata addresses.
+        """
         resolver: AbstractResolver = aiohttp.DefaultResolver()
         trust: Any = await asyncio.to_thread(ssl.create_default_context)
         session = aiohttp.ClientSession(
@@ -50,14 +53,14 @@ class WebhookSender:
                 resolver=resolver if allow_link_local else GuardedResolver(resolver),
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # ours is over all of it
+            timeout=aiohttp.ClientTimeout(total=None),  # our timeout covers everything
             auto_decompress=False,
             trust_env=True,  # HTTPS_PROXY
         )
         return cls(session, clock, timeout_s, allow_link_local=allow_link_local)
 
     async def send(self, url: str, request: WebhookRequest) -> Answer:
-        """Post once, within the timeout. Never raises but for its cancellation."""
+        """Post once, within the timeout. Raises only if cancelled."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._posted(url, request)
@@ -73,25 +76,25 @@ class WebhookSender:
 
     async def _posted(self, url: str, request: WebhookRequest) -> aiohttp.ClientResponse:
         why = "" if self._allow_link_local else refusal(urlsplit(url).hostname or "")
-        if why:  # aiohttp resolves no addresses, so that the resolver does not see them
+        if why:  # aiohttp does not resolve literal addresses, so the resolver does not see them
             raise LinkLocalRefused(why)
         own = {"User-Agent": f"Holdfast/{version('holdfast')}", "Accept-Encoding": "identity"}
         headers = {**own, **request.headers}
         return await self._session.post(url, data=request.body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
-        """Let go of what is open."""
+        """Close the session."""
         await self._session.close()
 
 
 class GuardedResolver(AbstractResolver):
-    """Resolves names, and refuses one that leads to such an address: a URL is checked once, its name may change later."""
+    """Rejects names that resolve to such an address. A URL is checked once, but its name may later resolve differently."""
 
     def __init__(self, resolver: AbstractResolver) -> None:
         self._resolver = resolver
 
     async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
-        """Return the addresses of a name. Raise LinkLocalRefused."""
+        """Return the addresses of a name. Raise LinkLocalRefused if one is forbidden."""
         found = await self._resolver.resolve(host, port, family)
         for one in found:
             if why := refusal(one["host"]):
@@ -104,7 +107,7 @@ class GuardedResolver(AbstractResolver):
 
 
 async def _beginning(answer: aiohttp.ClientResponse) -> str:
-    """Return how an answer's body begins. Its status counts, whatever becomes of that."""
+    """Return the beginning of a response body. The status counts even if reading it fails."""
     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with asyncio.timeout(SAYS_S):
             return (await answer.content.read(BODY_MAX)).decode(errors="replace")
@@ -112,7 +115,7 @@ async def _beginning(answer: aiohttp.ClientResponse) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Say why no answer came. TLS errors carry the number of another one, and keep their own words."""
+    """Return why there was no response. TLS errors carry an unrelated errno, so their own text is kept."""
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
         error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError
     ):

@@ -1,4 +1,4 @@
-"""The settings of the notifier: where it tells what, and how long it insists."""
+"""Settings of the notifier: webhooks, templates and retries."""
 
 import hashlib
 import re
@@ -25,7 +25,7 @@ _NAME = r"^[A-Za-z0-9_-]{0,40}$"
 
 
 class Webhook(Strict):
-    """One webhook. Its URL may be a secret itself: `@FILE` names a file that holds it."""
+    """One webhook. Its URL may itself be a secret: `@FILE` names a file that contains it."""
 
     url: str = Field(repr=False)
     name: Annotated[str, Field(pattern=_NAME)] = ""
@@ -37,7 +37,7 @@ class Webhook(Strict):
     def _is_complete(self) -> Self:
         if self.template == "pagerduty" and not self.secret_file:
             raise ValueError("the template pagerduty needs a secret file: the one with the routing key")
-        self.address  # noqa: B018 (what is no URL is refused here)
+        self.address  # noqa: B018 (rejects an invalid URL)
         return self
 
     @field_validator("kinds")
@@ -47,31 +47,31 @@ class Webhook(Strict):
 
     @cached_property
     def address(self) -> str:
-        """The URL itself. Raise ValueError if it is none, or its file cannot be read."""
+        """The URL itself. Raise ValueError if it is invalid, or its file cannot be read."""
         url = secrets.read_secret(Path(self.url[1:])) if self.url.startswith("@") else self.url
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is not a number
             good = False
         if not good or not url.isprintable() or " " in url:
-            shown = f"what {self.url[1:]} holds" if self.url.startswith("@") else repr(self.url)
-            raise ValueError(f"{shown} is no webhook's URL, such as https://host/path")
+            shown = f"the content of {self.url[1:]}" if self.url.startswith("@") else repr(self.url)
+            raise ValueError(f"{shown} is not a webhook URL, such as https://host/path")
         return url
 
     @cached_property
     def called(self) -> str:
-        """Its name: in metrics, logs, and as the broker remembers it. Without one, its host and a digest of its URL."""
+        """Its name in metrics, logs and the broker's consumer: the configured one, or its host and a digest of its URL."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", urlsplit(self.address).hostname or "")[:30]
         return self.name or f"{host}-{hashlib.sha256(self.address.encode()).hexdigest()[:8]}"
 
     @property
     def durable(self) -> str:
-        """What the broker remembers its place by."""
+        """The name of its durable consumer at the broker."""
         return f"webhook-{self.called}"
 
     def secret(self) -> str:
-        """Return what the secret file holds, empty without one. Raise ValueError for what is no secret of its template's."""
+        """Return the content of the secret file, empty without one. Raise ValueError if it is invalid for the template."""
         text = secrets.read_secret(Path(self.secret_file)) if self.secret_file else ""
         if text:
             try:
@@ -82,46 +82,44 @@ class Webhook(Strict):
 
 
 class NotifierSettings(Strict):
-    """Where what happens is told."""
+    """Settings of the notifier."""
 
     webhooks: tuple[Webhook, ...] = Field(
-        (), description="JSON: a list of objects with url, and as wanted name, kinds, template, secret_file"
+        (), description="JSON list of objects with url and, optionally, name, kinds, template, secret_file"
     )
     fleet: Annotated[str, Field(min_length=1, max_length=100)] = Field(
-        "holdfast", description="what this fleet is called in messages, and in PagerDuty's dedup_key"
+        "holdfast", description="name of this fleet in messages and in PagerDuty's dedup_key"
     )
-    runbooks_url: str = Field(
-        "", description="the folder docs/runbooks as people reach it, for links; empty: none"
-    )
-    console_url: str = Field(
-        "", description="what people look at first, such as a dashboard, for links; empty: none"
-    )
-    timeout_s: Positive = Field(10.0, description="seconds that a receiver has for its answer")
+    runbooks_url: str = Field("", description="URL of the folder docs/runbooks, for links; empty: no links")
+    console_url: str = Field("", description="URL of a console or dashboard, for links; empty: no link")
+    timeout_s: Positive = Field(10.0, description="seconds to wait for a receiver's response")
     tries_max: Annotated[int, Field(ge=1, le=1_000)] = Field(
-        8, description="tries of an event that a receiver refuses, before it goes to the dead letters"
+        8, description="tries of a refused event before it goes to the dead letters"
     )
     hold_s: Annotated[float, Field(ge=0, le=1e9)] = Field(
-        86_400.0, description="age in seconds up to which events wait for a receiver that is away"
+        86_400.0, description="age in seconds at which an event is given up while its receiver is away"
     )
     wait_min_s: Positive = Field(
         1.0, description="seconds before the second try; the wait doubles, with jitter"
     )
     wait_max_s: Positive = Field(
-        60.0, description="and is never longer than that, unless Retry-After says so"
+        60.0, description="longest wait between tries in seconds, unless Retry-After is longer"
     )
     allow_link_local: bool = Field(
         False,
-        description="post to link-local addresses too, where clouds answer with an account's credentials",
+        description="allow link-local addresses, where clouds serve an account's credentials",
     )
-    admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
-    admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="its port; 0: any free one")
+    admin_host: str = Field("127.0.0.1", description="address of /metrics, /health and /ready")
+    admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="port of /metrics, /health and /ready; 0: any free port"
+    )
 
     @model_validator(mode="after")
     def _make_sense(self) -> Self:
         if len(self.webhooks) > WEBHOOKS_MAX:
-            raise ValueError(f"{len(self.webhooks)} webhooks: {WEBHOOKS_MAX} at most")
+            raise ValueError(f"{len(self.webhooks)} webhooks: at most {WEBHOOKS_MAX} are allowed")
         if twice := _twice(webhook.called for webhook in self.webhooks):
-            raise ValueError(f"two webhooks are called {twice!r}: give each a name")
+            raise ValueError(f"two webhooks are named {twice!r}: give each its own name")
         for webhook in self.webhooks:
             why = refusal(urlsplit(webhook.address).hostname or "")
             if why and not self.allow_link_local:
@@ -130,7 +128,7 @@ class NotifierSettings(Strict):
         return self
 
     def check(self) -> None:
-        """Raise BadSetting where there is no webhook, or a secret cannot be had: later it would be waited for."""
+        """Raise BadSetting if there is no webhook, or a secret cannot be read. At run time the notifier would only wait."""
         if not self.webhooks:
             raise BadSetting(
                 "the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS, or --webhooks: see docs/webhooks.md"
@@ -142,7 +140,7 @@ class NotifierSettings(Strict):
                 raise BadSetting(f"the secret of the webhook {webhook.called}: {error}") from error
 
     def policy(self) -> RetryPolicy:
-        """Return how long to insist."""
+        """Return the retry policy."""
         return RetryPolicy(
             tries_max=self.tries_max,
             hold_s=self.hold_s,
@@ -151,12 +149,12 @@ class NotifierSettings(Strict):
         )
 
     def wording(self) -> FleetWording:
-        """Return what people are told besides."""
+        """Return the fleet's name and links for messages."""
         return FleetWording(fleet=self.fleet, runbooks_url=self.runbooks_url, console_url=self.console_url)
 
 
 def named(text: str) -> tuple[str, str]:
-    """Return name and URL of `NAME=URL`; the name is empty for a URL alone."""
+    """Split `NAME=URL` into name and URL; the name is empty for a URL alone."""
     found = _NAMED.fullmatch(text)
     return (found[1], found[2]) if found else ("", text)
 

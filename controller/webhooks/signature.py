@@ -1,8 +1,8 @@
-"""Who has sent this? Standard Webhooks (standardwebhooks.com): an HMAC-SHA256 of id, time and body, in three headers.
+"""Signs webhook requests by Standard Webhooks (standardwebhooks.com): HMAC-SHA256 in three headers.
 
 webhook-id         the event's id: the same for every repetition
 webhook-timestamp  Unix seconds of this try
-webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one for each key, with spaces between
+webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one per key, separated by spaces
 """
 
 import base64
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def headers(keys: Sequence[bytes], id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """Return the headers of one try. Without keys it is not signed."""
+    """Return the headers of one try. Without keys the request is not signed."""
     signed = f"{id}.{timestamp}.".encode() + body
     made = (base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys)
     found = {"webhook-id": id, "webhook-timestamp": str(timestamp)}

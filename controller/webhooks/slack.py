@@ -1,4 +1,4 @@
-"""An event as a message for a Slack incoming webhook: one sentence, and blocks with what to look at.
+"""The Slack template (incoming webhooks): one sentence, and blocks with links and details.
 
 {"text": SENTENCE, "blocks": [section, context]}    https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks
 """
@@ -14,9 +14,9 @@ TYPE = "application/json"
 
 
 def written(event: FollowedEvent, wording: FleetWording) -> bytes:
-    """Return the body of a request."""
-    said = _escaped(sentence(event.fact))
-    title = f"{_escaped(wording.fleet)}: {said}"
+    """Return the request body."""
+    summary = _escaped(sentence(event.fact))
+    title = f"{_escaped(wording.fleet)}: {summary}"
     linked = {"runbook": wording.runbook(event), "console": wording.console_url}
     links = [f"<{_in_link(url)}|{name}>" for name, url in linked.items() if url]
     when = int(event.at.timestamp())
@@ -34,7 +34,7 @@ def written(event: FollowedEvent, wording: FleetWording) -> bytes:
             "blocks": [
                 {
                     "type": "section",
-                    "text": {"type": "mrkdwn", "text": _short(f"*{_escaped(wording.fleet)}* {said}")},
+                    "text": {"type": "mrkdwn", "text": _short(f"*{_escaped(wording.fleet)}* {summary}")},
                 },
                 {"type": "context", "elements": [{"type": "mrkdwn", "text": _short(" · ".join(about))}]},
             ],
@@ -44,7 +44,7 @@ def written(event: FollowedEvent, wording: FleetWording) -> bytes:
 
 
 def _escaped(text: str) -> str:
-    """Return a text in which nothing means anything to Slack: a name may have been chosen by a stranger."""
+    """Return a text without Slack markup: names in it may come from a third party."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -1,4 +1,4 @@
-"""What does a webhook's request say? By its template, and signed where the template is not a vendor's own."""
+"""Builds a webhook's request by its template, signed unless the template is a vendor's own."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from events.follow import FollowedEvent
 
 @dataclass(frozen=True, slots=True)
 class WebhookRequest:
-    """What is posted."""
+    """A request to post."""
 
     headers: dict[str, str]
     body: bytes
@@ -19,8 +19,10 @@ class WebhookRequest:
 def request(
     template: TemplateName, event: FollowedEvent, wording: FleetWording, secret: str, timestamp: int
 ) -> WebhookRequest | None:
-    """Return what is posted of an event; None: it is nothing for this template. `secret`: the text of the secret file, empty
-    without one; `timestamp`: Unix seconds. Raise ValueError for a secret that is none."""
+    """Return the request for an event; None if the template has nothing for it. Raise ValueError for an invalid secret.
+
+    `secret`: the text of the secret file, empty without one; `timestamp`: Unix seconds.
+    """
     match template:
         case "pagerduty":
             body, kind = pagerduty.written(event, wording, secrets.routing_key(secret)), pagerduty.TYPE

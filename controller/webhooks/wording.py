@@ -1,7 +1,7 @@
-"""How bad is it, what is it about, and does it end something? What templates for people share.
+"""Severity, thread and runbook of an event, shared by the templates for people.
 
-A `Thread` is what belongs together: a trigger opens it, a resolve ends it. Whatever belongs to an incident is in the incident's
-thread, and only the incident's end resolves it.
+A `Thread` groups events that belong together: a trigger opens it, a resolve ends it. Events of an incident belong to the
+incident's thread, and only the end of the incident resolves it.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ RUNBOOKS: Mapping[str, str] = {
     "request_abandoned": "HoldfastStreamsLost",
     "worker_lingered": "HoldfastWorkersLingering",
 }
-"""Which page of docs/runbooks a kind belongs to."""
+"""The page of docs/runbooks of each kind."""
 _ERRORS = (o.ExposureUnknown, o.PanicBegan, o.RequestAbandoned, d.BreakerOpened, d.IncidentOpened)
 _WARNINGS = (
     o.GoldenDisputed,
@@ -44,28 +44,28 @@ _UNWELL = (d.HealthStatus.SUSPICIOUS, d.HealthStatus.UNHEALTHY, d.HealthStatus.D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetWording:
-    """What people are told besides an event: which fleet it is, and where to look."""
+    """Details added to an event's message: the fleet's name, and links."""
 
     fleet: str = "holdfast"
     runbooks_url: str = ""  # the folder of the runbooks; empty: no links to them
-    console_url: str = ""  # what people look at first, such as a dashboard
+    console_url: str = ""  # URL of a console or dashboard
 
     def runbook(self, event: FollowedEvent) -> str:
-        """Return where an event's runbook is; empty: there is none."""
+        """Return the URL of an event's runbook; empty if there is none."""
         page = RUNBOOKS.get(event.fact.kind())
         return f"{self.runbooks_url.rstrip('/')}/{page}.md" if page and self.runbooks_url else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """What an event belongs to, and what it does to that."""
+    """The group that an event belongs to, and its effect on it."""
 
     key: str
-    action: Literal["trigger", "resolve"] | None  # None: it belongs to it, and neither begins nor ends it
+    action: Literal["trigger", "resolve"] | None  # None: it neither begins nor ends the thread
 
 
 def severity(event: FollowedEvent) -> Severity:
-    """Return how bad an event is."""
+    """Return the severity of an event."""
     match event.fact:
         case d.DegradationChanged(after=after):
             return "critical" if after > 2 else "warning" if after else "info"
@@ -83,7 +83,7 @@ def severity(event: FollowedEvent) -> Severity:
 
 
 def thread(event: FollowedEvent) -> Thread:
-    """Return what an event belongs to. One that belongs to nothing else is a thread of its own."""
+    """Return the thread of an event. One that belongs to nothing else is its own thread."""
     fact = event.fact
     incident = event.correlation or (fact.incident if isinstance(fact, Decision) else "")
     if incident:
@@ -131,8 +131,8 @@ def _key(event: FollowedEvent) -> str:
             return f"worker:{worker}"
         case o.ExposureUnknown(worker=worker) | o.WorkerLingered(worker=worker):
             return f"{event.fact.kind()}:{worker}"
-        case o.IntrusionRefused(who=who):
-            return f"intrusion:{who}"
+        case o.IntrusionRefused(who=source):
+            return f"intrusion:{source}"
         case o.ObserverBlind():
             return "observer_blind"
     return event.id

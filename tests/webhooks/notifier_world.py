@@ -1,4 +1,4 @@
-"""A broker that holds everybody to what he may, notifiers that can be killed, and who speaks on the journal."""
+"""Test kit: a broker that enforces permissions, notifiers that can be killed, and a journal writer."""
 
 import asyncio
 import base64
@@ -29,12 +29,12 @@ WITHIN_S = 40.0
 
 @dataclass
 class NotifierWorld:
-    """One fleet as far as a notifier sees it."""
+    """One fleet as a notifier sees it."""
 
     folder: Path
     server: EmbeddedServer
     journal: NatsJournal
-    url: str  # of the broker, with the folder of everybody's seeds
+    url: str  # of the broker, with the folder of all seeds
     process: asyncio.subprocess.Process | None = None
 
     @property
@@ -42,13 +42,13 @@ class NotifierWorld:
         return self.folder / "data"
 
     async def say(self, *numbers: int) -> list[str]:
-        """Put facts on the journal. Return their ids."""
+        """Append facts to the journal. Return their ids."""
         ids = [self.journal.observe(heard(number)) for number in numbers]
         assert await self.journal.flush(20)
         return ids
 
     async def notify(self, *webhooks: dict[str, Any], **settings: str) -> None:
-        """Start a notifier, until it is there."""
+        """Start a notifier, and wait until it is ready."""
         (secret := self.folder / "secret").write_text(KEY)
         said = [
             {"kinds": ["worker_heard"], "name": "ops", "secret_file": str(secret), **one} for one in webhooks
@@ -66,7 +66,7 @@ class NotifierWorld:
 
     @property
     def admin(self) -> str:
-        """Where the notifier that runs now answers; empty: it does not yet."""
+        """Address of the running notifier's admin port; empty: not yet known."""
         assert self.process is not None
         return next((one.url for one in present(self.data) if one.pid == self.process.pid), "")
 
@@ -79,7 +79,7 @@ class NotifierWorld:
             return await self.process.wait()
 
     async def asked(self, path: str) -> str:
-        """Return what the notifier answers to."""
+        """Return the notifier's response to a GET of `path`."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.admin}{path}") as answer:
             return await answer.text()
 
@@ -93,7 +93,7 @@ class NotifierWorld:
 
 @asynccontextmanager
 async def notifying(folder: Path) -> AsyncIterator[NotifierWorld]:
-    """A world without a notifier yet."""
+    """Yield a world without a notifier."""
     seeds = folder / "seeds"
     BrokerUsers(seeds).make([])
     server = await start_nats(folder / "nats", users=configuration(permissions.users([]), seeds))

@@ -1,4 +1,4 @@
-"""Webhooks never post to link-local or metadata addresses, however these are written, unless the operator allows it."""
+"""Webhooks never post to link-local or metadata addresses unless the operator allows it."""
 
 import socket
 from typing import Any
@@ -32,14 +32,14 @@ def settings(host: str, **more: Any) -> NotifierSettings:
 
 
 @pytest.mark.parametrize("host", REFUSED)
-def test_a_link_local_or_metadata_url_is_refused_at_the_start(host: str) -> None:
+def test_a_link_local_or_metadata_url_is_rejected_at_the_start(host: str) -> None:
     with pytest.raises(ValueError, match=r"link-local|metadata"):
         settings(host)
     assert settings(host, allow_link_local=True).webhooks
 
 
 @pytest.mark.parametrize("host", ALLOWED)
-def test_other_urls_are_not(host: str) -> None:
+def test_other_urls_are_accepted(host: str) -> None:
     assert settings(host).webhooks and not refusal(host.strip("[]"))
 
 
@@ -60,8 +60,8 @@ class Names(AbstractResolver):
         pass
 
 
-async def test_a_name_that_leads_there_is_refused_when_it_is_resolved() -> None:
-    """A URL is checked at the start; its name may be pointed elsewhere later."""
+async def test_a_name_with_a_forbidden_address_is_rejected_when_it_is_resolved() -> None:
+    """A URL is checked at the start; its name may later resolve to another address."""
     assert (await GuardedResolver(Names("10.0.0.7")).resolve("hook.example"))[0]["host"] == "10.0.0.7"
     with pytest.raises(LinkLocalRefused, match=r"hook\.example: 169\.254\.169\.254 is a link-local"):
         await GuardedResolver(Names("169.254.169.254")).resolve("hook.example")

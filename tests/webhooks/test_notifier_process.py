@@ -1,4 +1,4 @@
-"""A real notifier, broker and receiver: nothing is lost or out of order, however the receiver fails and whoever dies."""
+"""A real notifier, broker and receiver: nothing is lost or reordered, whichever of them fails."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ async def world(tmp_path: Path) -> AsyncIterator[NotifierWorld]:
 
 
 def verified(receiver: Receiver) -> list[str]:
-    """Return the ids of what was taken, each signed, without immediate repetitions: the same id again is the same event."""
+    """Return the ids of accepted events, each signed, without immediate repetitions (the same id is the same event)."""
     for one in receiver.all:
         said = Verifier(KEY).verify(one.body, one.headers)
         assert said["id"] == one.id and one.headers["content-type"] == "application/cloudevents+json"
@@ -61,7 +61,7 @@ async def test_nothing_is_lost_by_a_notifier_that_is_killed_twice(world: Notifie
         assert verified(receiver) == ids
 
 
-async def test_who_is_told_to_stop_finishes_what_he_was_at_and_nothing_comes_twice(
+async def test_a_stopping_notifier_finishes_its_try_and_sends_nothing_twice(
     world: NotifierWorld,
 ) -> None:
     async with receiving(going_on := asyncio.Event()) as receiver:
@@ -69,7 +69,7 @@ async def test_who_is_told_to_stop_finishes_what_he_was_at_and_nothing_comes_twi
         ids = await world.say(1, 2)
         await receiver.until(lambda: receiver.all)
         ending = asyncio.create_task(world.end(signal.SIGTERM))
-        await asyncio.sleep(0.3)  # he has been told by then, or this proves nothing
+        await asyncio.sleep(0.3)  # it has the signal by then, or this proves nothing
         going_on.set()
         assert await ending == 0
         await world.notify({"url": receiver.url})
@@ -77,7 +77,7 @@ async def test_who_is_told_to_stop_finishes_what_he_was_at_and_nothing_comes_twi
         assert receiver.ids == ids
 
 
-async def test_who_is_told_to_stop_while_nothing_happens_does_at_once(world: NotifierWorld) -> None:
+async def test_an_idle_notifier_stops_at_once(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
         (id,) = await world.say(1)
@@ -85,7 +85,7 @@ async def test_who_is_told_to_stop_while_nothing_happens_does_at_once(world: Not
         assert await world.end(signal.SIGTERM) == 0
 
 
-async def test_a_broker_that_dies_is_waited_for(world: NotifierWorld) -> None:
+async def test_the_notifier_waits_for_a_broker_that_dies(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
         ids = await world.say(1, 2)
@@ -93,10 +93,10 @@ async def test_a_broker_that_dies_is_waited_for(world: NotifierWorld) -> None:
         await world.broker_dies_and_comes_back()
         ids += await world.say(3, 4)
         await receiver.until(lambda: set(ids) <= {*receiver.ids})
-        assert list(dict.fromkeys(verified(receiver))) == ids, "what was told right before may be told again"
+        assert list(dict.fromkeys(verified(receiver))) == ids, "the event sent right before may be sent again"
 
 
-async def test_what_is_refused_is_a_dead_letter_that_can_be_sent_again(world: NotifierWorld) -> None:
+async def test_a_refused_event_becomes_a_dead_letter_that_can_be_sent_again(world: NotifierWorld) -> None:
     at_broker = {"HOLDFAST_NATS_URL": world.url, "HOLDFAST_DATA": str(world.data)}
     async with receiving() as receiver:
         refused: set[str] = set()
@@ -130,7 +130,9 @@ async def test_what_is_refused_is_a_dead_letter_that_can_be_sent_again(world: No
         assert {*receiver.ids} == {*ids} and len(verified(receiver)) == 5
 
 
-async def test_who_answers_410_is_told_nothing_more_and_that_can_be_seen(world: NotifierWorld) -> None:
+async def test_a_receiver_that_answers_410_gets_no_more_events_and_this_is_visible(
+    world: NotifierWorld,
+) -> None:
     async with receiving(200, 410) as gone, receiving() as other:
         await world.notify({"url": gone.url}, {"url": other.url, "name": "other"})
         ids = await world.say(1, 2, 3)
@@ -151,7 +153,7 @@ async def test_who_answers_410_is_told_nothing_more_and_that_can_be_seen(world: 
         assert len(gone.all) == 2
 
 
-async def test_other_kinds_are_told_from_its_place_on(world: NotifierWorld) -> None:
+async def test_changed_kinds_apply_from_the_current_position(world: NotifierWorld) -> None:
     async with receiving() as receiver:
         await world.notify({"url": receiver.url})
         (first,) = await world.say(1)

@@ -1,4 +1,4 @@
-"""What is done after which answer."""
+"""The retry decision after each response."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -20,7 +20,7 @@ from controller.webhooks.answers import (
 
 POLICY = RetryPolicy(tries_max=3, hold_s=1_000, wait_min_s=1, wait_max_s=60, retry_after_max_s=600)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, from which on nobody insists
+LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, at which an event is given up
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, from which on nobody 
         (None, Again, Again, Undeliverable),
     ],
 )
-def test_what_is_done_after_an_answer(status: int | None, first: type, last_try: type, old: type) -> None:
-    """At the first try; at the last of an event that is refused; and where the event is as old as any may become that waits."""
+def test_the_decision_after_a_response(status: int | None, first: type, last_try: type, old: type) -> None:
+    """On the first try, on the last try of a refused event, and at the maximum age of a waiting event."""
     answer = Answer(status, "refused")
     assert isinstance(step(POLICY, answer, 1, 0.0, 0.5), first)
     assert isinstance(step(POLICY, answer, LAST, 0.0, 0.5), last_try)
     assert isinstance(step(POLICY, answer, 1, OLD, 0.5), old)
 
 
-def test_why_it_was_given_up_is_said() -> None:
+def test_the_reason_for_giving_up_is_reported() -> None:
     refused, away = Answer(422, "what is this"), Answer(None, "no answer within 10 s")
     assert step(POLICY, refused, 3, 0.0, 0.5) == Undeliverable("it answered 422, 3 times")
     assert step(POLICY, away, 9, OLD, 0.5) == Undeliverable(
@@ -76,7 +76,7 @@ def test_waits_double_up_to_the_longest_with_jitter_below() -> None:
 
 
 @pytest.mark.parametrize(("said", "waits"), [(0, 1), (90, 90), (1e9, 600)])
-def test_who_wants_to_be_left_alone_is_but_not_for_ever(said: float, waits: float) -> None:
+def test_retry_after_is_respected_up_to_a_maximum(said: float, waits: float) -> None:
     assert step(POLICY, Answer(429, "", said), 1, 0.0, 1.0) == Again(waits)
 
 
@@ -93,7 +93,7 @@ def test_who_wants_to_be_left_alone_is_but_not_for_ever(said: float, waits: floa
         ("", None),
     ],
 )
-def test_retry_after_is_seconds_or_an_instant(header: str, seconds: float | None) -> None:
+def test_retry_after_is_seconds_or_a_date(header: str, seconds: float | None) -> None:
     assert retry_after_s({"Retry-After": header}, NOW) == seconds
 
 
@@ -101,7 +101,7 @@ def test_retry_after_is_seconds_or_an_instant(header: str, seconds: float | None
     st.one_of(st.none(), st.integers(100, 599)), st.integers(1, 10_000), st.floats(0, 1), st.floats(0, 1e6)
 )
 def test_no_event_is_tried_for_ever(status: int | None, tries: int, chance: float, after_s: float) -> None:
-    """Whatever a receiver says, each try ends in a bounded wait, or in the end; and time or tries bring the end."""
+    """Whatever a receiver answers, each try ends in a bounded wait or in the end, and time or tries bring the end."""
     answer = Answer(status, "", after_s)
     found = step(POLICY, answer, tries, 0.0, chance)
     if isinstance(found, Again):
@@ -111,7 +111,7 @@ def test_no_event_is_tried_for_ever(status: int | None, tries: int, chance: floa
         assert not isinstance(step(POLICY, answer, POLICY.tries_max, age_s, chance), Again)
 
 
-def test_a_policy_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_policy_is_rejected() -> None:
     for wrong in ({"tries_max": 0}, {"wait_min_s": 0}, {"wait_min_s": 2, "wait_max_s": 1}, {"hold_s": -1}):
         with pytest.raises(ValueError, match="wait_max_s"):
             RetryPolicy(**wrong)

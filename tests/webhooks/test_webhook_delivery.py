@@ -1,4 +1,4 @@
-"""Deliveries to one webhook in virtual time: each event of its kinds, in order, through crashes and whatever is answered."""
+"""Deliveries to one webhook in virtual time: each event, in order, through crashes and any responses."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -26,7 +26,7 @@ POLICY = RetryPolicy(tries_max=3, hold_s=3_600, wait_min_s=1, wait_max_s=60)
 
 @dataclass
 class JournalSaid:
-    """The journal, and the place that the broker remembers of this webhook: as `follow` with a durable name."""
+    """The journal, with the position that the broker keeps for this webhook: as `follow` with a durable name."""
 
     events: list[FollowedEvent]
     taken: int = 0
@@ -46,14 +46,14 @@ class JournalSaid:
 
 @dataclass
 class World:
-    """A receiver that answers as it is told, and then takes everything; where dead letters lie; and a clock."""
+    """A receiver that answers as scripted and then accepts everything, the dead letters, and a clock."""
 
     journal: JournalSaid
     answers: list[int | None] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(AT))
     tried: list[tuple[str, int | None]] = field(default_factory=list)
     letters: list[DeadLetter] = field(default_factory=list)
-    unburied: int = 0  # times that the broker takes no letter
+    unburied: int = 0  # times that the broker rejects a letter
     metrics: NotifierMetrics = field(default_factory=lambda: NotifierMetrics(CollectorRegistry()))
 
     async def send(self, url: str, request: WebhookRequest) -> Answer:
@@ -76,7 +76,7 @@ class World:
         return made
 
     async def run(self, until: Callable[[], object], steps: int = 5_000, step_s: float = 60.0) -> Delivery:
-        """Run one process until something is so, or so many steps of time have gone; then kill it."""
+        """Run one process until `until` holds or `steps` steps of time have passed; then kill it."""
         delivery = self.delivery()
         running = asyncio.create_task(delivery.run())
         for _ in range(steps):
@@ -105,13 +105,13 @@ async def test_events_are_delivered_in_order() -> None:
     assert here.tried == [(f"id-{n}", 200) for n in range(5)] and not here.letters
 
 
-async def test_the_line_is_held_for_a_receiver_that_is_away() -> None:
+async def test_events_wait_for_a_receiver_that_is_away() -> None:
     here = world(3, None, 503, 429, 502, None, None)
     await here.run(all_taken(here), step_s=5)
     assert [id for id, _ in here.tried] == ["id-0"] * 7 + ["id-1", "id-2"] and not here.letters
 
 
-async def test_who_is_away_for_longer_than_an_event_may_wait_gets_what_is_young_enough() -> None:
+async def test_a_receiver_that_returns_late_gets_the_events_that_are_young_enough() -> None:
     here = world(3, *[None] * 200)
     here.journal.events[2] = event(heard(2), 2, after_s=7_000.0)
     await here.run(lambda: len(here.letters) == 2, step_s=30)
@@ -123,7 +123,7 @@ async def test_who_is_away_for_longer_than_an_event_may_wait_gets_what_is_young_
     assert here.tried[-1] == ("id-2", 200)
 
 
-async def test_what_is_refused_goes_to_the_dead_letters_and_the_next_one_is_delivered() -> None:
+async def test_a_refused_event_goes_to_the_dead_letters_and_the_next_one_is_delivered() -> None:
     here = world(2, 500, 500, 500)
     await here.run(all_taken(here))
     (letter,) = here.letters
@@ -135,30 +135,30 @@ async def test_what_is_refused_goes_to_the_dead_letters_and_the_next_one_is_deli
     assert here.counted("holdfast_webhook_failures_in_a_row") == 0
 
 
-async def test_a_letter_waits_for_the_broker() -> None:
+async def test_a_dead_letter_waits_for_the_broker() -> None:
     here = world(2, 400, 400, 400)
     here.unburied = 4
     await here.run(all_taken(here), step_s=3)
     assert len(here.letters) == 1 and here.tried[-1] == ("id-1", 200)
 
 
-async def test_who_wants_nothing_any_more_is_told_nothing_and_loses_nothing() -> None:
+async def test_a_stopped_webhook_sends_nothing_and_loses_nothing() -> None:
     here = world(3, 200, 410)
     delivery = await here.run(lambda: False, steps=20)
     assert here.tried == [("id-0", 200), ("id-1", 410)]
     assert "410" in delivery.why_not and here.counted("holdfast_webhook_stopped") == 1
-    await here.run(all_taken(here))  # after a restart it is asked again
+    await here.run(all_taken(here))  # after a restart it is tried again
     assert here.tried[2:] == [("id-1", 200), ("id-2", 200)]
 
 
-async def test_an_event_that_comes_twice_is_told_once() -> None:
+async def test_a_repeated_event_is_delivered_once() -> None:
     here = world(2)
-    here.journal.events.insert(1, here.journal.events[0])  # the broker has not heard that it was taken
+    here.journal.events.insert(1, here.journal.events[0])  # the broker missed the acknowledgement
     await here.run(all_taken(here))
     assert here.tried == [("id-0", 200), ("id-1", 200)]
 
 
-async def test_while_the_journal_cannot_be_followed_it_says_why_and_goes_on_after() -> None:
+async def test_delivery_reports_why_the_journal_cannot_be_followed_and_continues_later() -> None:
     here = world(2)
     here.journal.fails = [CannotFollow("the broker is away")] * 3
     delivery = here.delivery()
@@ -171,7 +171,7 @@ async def test_while_the_journal_cannot_be_followed_it_says_why_and_goes_on_afte
     await asyncio.wait({running})
 
 
-async def test_of_a_stream_that_was_made_anew_it_tells_all_that_came_since() -> None:
+async def test_all_new_events_of_a_recreated_stream_are_delivered() -> None:
     here = world(1)
     here.journal.events[0] = event(heard(0), 0, after_s=500.0)
     delivery = here.delivery()
@@ -188,7 +188,7 @@ async def test_of_a_stream_that_was_made_anew_it_tells_all_that_came_since() -> 
     assert here.journal.begun[-1] == here.journal.events[0].at
 
 
-async def test_how_old_the_event_is_that_it_is_at_can_be_seen() -> None:
+async def test_the_age_of_the_current_event_is_visible() -> None:
     here = world(2, *[None] * 9)
     delivery = here.delivery()
     running = asyncio.create_task(delivery.run())
@@ -206,10 +206,10 @@ ANSWERS = st.lists(st.sampled_from([200, 204, 302, 400, 404, 408, 429, 500, 503,
 
 
 @given(st.integers(1, 8), ANSWERS, st.lists(st.integers(1, 12), max_size=4))
-def test_nothing_is_lost_or_out_of_order_whatever_is_answered_and_whenever_it_crashes(
+def test_nothing_is_lost_or_reordered_for_any_responses_and_crashes(
     count: int, answers: Sequence[int | None], crashes: Sequence[int]
 ) -> None:
-    """Each event is taken by the receiver or among the dead letters; repetitions are of one and the same event."""
+    """Each event is accepted by the receiver or among the dead letters; repetitions are of the same event."""
 
     async def play() -> None:
         here = world(count, *answers)

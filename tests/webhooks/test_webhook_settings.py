@@ -1,4 +1,4 @@
-"""What a person may say of webhooks, and the sentence that he gets for what makes no sense."""
+"""Webhook settings, and the error message for each invalid one."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ def settings(*webhooks: dict[str, object], **also: str) -> NotifierSettings:
     return found
 
 
-def test_kinds_are_those_that_people_want_unless_they_say_which() -> None:
+def test_default_kinds_apply_unless_others_are_named() -> None:
     assert settings({"url": "https://host/a"}).webhooks[0].kinds == TOLD
     assert settings({"url": "https://host/a", "kinds": ["canary_failed"]}).webhooks[0].kinds == (
         "canary_failed",
@@ -31,14 +31,14 @@ def test_kinds_are_those_that_people_want_unless_they_say_which() -> None:
     assert set(checked(["all"])) == set(codec.KINDS)
 
 
-def test_an_unknown_kind_is_refused_with_what_was_perhaps_meant() -> None:
+def test_an_unknown_kind_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="did you mean breaker_opened"):
         checked(["breakers_opened"])
     with pytest.raises(ValueError, match=r"no kind 'x': docs/events\.md"):
         checked(["x"])
 
 
-def test_a_webhook_has_a_name_that_says_nothing_of_its_secret_url(tmp_path: Path) -> None:
+def test_the_name_of_a_webhook_does_not_reveal_its_url(tmp_path: Path) -> None:
     (file := tmp_path / "url").write_text("https://hooks.slack.com/services/T0/B0/secret\n")
     by_file, itself = Webhook(url=f"@{file}"), Webhook(url="https://hooks.slack.com/services/T0/B0/secret")
     assert by_file.called == itself.called and by_file.address == itself.address
@@ -51,9 +51,9 @@ def test_a_webhook_has_a_name_that_says_nothing_of_its_secret_url(tmp_path: Path
 @pytest.mark.parametrize(
     ("webhook", "says"),
     [
-        ({"url": "ftp://host"}, "'ftp://host' is no webhook's URL, such as https://host/path"),
-        ({"url": "https://host:0/"}, "is no webhook's URL"),
-        ({"url": "https://ho st/"}, "is no webhook's URL"),
+        ({"url": "ftp://host"}, "'ftp://host' is not a webhook URL, such as https://host/path"),
+        ({"url": "https://host:0/"}, "is not a webhook URL"),
+        ({"url": "https://ho st/"}, "is not a webhook URL"),
         ({"url": "@/nowhere/at/all"}, "/nowhere/at/all cannot be read: No such file or directory"),
         ({"url": "https://host", "template": "teams"}, "'cloudevents', 'slack' or 'pagerduty'"),
         (
@@ -66,7 +66,7 @@ def test_a_webhook_has_a_name_that_says_nothing_of_its_secret_url(tmp_path: Path
         ({}, "field required"),
     ],
 )
-def test_what_makes_no_sense_is_said(webhook: dict[str, object], says: str) -> None:
+def test_an_invalid_webhook_is_rejected_with_a_reason(webhook: dict[str, object], says: str) -> None:
     with pytest.raises(BadSetting) as refused:
         settings(webhook)
     assert says in str(refused.value)
@@ -76,21 +76,25 @@ def test_what_makes_no_sense_is_said(webhook: dict[str, object], says: str) -> N
     ("text", "template", "says"),
     [
         ("", "cloudevents", "is empty"),
-        ("secret", "cloudevents", "line 1 is no key: whsec_ and the base64 of 24 to 64 bytes"),
-        (f"{KEY}\nwhsec_AAAA", "slack", "line 2 is no key"),
-        ("\n".join([KEY] * 9), "cloudevents", "it has 9 keys: 1 to 8"),
-        ("too short", "pagerduty", "no routing key of PagerDuty: those are 32 letters and digits"),
+        ("secret", "cloudevents", "line 1 is not a key: it must be whsec_ and 24 to 64 bytes in base64"),
+        (f"{KEY}\nwhsec_AAAA", "slack", "line 2 is not a key"),
+        ("\n".join([KEY] * 9), "cloudevents", "it has 9 keys: it must have 1 to 8"),
+        (
+            "too short",
+            "pagerduty",
+            "not a PagerDuty routing key: the file must hold only its 32 letters and digits",
+        ),
     ],
 )
-def test_a_file_that_holds_no_secret_is_said(tmp_path: Path, text: str, template: str, says: str) -> None:
+def test_an_invalid_secret_file_is_reported(tmp_path: Path, text: str, template: str, says: str) -> None:
     (file := tmp_path / "secret").write_text(text)
     with pytest.raises(BadSetting) as refused:
         settings({"url": "https://host", "template": template, "secret_file": str(file)})
     assert says in str(refused.value) and str(file) in str(refused.value)
 
 
-def test_two_of_one_name_are_refused_and_none_at_all() -> None:
-    with pytest.raises(BadSetting, match="two webhooks are called 'a'"):
+def test_duplicate_names_and_an_empty_list_are_rejected() -> None:
+    with pytest.raises(BadSetting, match="two webhooks are named 'a'"):
         settings({"url": "https://x", "name": "a"}, {"url": "https://y", "name": "a"})
     with pytest.raises(BadSetting, match="the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS"):
         settings()
@@ -106,15 +110,17 @@ def test_two_of_one_name_are_refused_and_none_at_all() -> None:
              "--webhook-template", "slack", "--webhook-template", "slack"),
             "--webhook-template is given 2 times, --webhook 3 times: give it once for all, or once for each",
         ),
-        (("--webhook", "x"), "'x' is no webhook's URL"),
+        (("--webhook", "x"), "'x' is not a webhook URL"),
     ],
 )  # fmt: skip
-def test_up_refuses_before_it_starts_anything(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+def test_up_rejects_invalid_flags_before_it_starts_anything(
+    tmp_path: Path, flags: tuple[str, ...], says: str
+) -> None:
     done = run_command(("up", "--data", str(tmp_path / "fleet"), *flags), {})
     assert done.returncode in (1, 2) and says in done.stderr and not (tmp_path / "fleet").exists()
 
 
-def test_up_refuses_what_the_environment_says_wrong_of_webhooks(tmp_path: Path) -> None:
+def test_up_rejects_invalid_webhooks_from_the_environment(tmp_path: Path) -> None:
     said = {VARIABLE: json.dumps([{"url": "https://x", "kinds": ["breakers_opened"]}])}
     done = run_command(("up", "--data", str(tmp_path / "fleet")), said)
     assert done.returncode in (1, 2) and "did you mean breaker_opened" in done.stderr

@@ -1,5 +1,4 @@
-"""What is posted: CloudEvents, Slack's messages and PagerDuty's events, as their documents have them, and signed as Standard
-Webhooks has it."""
+"""The bodies posted: CloudEvents, Slack messages and PagerDuty events, signed by Standard Webhooks."""
 
 import base64
 import json
@@ -109,7 +108,7 @@ SLACK: dict[str, Any] = {
 
 
 def every_fact() -> list[Fact]:
-    """Return a fact of each kind."""
+    """Return one fact of each kind."""
     found = []
     for kind in codec.KINDS.values():
         sample = json.loads((SAMPLES / f"{kind.kind()}.json").read_text())
@@ -131,7 +130,7 @@ def paged(fact: Fact) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.kind())
-def test_every_kind_has_the_shape_that_each_receiver_wants(fact: Fact) -> None:
+def test_every_kind_has_the_shape_that_each_receiver_expects(fact: Fact) -> None:
     said = event(fact)
     jsonschema.validate(json.loads(slack.written(said, WORDING)), SLACK)
     page = pagerduty.written(said, WORDING, ROUTING_KEY)
@@ -144,7 +143,7 @@ def test_every_kind_has_the_shape_that_each_receiver_wants(fact: Fact) -> None:
     assert cloud_event.event_of(body) == said
 
 
-def test_a_cloud_event_has_what_cloudevents_asks_for() -> None:
+def test_a_cloud_event_has_the_required_attributes() -> None:
     body = json.loads(cloud_event.written(event(opened(), 41)))
     assert {name: body[name] for name in ("specversion", "id", "type", "source", "subject", "sequence")} == {
         "specversion": "1.0",
@@ -159,7 +158,7 @@ def test_a_cloud_event_has_what_cloudevents_asks_for() -> None:
     assert all(name.isalnum() and name == name.lower() and len(name) <= 20 for name in body)
 
 
-def test_what_is_no_event_is_not_sent_again_as_one() -> None:
+def test_an_invalid_event_cannot_be_sent_again() -> None:
     good = cloud_event.attributes(event(opened()))
     for wrong in ({}, {**good, "type": "holdfast.no_such"}, {**good, "data": {}}, {**good, "sequence": "x"}):
         with pytest.raises(ValueError, match="no event"):
@@ -169,7 +168,7 @@ def test_what_is_no_event_is_not_sent_again_as_one() -> None:
 # --- Slack ------------------------------------------------------------------------------------------------------------
 
 
-def test_slack_is_told_one_sentence_and_where_to_look() -> None:
+def test_slack_gets_one_sentence_and_links() -> None:
     said = json.loads(slack.written(event(breaker()), WORDING))
     assert said["text"] == "prod: the breaker of w1 opened for 60 s (timeout)"
     (about,) = said["blocks"][1]["elements"]
@@ -177,7 +176,7 @@ def test_slack_is_told_one_sentence_and_where_to_look() -> None:
     assert "<https://grafana/d/1|console>" in about["text"] and "incident-7" in about["text"]
 
 
-def test_nothing_that_a_name_may_hold_means_anything_to_slack() -> None:
+def test_names_are_escaped_for_slack() -> None:
     said = slack.written(
         event(opened(subject="worker:<!channel>&", symptom="<http://evil|ok>")), FleetWording()
     ).decode()
@@ -193,7 +192,7 @@ def test_a_long_sentence_fits() -> None:
 # --- PagerDuty --------------------------------------------------------------------------------------------------------
 
 
-def test_a_recovery_resolves_what_the_incident_has_triggered() -> None:
+def test_a_recovery_resolves_the_alert_of_its_incident() -> None:
     assert [
         (said["event_action"], said["dedup_key"]) for said in map(paged, (opened(), breaker(), closed()))
     ] == [
@@ -210,13 +209,13 @@ def test_a_breaker_that_closes_within_an_incident_resolves_nothing() -> None:
     assert paged(shut(""))["dedup_key"] == paged(breaker(""))["dedup_key"] == "prod:worker:w1"
 
 
-def test_what_belongs_to_no_incident_is_resolved_by_its_own_end() -> None:
+def test_an_alert_without_an_incident_is_resolved_by_its_own_end() -> None:
     assert thread(event(panic(False))).key == thread(event(panic(True))).key
     assert [thread(event(panic(ended))).action for ended in (False, True)] == ["trigger", "resolve"]
     assert [thread(event(level(*moves))).action for moves in ((0, 2), (2, 1))] == ["trigger", "resolve"]
 
 
-def test_a_page_says_how_bad_it_is() -> None:
+def test_a_page_has_a_severity() -> None:
     assert [severity(event(level(0, after))) for after in (0, 1, 2, 3, 4)] == [
         *("info", "warning", "warning", "critical", "critical")
     ]
@@ -227,15 +226,15 @@ def test_a_page_says_how_bad_it_is() -> None:
     assert said["client_url"] == "https://grafana/d/1"
 
 
-# --- what is told, and where it leads -----------------------------------------------------------------------------------
+# --- default kinds and links -----------------------------------------------------------------------------------
 
 
-def test_what_is_told_without_being_asked_for_is_there_and_has_words() -> None:
+def test_the_default_kinds_exist_and_have_sentences() -> None:
     assert set(TOLD) <= set(codec.KINDS) and {CanaryFailed.kind()}.isdisjoint(TOLD)
     assert GoldenDisputed.kind() in TOLD
 
 
-def test_runbooks_are_there() -> None:
+def test_runbooks_exist() -> None:
     assert set(RUNBOOKS) <= set(codec.KINDS)
     for page in RUNBOOKS.values():
         assert (ROOT / "docs" / "runbooks" / f"{page}.md").exists()
@@ -246,7 +245,7 @@ def test_runbooks_are_there() -> None:
 
 
 def now() -> int:
-    """Return the time: who verifies a signature takes no old one."""
+    """Return the present time, because verifiers reject old signatures."""
     return int(datetime.now(UTC).timestamp())
 
 
@@ -259,7 +258,7 @@ def signed(secret: str) -> WebhookRequest:
     return made
 
 
-def test_the_signature_is_verified_by_the_library_of_standard_webhooks() -> None:
+def test_the_signature_is_verified_by_the_standard_webhooks_library() -> None:
     made = signed(KEYS[0])
     assert Verifier(KEYS[0]).verify(made.body, made.headers)["id"] == "id-1" == made.headers["webhook-id"]
     with pytest.raises(WebhookVerificationError):

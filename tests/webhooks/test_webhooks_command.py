@@ -1,4 +1,4 @@
-"""`holdfast webhooks test`: what a person sees who tries a webhook."""
+"""The output of `holdfast webhooks test`."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ async def typed(*words: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(run_command, ("webhooks", *words), {})
 
 
-async def test_a_sample_is_sent_and_what_came_back_is_printed(tmp_path: Path) -> None:
+async def test_a_sample_is_sent_and_the_response_is_printed(tmp_path: Path) -> None:
     (secret := tmp_path / "secret").write_text(KEY)
     async with receiving(202, 403) as receiver:
         good = await typed("test", f"{receiver.url}/a", "--secret-file", str(secret))
@@ -31,7 +31,7 @@ async def test_a_sample_is_sent_and_what_came_back_is_printed(tmp_path: Path) ->
     assert "this is a test" in json.loads(second.body)["text"]
 
 
-async def test_pagerduty_is_told_to_close_again_what_it_opens(tmp_path: Path) -> None:
+async def test_the_pagerduty_test_alert_is_resolved_again(tmp_path: Path) -> None:
     (secret := tmp_path / "key").write_text("A" * 32)
     async with receiving() as receiver:
         done = await typed("test", receiver.url, "--template", "pagerduty", "--secret-file", str(secret))
@@ -41,7 +41,7 @@ async def test_pagerduty_is_told_to_close_again_what_it_opens(tmp_path: Path) ->
     assert said[0]["dedup_key"] == said[1]["dedup_key"]
 
 
-async def test_redirects_are_not_followed_and_it_is_said() -> None:
+async def test_redirects_are_reported_and_not_followed() -> None:
     async with receiving((301, {"Location": "https://elsewhere/"})) as receiver:
         done = await typed("test", receiver.url)
     assert done.returncode == 1 and "redirects are not followed" in done.stdout and len(receiver.all) == 1
@@ -51,10 +51,10 @@ async def test_redirects_are_not_followed_and_it_is_said() -> None:
     ("words", "says"),
     [
         (("test", "http://127.0.0.1:1/"), "cannot be reached: Connection refused\n"),
-        (("test", "nowhere"), "'nowhere' is no webhook's URL"),
+        (("test", "nowhere"), "'nowhere' is not a webhook URL"),
         (("test", "http://x", "--template", "pagerduty"), "needs a secret file"),
     ],
 )
-async def test_what_cannot_be_is_said(words: tuple[str, ...], says: str) -> None:
+async def test_invalid_arguments_are_reported(words: tuple[str, ...], says: str) -> None:
     done = await typed(*words)
     assert done.returncode != 0 and says in done.stdout + done.stderr

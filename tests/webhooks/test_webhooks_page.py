@@ -1,4 +1,4 @@
-"""docs/webhooks.md: its receiver runs, and its tables say what is."""
+"""docs/webhooks.md: its example receiver runs, and its tables match the code."""
 
 import asyncio
 import os
@@ -57,12 +57,12 @@ def section(title: str) -> str:
     return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_kinds_that_are_told_are_those_of_the_page() -> None:
+def test_the_default_kinds_match_the_page() -> None:
     rows = re.findall(r"^\| (`.*?) \|", section("What is told"), re.MULTILINE)
     assert [kind for row in rows for kind in re.findall(r"`(\w+)`", row)] == [*TOLD]
 
 
-def test_what_is_promised_is_what_is_set() -> None:
+def test_the_limits_on_the_page_match_the_settings() -> None:
     said, settings = section("What is promised"), NotifierSettings()
     (away,) = re.findall(r"^\| none, 3xx, (.*?) \|", said, re.MULTILINE)
     assert {int(status) for status in away.split(", ")} == AWAY

@@ -1,4 +1,4 @@
-"""Events as the journal yields them to whoever tells of them."""
+"""Events as the journal yields them to a notifier."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +14,7 @@ TAKES: dict[str, Any] = {"decided_at": AT}
 
 
 def event(fact: Fact, number: int = 1, *, after_s: float = 0.0) -> FollowedEvent:
-    """Return an event that says this."""
+    """Return an event with this fact."""
     at = AT + timedelta(seconds=after_s)
     incident = fact.incident if isinstance(fact, Decision) else ""
     return FollowedEvent(
