@@ -1,1 +1,1 @@
-"""How many workers does each model need, now and soon? What is read, what is decided, and what that would have cost."""
+"""The planner: computes how many workers each model needs, now and soon, and rehearses past days."""

@@ -1,9 +1,9 @@
-"""How would workers have fared with these requests? A model of a fleet, in virtual time, for what would take days to try.
+"""A simulated fleet of one model in virtual time, for what would take days to measure.
 
-    a request ─▶ the worker that begins it first ─▶ its prompt is read, one after the other ─▶ a place in the batch ─▶ its tokens
+    a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a place in the batch ─▶ tokens
 
-A step takes longer the more sequences run, and while prompts are read. Requests wait at workers without a bound: what comes too
-late is a miss.
+A step takes longer the more sequences run, and while prompts are read. Requests queue at workers without limit; a late
+response counts as missed.
 """
 
 from dataclasses import dataclass
@@ -16,59 +16,59 @@ from controller.deciders.capacity import tpot_ms
 from controller.planner.sizing import BUSY_MAX, Objectives
 from events.observations import Profile
 
-REMEMBERS_S = 10.0  # how much of a worker's time goes into reading is what it was over about so long
-ALL_REMEMBERS_S = 60.0
+REMEMBERS_S = 10.0  # averaging time of the share of a worker's time spent reading
+ALL_REMEMBERS_S = 60.0  # the same for the whole fleet
 GONE = 1e18
-ROOM = 64  # workers at first
+ROOM = 64  # initial array size, in workers
 
 
 @dataclass(slots=True)
 class DayFigures:
-    """How it went."""
+    """The results of a simulated day."""
 
     requests: int = 0
-    missed: int = 0  # began or went on too late
+    missed: int = 0  # with a late first token or late tokens
     late_first: int = 0
     late_tokens: int = 0
-    worker_s: float = 0.0  # for which workers were there, from when each was started
+    worker_s: float = 0.0  # worker-seconds, from the start of each worker
     changes: int = 0
     most: int = 0
 
     @property
     def missed_share(self) -> float:
-        """Which part of the requests was missed."""
+        """The share of requests that were missed."""
         return self.missed / self.requests if self.requests else 0.0
 
 
 class FleetModel:
-    """One model's workers. Seconds; requests must come in the order of their times."""
+    """The workers of one model. Times are in seconds; requests must arrive in order of time."""
 
     def __init__(self, profile: Profile, objectives: Objectives, workers: int, start_s: float) -> None:
-        """Begin with so many workers, ready. One more takes `start_s` until it serves."""
+        """Start with `workers` ready workers. A new one takes `start_s` until it serves."""
         self._profile = profile
         self._objectives = objectives
         self._start_s = start_s
-        self._free_at = np.full(ROOM, GONE)  # when each has read what it has; GONE: gets nothing
+        self._free_at = np.full(ROOM, GONE)  # when each has read its prompts; GONE: gets no requests
         self._running = np.zeros(ROOM, dtype=np.int64)
-        self._reading = np.zeros(ROOM)  # share of its time, as it was when it was last looked at
+        self._reading = np.zeros(ROOM)  # share of its time spent reading, when last updated
         self._looked_at = np.zeros(ROOM)
-        self._all_reading, self._last_at = 0.0, 0.0  # of all together
+        self._all_reading, self._last_at = 0.0, 0.0  # of the whole fleet
         self._ends: list[tuple[float, int]] = []
-        self._ends_of: dict[int, list[float]] = {}  # of one worker's answers
-        self._ready: list[tuple[float, int]] = []  # those that are starting
-        self._there: dict[int, float] = {}  # since when each costs
+        self._ends_of: dict[int, list[float]] = {}  # end times of each worker's answers
+        self._ready: list[tuple[float, int]] = []  # workers that are starting
+        self._there: dict[int, float] = {}  # start time of each worker
         self._idle = list(range(ROOM - 1, -1, -1))
         self._leaving: set[int] = set()
-        self._late: list[float] = []  # when it was seen that an answer is late
+        self._late: list[float] = []  # times at which an answer was found to be late
         self.figures = DayFigures()
         self._tpot = [tpot_ms(profile, n) / 1000 for n in range(profile.max_batch + 1)]
         for _ in range(workers):
-            index = self._take(0.0)  # first: it may make the array anew
+            index = self._take(0.0)  # first, because it may replace the array
             self._free_at[index] = 0.0
 
     @property
     def workers(self) -> int:
-        """How many there are that serve or start."""
+        """Number of workers that serve or start."""
         return len(self._there) - len(self._leaving)
 
     def _take(self, now: float) -> int:
@@ -80,7 +80,7 @@ class FleetModel:
         return index
 
     def _grow(self) -> None:
-        """Have room for twice as many."""
+        """Double the capacity of the arrays."""
         there = len(self._running)
         self._free_at = np.append(self._free_at, np.full(there, GONE))
         self._running = np.append(self._running, np.zeros(there, dtype=np.int64))
@@ -89,7 +89,7 @@ class FleetModel:
         self._idle = list(range(2 * there - 1, there - 1, -1))
 
     def scale(self, workers: int, now: float) -> None:
-        """Start or drain as many as it takes."""
+        """Start or drain workers to reach `workers`."""
         self._pass(now)
         if workers != self.workers:
             self.figures.changes += 1
@@ -114,7 +114,7 @@ class FleetModel:
         self._idle.append(index)
 
     def _pass(self, now: float) -> None:
-        """Let what ends until then end."""
+        """Process everything that ends until `now`."""
         while self._ready and self._ready[0][0] <= now:
             at, index = heappop(self._ready)
             self._free_at[index] = at
@@ -130,7 +130,7 @@ class FleetModel:
                 self._gone(index, at)
 
     def come(self, now: float, prompt: int, answer: int) -> None:
-        """Let a request come."""
+        """Process the arrival of a request."""
         self._pass(now)
         begins = np.maximum(self._free_at, now)
         full = self._running >= self._profile.max_batch
@@ -146,7 +146,7 @@ class FleetModel:
         share = float(self._reading[index]) * kept
         self._reading[index] = min(
             BUSY_MAX, share + reading_s / REMEMBERS_S
-        )  # its own is read before its tokens
+        )  # its own prompt is read before its tokens
         self._looked_at[index] = now
         running = min(int(self._running[index]) + 1, self._profile.max_batch)
         token_s = self._tpot[running] / (
@@ -167,7 +167,7 @@ class FleetModel:
             heappush(self._late, first if late_first else first + answer * token_s)
 
     def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
-        """Return which part of its time a worker reads while an answer is said: as now at first, later as they all do."""
+        """Return the share of its time that a worker reads during an answer: now its own, later the fleet's average."""
         self._all_reading *= exp((self._last_at - now) / ALL_REMEMBERS_S)
         usual = min(BUSY_MAX, self._all_reading / max(1, self.serving))
         self._all_reading += reading_s / ALL_REMEMBERS_S
@@ -177,11 +177,11 @@ class FleetModel:
 
     @property
     def serving(self) -> int:
-        """How many serve now."""
+        """Number of workers that serve now."""
         return self.workers - len(self._ready)
 
     def late_until(self, now: float) -> int:
-        """Return how many answers were seen to be late since it was last asked."""
+        """Return the number of answers found to be late since the last call."""
         count = 0
         while self._late and self._late[0] <= now:
             heappop(self._late)
@@ -193,7 +193,7 @@ class FleetModel:
         return ends[0] if ends else 0.0
 
     def end(self, now: float) -> DayFigures:
-        """Return how it went, until then."""
+        """Return the results until `now`."""
         self._pass(now)
         for since in self._there.values():
             self.figures.worker_s += now - since

@@ -1,12 +1,12 @@
-"""How much will come within the next minutes? By the way of looking ahead that would have been best lately.
+"""Forecasts the load of the next minutes with the method that a back-test finds best.
 
-    constant         as much as in the last minute
-    moving_average   as much as in the last ten on average
-    trend            on as it has been going, more and more slowly (Holt's damped trend, of statsmodels)
-    seasonal         as at the same time of the last days, above or below it by as much as now (Holt and Winters, of statsmodels)
+    constant         the last minute's load
+    moving_average   the mean of the last ten minutes
+    trend            continues the trend with damping (Holt's damped trend, statsmodels)
+    seasonal         the load at the same time on the last days, shifted to the present level (Holt-Winters, statsmodels)
 
-Each is tried on what is known already (back-test): from several moments of the past it looks ahead as far as is asked now. That
-with the least error is taken, and nine tenths of what it had underestimated is added, as a share.
+Each method is back-tested: from several past moments it forecasts as far ahead as needed now. The method with the least
+error is used. Its margin covers nine tenths of its underestimates, as a share.
 """
 
 import warnings
@@ -18,55 +18,55 @@ from typing import Any
 
 from events.errors import HoldfastError
 
-MOMENTS = 12  # of the past from which a back-test looks ahead
-DAYS, A_DAY = 7, 96  # that a season looks back, and into how many parts it divides each
+MOMENTS = 12  # past moments from which a back-test forecasts
+DAYS, A_DAY = 7, 96  # days of history of a season, and parts per day
 WINDOW = 10  # bins of a moving average
-TREND_LEAST, TREND_MOST = 10, 120  # bins that a trend needs, and looks at
-USUAL_MARGIN = 0.2  # where too little is known for a back-test
-COVERED = 0.9  # of the moments in which the back-test had underestimated
-SLOW_MOMENTS = 4  # as many where fitting takes long
+TREND_LEAST, TREND_MOST = 10, 120  # minimum and maximum history of a trend, in bins
+USUAL_MARGIN = 0.2  # margin without enough history for a back-test
+COVERED = 0.9  # share of a back-test's underestimates that the margin covers
+SLOW_MOMENTS = 4  # the same for methods that are slow to fit
 
 Method = Callable[[Sequence[float], int], "list[float] | None"]
 
 
 class ForecastsMissing(HoldfastError):
-    """Trends and seasons need statsmodels, which is not installed: pip install -e '.[planner]'."""
+    """Trends and seasons need statsmodels, which is not installed. Run: pip install -e '.[planner]'."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadForecast:
-    """What is to be expected."""
+    """A forecast."""
 
     method: str
-    values: tuple[float, ...]  # for each of the next bins
-    error: float | None  # of this method lately: what it was off by, over what came; None: not known
-    margin: float  # what has to be added, as a share
+    values: tuple[float, ...]  # one per bin
+    error: float | None  # recent relative error of this method; None: unknown
+    margin: float  # share to add
 
     @property
     def peak(self) -> float:
-        """The most that is to be planned for."""
+        """The highest load to plan for."""
         return max(self.values, default=0.0) * (1 + self.margin)
 
 
 def constant(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Return the last value again and again."""
+    """Forecast the last value."""
     return [history[-1]] * ahead
 
 
 def moving_average(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Return the mean of the last ones."""
+    """Forecast the mean of the last bins."""
     last = history[-WINDOW:]
     return [sum(last) / len(last)] * ahead
 
 
 def trend(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Return how it goes on, ever more slowly; None: too little is known."""
+    """Forecast a damped trend; None without enough history."""
     last = list(history[-TREND_MOST:])
     return _fitted(last, ahead, trend="add", damped_trend=True) if len(last) >= TREND_LEAST else None
 
 
 def seasonal(period: int) -> Method:
-    """Return the method that looks back by days of so many bins, in quarters of an hour or so."""
+    """Return the seasonal method for days of `period` bins, grouped to about a quarter of an hour."""
     coarse = max(1, period // A_DAY)
 
     def method(history: Sequence[float], ahead: int) -> list[float] | None:
@@ -87,7 +87,7 @@ def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | 
     if (smoothing := _smoothing()) is None:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it has not converged shows in its error
+        warnings.simplefilter("ignore")  # a lack of convergence shows in its error
         try:
             found = smoothing(history, initialization_method="heuristic", **model).fit()
             values = [float(value) for value in found.forecast(ahead)]
@@ -98,7 +98,7 @@ def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | 
 
 @cache
 def _smoothing() -> Any:
-    """Return statsmodels' exponential smoothing, which takes a second to load; None: it is not installed."""
+    """Return statsmodels' exponential smoothing, which takes a second to load; None if it is not installed."""
     try:
         from statsmodels.tsa.holtwinters import ExponentialSmoothing
     except ImportError:
@@ -107,13 +107,13 @@ def _smoothing() -> Any:
 
 
 def check_installed() -> None:
-    """Raise ForecastsMissing where trends and seasons cannot be foreseen."""
+    """Raise ForecastsMissing if trends and seasons cannot be forecast."""
     if _smoothing() is None:
         raise ForecastsMissing(str(ForecastsMissing.__doc__))
 
 
 def methods(period: int | None) -> dict[str, Method]:
-    """Return all of them; without a period, those that know of no days."""
+    """Return all methods; without a period, those that are not seasonal."""
     found: dict[str, Method] = {"constant": constant, "moving_average": moving_average, "trend": trend}
     if period is not None:
         found["seasonal"] = seasonal(period)
@@ -121,9 +121,9 @@ def methods(period: int | None) -> dict[str, Method]:
 
 
 def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> LoadForecast:
-    """Return what the best method says of the next bins. `history`: the latest last, one bin at least."""
-    usual = moving_average(history, ahead) or [history[-1]] * ahead
-    best = LoadForecast("moving_average", tuple(usual), None, USUAL_MARGIN)  # until anything can be tried
+    """Return the best method's forecast of the next bins. `history`: at least one bin, the latest last."""
+    default = moving_average(history, ahead) or [history[-1]] * ahead
+    best = LoadForecast("moving_average", tuple(default), None, USUAL_MARGIN)  # until a back-test succeeds
     for name, method in among.items():
         moments = SLOW_MOMENTS if method not in (constant, moving_average) else MOMENTS
         tried = back_test(history, ahead, method, moments)
@@ -138,21 +138,21 @@ def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> 
 def back_test(
     history: Sequence[float], ahead: int, method: Method, moments: int
 ) -> tuple[float, float] | None:
-    """Return by how much a method was off, over what came, and the margin that it would have needed; None: too little known."""
+    """Return a method's relative error and the margin it would have needed; None without enough history."""
     last = len(history) - ahead
     first = max(2, last - moments * max(1, ahead // 2) + 1)
-    off = came = 0.0
+    error = total = 0.0
     short = []
     for now in range(last, first - 1, -max(1, ahead // 2)):
         values = method(history[:now], ahead)
         if values is None:
             break
         actual = history[now : now + ahead]
-        off += sum(abs(a - v) for a, v in zip(actual, values, strict=True))
-        came += sum(actual)
+        error += sum(abs(a - v) for a, v in zip(actual, values, strict=True))
+        total += sum(actual)
         expected = max(values)
         short.append(max(actual) / expected - 1 if expected > 0 else (1.0 if max(actual) > 0 else 0.0))
-    if len(short) < 3 or came <= 0:
+    if len(short) < 3 or total <= 0:
         return None
     ranked = sorted(max(0.0, one) for one in short)
-    return off / came, min(1.0, ranked[ceil(COVERED * len(ranked)) - 1])
+    return error / total, min(1.0, ranked[ceil(COVERED * len(ranked)) - 1])

@@ -1,7 +1,7 @@
-"""What do the events that are planned by tell of one model: what came, what could carry it, what was changed and wanted?
+"""The history of one model from the journal: traffic, capacity, and the changes proposed and applied.
 
-A minute is known where every frontend has told of it that told of one of the three minutes before: a frontend that falls takes
-its share of the traffic with it, and what the others tell is not all that came. One that stops says so.
+A minute is known once every frontend has reported it that reported any of the three minutes before. A frontend that fails
+takes its share of the traffic with it, and the reports of the others are then not the whole. A frontend that stops says so.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -14,38 +14,38 @@ from controller.planner.traffic import BIN_S, Minute, Seen, Traffic
 from events.fact import Recorded
 from events.observations import CapacityReported, ScaleApplied, ScaleProposed, ScaleSet, TrafficReported
 
-DAYS = 7  # that are remembered
+DAYS = 7  # days of history kept
 MINUTES_MAX = DAYS * 24 * 60
-AHEAD_MAX = 60  # minutes: a frontend whose clock is further ahead of the stream's is not believed
-EXPECTED_FOR = 3  # minutes after its last one for which a frontend's word is waited for
-SETTLED_AFTER = 5  # minutes
-LATE_S = 10.0  # after a minute's end, until all who tell of it have been heard
+AHEAD_MAX = 60  # minutes; reports from a clock further ahead of the stream's are ignored
+EXPECTED_FOR = 3  # minutes after its last report for which a frontend's report is awaited
+SETTLED_AFTER = 5  # minutes after which a minute is final
+LATE_S = 10.0  # time after a minute's end for reports to arrive
 CAPACITIES_MAX = 4096
 PROPOSALS_MAX = 256
 
 
 @dataclass(slots=True)
-class _Told:
-    """One minute."""
+class _MinuteReports:
+    """The reports of one minute."""
 
     traffic: Traffic = field(default_factory=Traffic)
     late: int = 0
     frontends: set[str] = field(default_factory=set)
-    lives: set[str] = field(default_factory=set)  # of them
-    stopped: set[str] = field(default_factory=set)  # of them: this was their last
+    lives: set[str] = field(default_factory=set)  # their process lives
+    stopped: set[str] = field(default_factory=set)  # frontends for which this was the last minute
 
 
 class ModelHistory:
-    """One model. Events are taken in the journal's order."""
+    """The history of one model. Events are applied in the journal's order."""
 
     def __init__(self, model: str) -> None:
-        """Begin with nothing."""
+        """Create an empty history."""
         self.model = model
-        self._minutes: dict[int, _Told] = {}  # by its number since the epoch
-        self._settled: dict[int, Seen] = {}  # what is known of those that are long over
-        self._capacities: list[tuple[float, int]] = []  # when, and how many served
+        self._minutes: dict[int, _MinuteReports] = {}  # by minute number since the epoch
+        self._settled: dict[int, Seen] = {}  # final values of past minutes
+        self._capacities: list[tuple[float, int]] = []  # time and number of serving workers
         self._proposals: list[Recorded] = []
-        self._usual = Traffic(1.0)  # a request as the last ones were: the rejected are taken to be like them
+        self._average = Traffic(1.0)  # mean of the last requests: rejected ones are assumed to be like them
         self.last_capacity: Recorded | None = None
         self.last_applied: Recorded | None = None
         self.set_by_operator: int | None = None
@@ -72,20 +72,20 @@ class ModelHistory:
         number, newest = _number(fact.minute), _number(event.at)
         if not newest - MINUTES_MAX <= number <= newest + AHEAD_MAX:
             return
-        told = self._minutes.setdefault(number, _Told())
-        if event.source in told.lives:
+        reports = self._minutes.setdefault(number, _MinuteReports())
+        if event.source in reports.lives:
             return
-        told.lives.add(event.source)
-        told.frontends.add(fact.frontend)
+        reports.lives.add(event.source)
+        reports.frontends.add(fact.frontend)
         if fact.last:
-            told.stopped.add(fact.frontend)
+            reports.stopped.add(fact.frontend)
         else:
-            told.stopped.discard(fact.frontend)  # it has been started again
-        came = Traffic(fact.requests, fact.prompt_tokens, fact.prompt_tokens_squared, fact.output_tokens)
+            reports.stopped.discard(fact.frontend)  # it was started again
+        total = Traffic(fact.requests, fact.prompt_tokens, fact.prompt_tokens_squared, fact.output_tokens)
         if fact.requests:
-            self._usual = came.times(1 / fact.requests)
-        told.traffic = told.traffic + came + self._usual.times(fact.rejected)
-        told.late += fact.late
+            self._average = total.times(1 / fact.requests)
+        reports.traffic = reports.traffic + total + self._average.times(fact.rejected)
+        reports.late += fact.late
         for later in range(number, number + EXPECTED_FOR + 1):
             self._settled.pop(later, None)
         if len(self._minutes) > MINUTES_MAX + AHEAD_MAX:
@@ -98,16 +98,16 @@ class ModelHistory:
 
     @property
     def last_proposal(self) -> Recorded | None:
-        """The latest proposal, whoever made it."""
+        """The latest proposal, from any planner."""
         return self._proposals[-1] if self._proposals else None
 
     def carried_out(self, proposal: Recorded) -> bool:
-        """Return whether somebody has told that he has carried this proposal out."""
-        told = self.last_applied.fact if self.last_applied is not None else None
-        return isinstance(told, ScaleApplied) and told.proposal == proposal.id and told.ok
+        """Return whether this proposal was reported as applied."""
+        applied = self.last_applied.fact if self.last_applied is not None else None
+        return isinstance(applied, ScaleApplied) and applied.proposal == proposal.id and applied.ok
 
     def minutes(self, now: datetime) -> list[Seen]:
-        """Return what is known of each minute that is over, the latest last."""
+        """Return each past minute, the latest last; None for an unknown one."""
         if not self._minutes:
             return []
         last = _number(now - timedelta(seconds=LATE_S)) - 1
@@ -123,21 +123,21 @@ class ModelHistory:
         return found
 
     def _seen(self, number: int) -> Seen:
-        told = self._minutes.get(number)
-        if told is None or self._expected(number) - told.frontends:
+        reports = self._minutes.get(number)
+        if reports is None or self._expected(number) - reports.frontends:
             return None
-        return Minute(told.traffic, told.late, self._served(number))
+        return Minute(reports.traffic, reports.late, self._served(number))
 
     def _expected(self, number: int) -> set[str]:
-        """Return who should have told of a minute."""
+        """Return the frontends that should have reported a minute."""
         expected: set[str] = set()
         for before in range(number - EXPECTED_FOR, number):
-            if (told := self._minutes.get(before)) is not None:
-                expected = (expected | told.frontends) - told.stopped
+            if (reports := self._minutes.get(before)) is not None:
+                expected = (expected | reports.frontends) - reports.stopped
         return expected
 
     def _served(self, number: int) -> float:
-        """Return how many workers served within a minute, on average; 0: nobody has told."""
+        """Return the mean number of workers that served during a minute; 0 if unknown."""
         begin, end = number * BIN_S, (number + 1) * BIN_S
         place = bisect_right(self._capacities, (begin, 1 << 30)) - 1
         within = self._capacities[max(0, place) : bisect_left(self._capacities, (end, -1))]
@@ -152,7 +152,7 @@ class ModelHistory:
         )
 
     def changes(self, now: datetime, within: timedelta = timedelta(hours=1)) -> Sequence[Change]:
-        """Return the changes that were proposed lately, the latest last."""
+        """Return the recently proposed changes, the latest last."""
         return tuple(
             Change(event.at, event.fact.before, event.fact.after)
             for event in self._proposals

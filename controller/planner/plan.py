@@ -1,13 +1,13 @@
-"""How many workers should there be? The planner's decider: a function of what is read, and of what was decided before.
+"""The planner's decider: how many workers each model should have, from data and past decisions.
 
-    stale, or nobody knows what came lately ──▶ hold: what is not known is no low load
-    an operator has set the number          ──▶ that, until he releases it
+    stale data, or recent traffic unknown   ──▶ hold: unknown is not low load
+    an operator has set the number          ──▶ that number, until the operator releases it
     more are needed soon than there are     ──▶ up, at most `step_max`, to what may be needed until the next change
-    fewer would do, and would have done     ──▶ down, at most `step_max`: for what is expected and for the most of the last
-      for `down_after_s`                        while, with the traffic of those that go shared by those that stay
-    lost workers are replaced: who does not serve carries nothing
+    fewer suffice, and would have sufficed  ──▶ down, at most `step_max`: enough for the forecast and for the recent peak, with
+      for `down_after_s`                        the traffic of leaving workers shared by the rest
+    lost workers are replaced: a worker that does not serve carries nothing
 
-Nothing is remembered but what the journal says was decided: two planners that read the same decide the same.
+The only memory is the journal: two planners that read the same decide the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from controller.planner.sizing import Objectives, Sizing, size
 from controller.planner.traffic import BIN_S, Seen, Traffic, known, total, work
 from events.observations import Profile
 
-SHAPE_BINS = 10  # by whose requests the next ones are thought to be shaped
-KNOWN_LEAST = 2  # bins
-DOWN_LEAST = 10  # the same, for fewer workers
+SHAPE_BINS = 10  # recent bins that give the shape of the next requests
+KNOWN_LEAST = 2  # minimum number of known bins
+DOWN_LEAST = 10  # the same, to reduce the number of workers
 PERIOD_S = 86_400.0
 HOUR = timedelta(hours=1)
 MISTAKEN = timedelta(minutes=3)
@@ -35,25 +35,25 @@ MISTAKEN = timedelta(minutes=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPolicy:
-    """How carefully the planner goes about it."""
+    """Limits and pace of the planner's changes."""
 
-    workers_min: int = 1  # of each model, besides spares
-    workers_max: int = 1000  # of each model
-    gpus_max: int | None = None  # of all models together; None: no bound
-    start_s: float = 60.0  # until one more worker serves
-    ahead_s: float = 240.0  # for so long a change is to be enough
-    step_max: int = 8  # workers in one change (Dynamo's), or
-    step_share: float = 0.34  # so large a part of them, if that is more
-    up_cooldown_s: float = 60.0  # after any change, until there are more workers
-    down_cooldown_s: float = 180.0  # after any change, until there are fewer
-    down_after_s: float = 120.0  # fewer must have been enough for so long
-    trigger: float = 0.2  # share of the forecast's margin that what is expected soon is raised by
-    slack: float = 0.08  # of what is needed: that many more than needed are not worth a change
-    changes_per_hour: int = 12  # at most
-    changes_for_up: int = 3  # of them, that are kept for more workers
-    missed: float = 0.01  # so many answers may be late
-    stale_s: float = 10.0  # an older projection is none to plan by
-    unknown_s: float = 180.0  # of the latest traffic: then it holds
+    workers_min: int = 1  # minimum workers of each model, without spares
+    workers_max: int = 1000  # maximum workers of each model
+    gpus_max: int | None = None  # maximum GPUs of all models together; None: unlimited
+    start_s: float = 60.0  # seconds until a new worker serves
+    ahead_s: float = 240.0  # seconds for which a change should suffice
+    step_max: int = 8  # maximum workers in one change (Dynamo's), or
+    step_share: float = 0.34  # this share of them, if that is more
+    up_cooldown_s: float = 60.0  # seconds from any change to the next increase
+    down_cooldown_s: float = 180.0  # seconds from any change to the next reduction
+    down_after_s: float = 120.0  # seconds for which fewer workers must have sufficed
+    trigger: float = 0.2  # share of the forecast's margin added to the expected load
+    slack: float = 0.08  # share of the needed workers by which an excess is tolerated
+    changes_per_hour: int = 12  # maximum changes per hour
+    changes_for_up: int = 3  # of these, reserved for increases
+    missed: float = 0.01  # share of answers that may be late
+    stale_s: float = 10.0  # seconds; no planning on an older projection
+    unknown_s: float = 180.0  # seconds without known traffic after which it holds
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class PlannerPolicy:
             1, workers_min=self.workers_min, step_max=self.step_max, changes_per_hour=self.changes_per_hour
         )
         demand(
-            0 < self.missed < 1, f"missed is {self.missed}: a part of the answers, between 0 and 1, is wanted"
+            0 < self.missed < 1, f"missed is {self.missed}: it must be a share of the answers between 0 and 1"
         )
         demand(
             self.workers_max >= self.workers_min,
@@ -72,7 +72,7 @@ class PlannerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that was decided before."""
+    """A change decided earlier."""
 
     at: datetime
     before: int
@@ -81,52 +81,52 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """One model, as it was read."""
+    """The data of one model."""
 
     model: str
-    provisioned: int  # workers that are there, whatever they do; without spares and those that drain
-    lost: int = 0  # of them: dead, convicted, out of service for longer than a ramp
-    gpus: int = 1  # of each
+    provisioned: int  # existing workers in any state, without spares and draining ones
+    lost: int = 0  # of these: dead, convicted, or out of service for longer than a ramp
+    gpus: int = 1  # per worker
     profile: Profile
     objectives: Objectives
-    minutes: Sequence[Seen]  # what came, the latest last
-    set_by_operator: int | None = None  # the number that somebody wants, until he releases it
-    floor: int = 0  # never fewer than this
+    minutes: Sequence[Seen]  # traffic, the latest last
+    set_by_operator: int | None = None  # the number set by an operator, until it is released
+    floor: int = 0  # minimum number
     changes: Sequence[Change] = ()  # of the last hour, the latest last
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one model should have, and why."""
+    """The number of workers that one model should have, with the reason."""
 
     model: str
     before: int
     after: int
     why: str  # up, down, operator, floor, lost; hold: …
-    needed: int  # for what is expected
+    needed: int  # needed for the forecast
     forecast: LoadForecast | None = None
-    bound: str = ""  # which objective needs them
-    held: str = ""  # what keeps it from changing, where anything does
+    bound: str = ""  # the objective that requires them
+    held: str = ""  # what prevents a change; empty: nothing
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """How many one model needs, before anybody asks what may be."""
+class _Needs:
+    """The workers that one model needs, before any limit applies."""
 
-    soon: int  # for what is expected until the next ones could serve, without a margin
-    now: int  # for what may come until the next change
-    lately: int  # and for the most of the last while
+    soon: int  # for the forecast until new ones could serve, without a margin
+    now: int  # for the possible load until the next change
+    lately: int  # also for the recent peak
     expected: LoadForecast
     sizing: Sizing
 
 
 Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
-"""Foresees the next bins, of which there are so many, from those that are known: the latest last."""
+"""Forecasts a number of bins from the known ones, the latest last."""
 
 
-@lru_cache(maxsize=1024)  # models: it is asked every few seconds, and something new comes every minute
+@lru_cache(maxsize=1024)  # entries; it is called every few seconds, and the history changes every minute
 def expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return what the best of all methods foresees."""
+    """Return the forecast of the best of all methods."""
     return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
 
 
@@ -137,7 +137,7 @@ def plan(
     projection_age_s: float,
     expecting: Expecting = expected,
 ) -> list[Proposal]:
-    """Return what each model should have from now on."""
+    """Return a proposal for each model."""
     if projection_age_s > policy.stale_s:
         why = f"the state store is {projection_age_s:.0f} s behind"
         return [_hold(view, why) for view in models]
@@ -159,17 +159,17 @@ def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expect
         if short:
             return _stepped(policy, view, min(floor + view.lost, policy.workers_max), "floor", None, now)
         return _hold(view, why)
-    wanted_now = needs(policy, view, expecting)
-    soon = _bounded(policy, floor, wanted_now.soon) + view.lost
-    target = _bounded(policy, floor, wanted_now.now) + view.lost
-    lately = _bounded(policy, floor, wanted_now.lately) + view.lost
+    needed = needs(policy, view, expecting)
+    soon = _bounded(policy, floor, needed.soon) + view.lost
+    target = _bounded(policy, floor, needed.now) + view.lost
+    lately = _bounded(policy, floor, needed.lately) + view.lost
     if soon > view.provisioned:
         why = "floor" if short else "lost" if target - view.lost <= view.provisioned else "up"
-        return _stepped(policy, view, min(target, policy.workers_max), why, wanted_now, now)
+        return _stepped(policy, view, min(target, policy.workers_max), why, needed, now)
     seen = len(known(view.minutes)) >= DOWN_LEAST
     if seen and lately < view.provisioned and view.provisioned - lately > policy.slack * lately:
-        return _stepped(policy, view, lately, "down", wanted_now, now)
-    return _told(view, view.provisioned, "hold", wanted_now, "")
+        return _stepped(policy, view, lately, "down", needed, now)
+    return _proposal(view, view.provisioned, "hold", needed, "")
 
 
 def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
@@ -177,7 +177,7 @@ def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
 
 
 def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
-    """Return why nothing can be planned for a model; None: it can."""
+    """Return why nothing can be planned for a model; None if it can."""
     last = view.minutes[-max(1, round(policy.unknown_s / BIN_S)) :]
     if not known(last):
         return f"no frontend reported traffic in the last {policy.unknown_s:.0f} s"
@@ -186,13 +186,13 @@ def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
     return None
 
 
-def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expected) -> _Wanted:
-    """Return how many workers a model needs for what is expected, and for the most of the last while as well."""
+def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expected) -> _Needs:
+    """Return how many workers a model needs for the forecast, and also for the recent peak."""
     minutes = known(view.minutes)
     history = [work(minute.traffic, view.profile) for minute in minutes]
     pressure = bearable(minutes, view.profile, view.objectives)
     ahead, starts = ceil((policy.start_s + policy.ahead_s) / BIN_S), ceil(policy.start_s / BIN_S)
-    foreseen = expecting(tuple(history), ahead)
+    predicted = expecting(tuple(history), ahead)
     shape = total(minutes[-SHAPE_BINS:])
     one = work(shape, view.profile)
 
@@ -202,29 +202,32 @@ def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expecte
         return Sizing(ceil(found.workers / pressure), found.bound)
 
     now, soon = (
-        sized(foreseen.peak),
-        sized(max(foreseen.values[: starts + 1]) * (1 + foreseen.margin * policy.trigger)),
+        sized(predicted.peak),
+        sized(max(predicted.values[: starts + 1]) * (1 + predicted.margin * policy.trigger)),
     )
     lately = now.workers
     for minute in minutes[-max(1, round(policy.down_after_s / BIN_S)) :]:
         lately = max(lately, sized(work(minute.traffic, view.profile)).workers)
-    return _Wanted(soon.workers, now.workers, lately, foreseen, now)
+    return _Needs(soon.workers, now.workers, lately, predicted, now)
 
 
 def _stepped(
-    policy: PlannerPolicy, view: ModelView, target: int, why: str, wanted: _Wanted | None, now: datetime
+    policy: PlannerPolicy, view: ModelView, target: int, why: str, needed: _Needs | None, now: datetime
 ) -> Proposal:
-    """Return the next step to a target, if it may be taken now."""
+    """Return the next step to a target, or a hold if no step is allowed now."""
     up = target > view.provisioned
     if (held := _too_soon(policy, view, now, up=up, short=why == "floor")) is not None:
-        return _told(view, view.provisioned, "hold", wanted, held)
+        return _proposal(view, view.provisioned, "hold", needed, held)
     most = max(policy.step_max, int(policy.step_share * view.provisioned))
     step = min(abs(target - view.provisioned), most)
-    return _told(view, view.provisioned + (step if up else -step), why, wanted, "")
+    return _proposal(view, view.provisioned + (step if up else -step), why, needed, "")
 
 
 def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
-    """`short`: there are fewer than there must be, which no number of changes excuses."""
+    """Return why no change is allowed yet; None if one is.
+
+    `short`: fewer workers than the minimum, which overrides the limit of changes per hour.
+    """
     changes = [change for change in view.changes if now - change.at < HOUR]
     allowed = policy.changes_per_hour - (0 if up else policy.changes_for_up)
     if len(changes) >= allowed and not short:
@@ -232,29 +235,29 @@ def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool
     if not changes:
         return None
     since_s = (now - changes[-1].at).total_seconds()
-    cooldown_s = policy.up_cooldown_s if up else policy.down_cooldown_s * 2 ** _mistaken(changes)
+    cooldown_s = policy.up_cooldown_s if up else policy.down_cooldown_s * 2 ** _reversals(changes)
     return f"the last change was {since_s:.0f} s ago" if since_s < cooldown_s else None
 
 
-def _mistaken(changes: Sequence[Change]) -> int:
-    """Return how often fewer workers were soon found to be too few: each time the next ones stay for twice as long."""
+def _reversals(changes: Sequence[Change]) -> int:
+    """Return how often a reduction was soon reversed. Each time the wait before the next reduction doubles."""
     return sum(
         one.after < one.before and other.after > other.before and other.at - one.at <= MISTAKEN
         for one, other in pairwise(changes)
     )
 
 
-def _told(view: ModelView, after: int, why: str, wanted: _Wanted | None, held: str) -> Proposal:
-    if wanted is None:
+def _proposal(view: ModelView, after: int, why: str, needed: _Needs | None, held: str) -> Proposal:
+    if needed is None:
         return Proposal(view.model, view.provisioned, after, why, 0, held=held)
     return Proposal(
         view.model,
         view.provisioned,
         after,
         why,
-        wanted.now,
-        wanted.expected,
-        wanted.sizing.bound,
+        needed.now,
+        needed.expected,
+        needed.sizing.bound,
         held,
     )
 
@@ -262,7 +265,7 @@ def _told(view: ModelView, after: int, why: str, wanted: _Wanted | None, held: s
 def _within_budget(
     policy: PlannerPolicy, models: Sequence[ModelView], proposals: Sequence[Proposal]
 ) -> list[Proposal]:
-    """Return the proposals that all models together have GPUs for: who lacks most gets the next worker."""
+    """Limit the proposals to the GPUs of all models together. The model that lacks most gets the next worker."""
     if policy.gpus_max is None:
         return list(proposals)
     gpus = {view.model: view.gpus for view in models}

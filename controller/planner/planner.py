@@ -1,8 +1,9 @@
-"""What does one planner know, what does it hold for right, and what of it is due to be said? It waits for nothing and writes
-nothing: whoever runs it reads the state store and the journal for it, and says what it returns.
+"""The planner's state and the facts it has to publish. It performs no I/O.
+
+The process that runs it reads the state store and the journal for it, and publishes what it returns.
 
     events, rows ─▶ histories, workers ─▶ views ─▶ plan ─▶ CapacityReported, ScaleProposed
-                                                    ▲ age of the projection: journal's end, against how far the store is
+                                                    ▲ age of the projection: the journal's end against the store's position
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,22 +26,22 @@ from events.observations import CapacityReported, ScaleProposed
 
 MODELS_MAX = 1_000
 CAPACITY_EVERY = timedelta(seconds=60)
-RATIO_CHANGE = 0.02  # of a model's capacity, that is told at once
+RATIO_CHANGE = 0.02  # change of a model's capacity ratio that is reported at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerDuties:
-    """What is asked of a planner besides its policy."""
+    """Settings of a planner besides its policy."""
 
-    proposes: bool = True  # else it only says what models carry
-    by: str = ""  # who carries proposals out; empty: nobody
-    lost_after_s: float = 120.0  # without service, after which a worker counts as lost
-    repeat_s: float = 600.0  # until a proposal that nobody heeds is made again
+    proposes: bool = True  # False: it only reports capacities
+    by: str = ""  # name of the process that applies proposals; empty: none
+    lost_after_s: float = 120.0  # seconds out of service after which a worker counts as lost
+    repeat_s: float = 600.0  # seconds after which an unapplied proposal is repeated
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerOutlook:
-    """What was found at one look, and then what was decided."""
+    """The data read at one time, and then the proposals made from it."""
 
     at: datetime
     position: int  # sequence up to which the state store was read
@@ -51,15 +52,15 @@ class PlannerOutlook:
 
 
 class Planner:
-    """One planner."""
+    """The state of one planner."""
 
     def __init__(
         self, name: str, policy: PlannerPolicy, duties: PlannerDuties, expecting: Expecting = expected
     ) -> None:
-        """Begin without knowing anything. `expecting` foresees the load."""
+        """Create a planner without data. `expecting` forecasts the load."""
         self.policy = policy
         self.age = ProjectionAge(before_s=2 * policy.stale_s)
-        self.read = 0  # sequence of the last event that was taken in
+        self.read = 0  # sequence of the last event that was absorbed
         self._name, self._duties, self._expecting = name, duties, expecting
         self._workers = WorkersSeen()
         self._histories: dict[str, ModelHistory] = {}
@@ -68,16 +69,16 @@ class Planner:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Begin anew: the journal is another one, or was made anew."""
+        """Reset: the journal was replaced or recreated."""
         self.read = 0
         self._histories.clear()
         self.age.forget()
 
     def take(self, events: Iterable[Recorded]) -> None:
-        """Take in events that are planned by, in the journal's order; one that was taken in already changes nothing."""
+        """Absorb planning events in the journal's order. An event that was absorbed before changes nothing."""
         for event in events:
             if isinstance(event.fact, PolicyAdopted):
-                with suppress(ValueError):  # another version may know of values that make no sense here
+                with suppress(ValueError):  # another version may allow values that are invalid here
                     self._ladder = load(event.fact.policy).degradation
             elif (history := self._history(getattr(event.fact, "model", ""))) is not None:
                 history.take(event)
@@ -96,7 +97,7 @@ class Planner:
     def look(
         self, rows: Sequence[Mapping[str, Any]], position: int, now: datetime, monotonic: float
     ) -> PlannerOutlook:
-        """Return what is the case by the workers' rows as of `position`. `monotonic`: seconds of a clock that never goes back."""
+        """Return the data from the workers' rows as of `position`. `monotonic`: seconds of a monotonic clock."""
         age_s = self.age.of(position, monotonic)
         by_model = self._workers.by_model(rows, monotonic)
         return PlannerOutlook(now, position, age_s, by_model, self._views(by_model, now))
@@ -114,13 +115,13 @@ class Planner:
         return views
 
     def decide(self, seen: PlannerOutlook) -> list[Proposal]:
-        """Return what each model should have. It may take a second where a season is fitted, and may run in another thread."""
+        """Return a proposal per model. It may take a second to fit a season, so it can run in another thread."""
         return plan(self.policy, [*seen.views.values()], seen.at, seen.projection_age_s, self._expecting)
 
-    # --- saying -----------------------------------------------------------------------------------------------------
+    # --- facts to publish -----------------------------------------------------------------------------------------------------
 
     def capacities(self, seen: PlannerOutlook) -> dict[str, ModelCapacity]:
-        """Return what each model's workers carry; nothing where that is too old to be what they carry now."""
+        """Return what each model's workers carry; empty if the projection is stale."""
         if seen.projection_age_s > self.policy.stale_s:
             return {}
         lost_after_s = self._duties.lost_after_s
@@ -130,7 +131,7 @@ class Planner:
         }
 
     def tells(self, model: str, found: ModelCapacity, seen: PlannerOutlook) -> CapacityReported | None:
-        """Return what is to be said of a model's capacity: where it is another than was said last, and each minute."""
+        """Return the capacity fact to publish for a model: when it differs from the last one, and once a minute."""
         history = self._history(model)
         last = history.last_capacity if history is not None else None
         if last is not None and seen.at - last.at < CAPACITY_EVERY and not _differs(last, found):
@@ -141,11 +142,11 @@ class Planner:
         )  # fmt: skip
 
     def due(self, seen: PlannerOutlook) -> list[tuple[Proposal, ScaleProposed]]:
-        """Return the proposals that are to be made, and how they are said."""
-        return [(one, self._said(one, seen.position)) for one in seen.proposals if self._is_due(one, seen.at)]
+        """Return the proposals to publish, each with its fact."""
+        return [(one, self._fact(one, seen.position)) for one in seen.proposals if self._is_due(one, seen.at)]
 
     def _is_due(self, proposal: Proposal, now: datetime) -> bool:
-        """Say whether a proposal is to be made: it changes something, and is not the one that everybody knows."""
+        """Return whether a proposal must be published: it changes something, and is not already known."""
         if not self._duties.proposes or proposal.after == proposal.before:
             return False
         history, by = self._histories[proposal.model], self._duties.by
@@ -156,26 +157,30 @@ class Planner:
         assert isinstance(fact, ScaleProposed)
         if (fact.before, fact.after, fact.by) != (proposal.before, proposal.after, by):
             return True
-        undone = by and not history.carried_out(last)  # it failed, or whoever was to do it fell
+        undone = by and not history.carried_out(last)  # it failed, or the process that should apply it did
         wait_s = self.policy.up_cooldown_s if undone else self._duties.repeat_s
         return now - last.at >= timedelta(seconds=wait_s)
 
     def last_proposed(self, model: str) -> int:
-        """Return the sequence of the last proposal about a model, whoever made it; 0: there was none."""
+        """Return the sequence of the last proposal about a model, from any planner; 0 if there is none."""
         last = self._histories[model].last_proposal
         return last.seq if last is not None else 0
 
-    def _said(self, proposal: Proposal, position: int) -> ScaleProposed:
-        foreseen = proposal.forecast
+    def _fact(self, proposal: Proposal, position: int) -> ScaleProposed:
+        predicted = proposal.forecast
         return ScaleProposed(
             planner=self._name, model=proposal.model, before=proposal.before, after=proposal.after, why=proposal.why,
-            needed=proposal.needed, method=foreseen.method if foreseen else "", error=foreseen.error if foreseen else None,
+            needed=proposal.needed, method=predicted.method if predicted else "", error=predicted.error if predicted else None,
             bound=proposal.bound, held=proposal.held, by=self._duties.by, position=position,
         )  # fmt: skip
 
 
 def _differs(last: Recorded, found: ModelCapacity) -> bool:
-    said = last.fact
-    assert isinstance(said, CapacityReported)
-    counts = (said.provisioned, said.healthy, said.lost) != (found.provisioned, found.healthy, found.lost)
-    return counts or abs(said.ratio - found.ratio) > RATIO_CHANGE
+    reported = last.fact
+    assert isinstance(reported, CapacityReported)
+    counts = (reported.provisioned, reported.healthy, reported.lost) != (
+        found.provisioned,
+        found.healthy,
+        found.lost,
+    )
+    return counts or abs(reported.ratio - found.ratio) > RATIO_CHANGE

@@ -1,9 +1,9 @@
-"""How much of what the model of `sizing` allows can workers really bear? Measured: by which part of their answers were late.
+"""Calibrates the sizing model: the pressure that workers sustain, from their share of late answers.
 
-A minute's pressure is what its traffic needed over what was there: at 1 workers had just what the model says. Where it was near 1
-and more answers were late than may be, the model is too bold for these workers and this traffic, and needs are divided by the
-greatest pressure at which few were. Where workers bear 1 and more, with a quarter of the late answers that may be, a little more
-than they have borne is tried. Where nothing is known the model is believed.
+A minute's pressure is the workers its traffic needed by the model, divided by those that served; 1 is exactly what the
+model allows. If more answers than allowed were late at a pressure near 1, the model is too optimistic for these workers and
+this traffic. The needs are then divided by the highest pressure at which few were late. If workers sustain 1 and more with
+a quarter of the allowed late answers, a slightly higher pressure is tried. Without data the model is trusted.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from controller.planner.sizing import Objectives, size
 from controller.planner.traffic import BIN_S, Minute, Traffic
 from events.observations import Profile
 
-MINUTES = 120  # that are looked at
-STEP, WIDTH, LEAST, MOST = 0.05, 0.15, 0.5, 1.5  # of pressures that are looked at together
-A_FEW = 0.25  # of the late answers that may be
-BEYOND = 0.15  # what workers have borne, so much more of it is tried
-MINUTES_LEAST = 4  # of a pressure beyond 1, before it is believed
+MINUTES = 120  # number of recent minutes considered
+STEP, WIDTH, LEAST, MOST = 0.05, 0.15, 0.5, 1.5  # step, window, minimum and maximum of pressures
+A_FEW = 0.25  # share of the allowed late answers
+BEYOND = 0.15  # how far beyond a sustained pressure to try
+MINUTES_LEAST = 4  # minutes at a pressure beyond 1 before it is trusted
 
 
 @lru_cache(maxsize=4096)
 def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
-    """Return how many workers a minute's traffic needed, by the model."""
+    """Return how many workers a minute's traffic needed by the model."""
     return size(traffic, BIN_S, profile, objectives).workers
 
 
 def bearable(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
-    """Return the greatest pressure at which no more answers than may be were late: LEAST to MOST."""
+    """Return the highest pressure at which no more answers than allowed were late: LEAST to MOST."""
     seen = [
         (needed(minute.traffic, profile, objectives) / minute.workers, minute.late, minute.traffic.requests)
         for minute in minutes[-MINUTES:]
@@ -46,7 +46,7 @@ def bearable(minutes: Sequence[Minute], profile: Profile, objectives: Objectives
 
 
 def _borne_beyond(seen: Sequence[tuple[float, float, float]], objectives: Objectives) -> float:
-    """Return the greatest pressure beyond 1 that workers have borne well for some minutes; 1: none."""
+    """Return the highest pressure beyond 1 that workers have sustained for some minutes; 1 if none."""
     upper = MOST
     while upper > 1.0:
         above = [(late, requests) for pressure, late, requests in seen if pressure > upper - BEYOND]

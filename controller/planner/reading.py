@@ -1,4 +1,4 @@
-"""How does what is read of the state store become what the planner decides by? And what can a model's workers carry?"""
+"""Converts the state store's rows into the planner's view of a model, and computes its capacity."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ from events.observations import Profile, ScaleProposed
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """One worker's row, as far as it matters here."""
+    """The planner's part of one worker's row."""
 
     worker: str
     model: str
     profile: Profile
     gpus: int
-    weight: float  # of its share of the traffic, 0 to 1
-    leaving: bool  # it drains, or has left in good order: it is not counted
-    out_s: float = 0.0  # for so long nothing has been sent to it
-    spare: bool = False  # it is kept back, and not counted: another serves in its place, or it has none
+    weight: float  # its share of traffic, 0 to 1
+    leaving: bool  # it drains or has left gracefully, and is not counted
+    out_s: float = 0.0  # seconds for which nothing has been sent to it
+    spare: bool = False  # it is a spare, and not counted
 
     @property
     def serves(self) -> bool:
-        """Whether requests are sent to it."""
+        """Whether it gets requests."""
         return self.weight > 0 and not self.leaving
 
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """What a model has promised, and how much of its throughput there must be so that nothing of it is given up."""
+    """The SLO of a model, and the share of its throughput that avoids degradation."""
 
     slo: Slo
-    share: float  # of `slo_throughput_rps`: with less the degradation ladder takes or keeps a level
+    share: float  # share of `slo_throughput_rps`; below it the degradation ladder enters or keeps a level
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class ModelCapacity:
     healthy: int
     lost: int
     gpus: int  # of one worker
-    achievable_rps: float  # requests per second, of the healthy ones
-    ratio: float  # of what all that are provisioned would carry
+    achievable_rps: float  # requests per second of the healthy workers
+    ratio: float  # of the capacity of all provisioned workers
 
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:
-    """Return what one model's workers can carry within its objectives."""
+    """Return what one model's workers can carry within its SLO."""
     counted = [worker for worker in workers if not (worker.leaving or worker.spare)]
     whole = [(worker.profile, 1.0) for worker in counted]
     within = attainable(slo, whole)
@@ -78,7 +78,7 @@ def view_of(
     lost_after_s: float,
     now: datetime,
 ) -> ModelView | None:
-    """Return one model as the decider wants it; None: none of its workers is known, so that nobody knows what one can do."""
+    """Return one model's view for the decider; None if none of its workers is known, so that their speed is unknown."""
     if not workers:
         return None
     capacity = capacity_of(workers, promised.slo, lost_after_s)
@@ -104,14 +104,14 @@ def view_of(
 
 
 def _floor(profile: Profile, slo: Slo, share: float) -> int:
-    """Return how many workers carry this share of the throughput that is promised; 0: none is."""
+    """Return how many workers carry this share of the SLO's throughput; 0 without such an SLO."""
     one = fleet_capacity([(profile, 1.0)], slo).effective_capacity_rps
     wanted = (slo.slo_throughput_rps or 0.0) * share
     return ceil(wanted / one - 1e-9) if wanted > 0 and one > 0 else 0
 
 
 def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: PlannerPolicy, now: datetime) -> int:
-    """Return how many workers there are, those that are starting and that are to drain as they were told to."""
+    """Return the number of workers as it will be once those that start or drain have done so."""
     applied, proposed = history.last_applied, history.last_proposal
     if applied is None or proposed is None or now - applied.at > timedelta(seconds=policy.start_s):
         return capacity.provisioned

@@ -1,7 +1,7 @@
-"""What would the planner have done on a recorded day, what would it have cost, and who would have waited too long?
+"""Rehearses the planner on a recorded day: its changes, their cost, and the late requests.
 
-Beside it: a fleet of a fixed size, and perfect knowledge, which knows the traffic of each five minutes before they begin, and
-whose fleet is as small as it can be without missing more than the planner may.
+For comparison: a fleet of a fixed size, and perfect knowledge. The latter knows the traffic of each five minutes in advance,
+and its fleet is the smallest that misses no more than the planner may.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +18,11 @@ from controller.trace.rows import TraceRow
 from events.observations import Profile
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-STEP_BINS = 5  # of perfect knowledge
+STEP_BINS = 5  # bins per step of perfect knowledge
 GOLDEN = 0.6180339887498949
-SPREAD_S = 30.0  # over which copies of a request are spread
+SPREAD_S = 30.0  # seconds over which copies of a request are spread
 SCALE_MAX, SCALE_STEPS = 1e6, 24
-MARGINS = tuple(n / 100 for n in range(-60, 200, 2))  # that perfect knowledge tries
+MARGINS = tuple(n / 100 for n in range(-60, 200, 2))  # margins tried by perfect knowledge
 
 Scale = Callable[[float, Sequence[Minute]], int | None]
 
@@ -38,7 +38,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedFleet:
-    """What the day is played on."""
+    """The fleet on which a day is rehearsed."""
 
     profile: Profile
     objectives: Objectives
@@ -46,7 +46,7 @@ class RehearsedFleet:
 
 
 def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
-    """Return a trace with `factor` times as many requests: each comes so often, within half a minute."""
+    """Return a trace with `factor` times as many requests. Copies of a request are spread over half a minute."""
     found = []
     for number, row in enumerate(rows):
         copies = int(factor) + ((number * GOLDEN) % 1.0 < factor % 1.0)
@@ -62,7 +62,7 @@ def most_needed(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> int:
 
 
 def scale_for(fleet: RehearsedFleet, rows: Sequence[TraceRow], workers: int) -> float:
-    """Return how many times as many requests the busiest minute needs so many workers for."""
+    """Return the scale of the trace at which the busiest minute needs `workers`."""
     minutes = by_minute(scaled(rows, 1.0))
     low, high = 0.0, 1.0
     while high < SCALE_MAX and _most(fleet, minutes, high) <= workers:
@@ -83,7 +83,7 @@ def _most(fleet: RehearsedFleet, minutes: Sequence[Traffic], factor: float) -> i
 
 
 def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
-    """Return what came in each minute."""
+    """Return the traffic of each minute."""
     if not arrivals:
         return []
     bins: list[list[tuple[int, int]]] = [[] for _ in range(int(arrivals[-1].at // BIN_S) + 1)]
@@ -93,8 +93,10 @@ def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
 
 
 def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
-    """Return how a day went that began with so many workers. `scale` is asked each minute how many there should be; it is given
-    the seconds and what has come in the minutes before."""
+    """Simulate a day that begins with `first` workers.
+
+    `scale` is called each minute with the seconds and the minutes so far, and returns the number of workers to have.
+    """
     minutes = by_minute(arrivals)
     model = FleetModel(fleet.profile, fleet.objectives, first, fleet.policy.start_s)
     seen: list[Minute] = []
@@ -104,7 +106,7 @@ def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale
             wanted = scale(now, seen)
             if wanted is not None and wanted != model.workers:
                 model.scale(wanted, now)
-            if seen:  # what was late is known as the minute is over
+            if seen:  # late answers are known once the minute is over
                 last = seen[-1]
                 seen[-1] = Minute(last.traffic, model.late_until(now), last.workers)
             seen.append(Minute(minutes[len(seen)], 0.0, model.serving))
@@ -115,7 +117,7 @@ def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale
 def with_planner(
     fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int
 ) -> tuple[DayFigures, list[Change]]:
-    """Return how the day went with the planner, and its changes. `first`: workers at the beginning."""
+    """Return the results of a day with the planner, and its changes. `first`: workers at the beginning."""
     changes: list[Change] = []
     there = first
 
@@ -140,12 +142,12 @@ def with_planner(
 
 
 def with_fixed(fleet: RehearsedFleet, arrivals: Sequence[Arrival], workers: int) -> DayFigures:
-    """Return how the day went with so many workers."""
+    """Return the results of a day with a fixed number of workers."""
     return played(fleet, arrivals, workers, lambda seconds, minutes: None)
 
 
 def with_perfect_knowledge(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> DayFigures:
-    """Return how the day went with as few workers as it takes, for five minutes at a time, known before."""
+    """Return the results of a day with the fewest sufficient workers for each five minutes, known in advance."""
     minutes = by_minute(arrivals)
     each = [needed(minute, fleet.profile, fleet.objectives) for minute in minutes]
     steps = [max(each[n : n + STEP_BINS]) for n in range(0, len(each), STEP_BINS)]

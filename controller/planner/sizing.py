@@ -1,14 +1,13 @@
-"""How many workers does this traffic need, if each answer is to begin and go on in time? Functions of what a worker can do.
+"""The number of workers that traffic needs for its answers to start and continue in time.
 
-    reading   N workers read prompts, one after the other each. A prompt waits longer than it may with the probability
-              C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)): Erlang's C for r = rate * s / N, and the tail of Allen and Cunneen for
-              prompts whose lengths differ (c2: their squared coefficient of variation)
-    decoding  a step takes longer while prompts are read: tpot / (1 - r'), where r' is what r is at one moment of a hundred over
-              ten seconds. Sequences are running for as long as their answers
-              take (Little), and no more than fit into batches and KV caches; a little more for their fluctuation (2.33 times
-              its root: one moment of a hundred)
+    reading   N workers read prompts, each one after another. A prompt waits longer than it may with the probability
+              C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)): Erlang's C for r = rate * s / N, with the tail by Allen and Cunneen
+              for prompts of different lengths (c2: their squared coefficient of variation)
+    decoding  a step takes longer while prompts are read: tpot / (1 - r'), where r' is the 99th percentile of r over ten
+              seconds. Sequences run for as long as their answers take (Little), and must fit into batches and KV caches,
+              with some room for their fluctuation (2.33 times the square root: the 99th percentile)
 
-The least N for which both keep the objectives is what is needed.
+The result is the smallest N for which both meet the objectives.
 """
 
 from dataclasses import dataclass, replace
@@ -19,39 +18,39 @@ from controller.planner.traffic import Traffic
 from events.observations import Profile
 
 WORKERS_MAX = 10_000
-BUSY_MAX = 0.95  # of a worker's time for reading: beyond it no queue is steady
-ALONE_TIMES = 1.05  # of the time per token that a single request has: what is nearer cannot be kept
-STEADY_S = 10.0  # over which what is read comes and goes
-ONE_OF_A_HUNDRED = 2.33  # standard deviations
-OFTEN = 1.7  # the same, for what is the mean over an answer's many tokens
+BUSY_MAX = 0.95  # largest share of a worker's time for reading; beyond it no queue is stable
+ALONE_TIMES = 1.05  # times the time per token of a single request; a tighter objective cannot be met
+STEADY_S = 10.0  # averaging time of the fluctuation of reading
+ONE_OF_A_HUNDRED = 2.33  # standard deviations of the 99th percentile
+OFTEN = 1.7  # the same for a mean over an answer's many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What each answer of a model is to keep."""
+    """The latency objectives of a model's answers."""
 
-    ttft_ms: float = (
-        500.0  # to its first token; for a long prompt twice as long as reading it takes, if that is more
-    )
-    tpot_ms: float = 30.0  # for each of the others
-    missed: float = 0.01  # so many answers may be late
+    ttft_ms: float = 500.0  # time to first token; for a long prompt twice its reading time, if that is more
+    tpot_ms: float = 30.0  # time per further token
+    missed: float = 0.01  # share of answers that may be late
 
     def ttft_of_s(self, reading_s: float) -> float:
-        """Return until when the first token of a prompt is to come that takes so long to be read."""
+        """Return the limit of the time to first token of a prompt with this reading time."""
         return max(self.ttft_ms / 1000, 2 * reading_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How many workers are needed, and why not fewer."""
+    """The number of workers needed, and the bound that prevents fewer."""
 
     workers: int
-    bound: str  # first_token, token_time, batch, kv; nothing: there is no traffic
+    bound: str  # first_token, token_time, batch, kv; empty: no traffic
 
 
 def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> Sizing:
-    """Return how many workers this traffic of so many seconds needs: WORKERS_MAX at most. A time per token that no worker could
-    keep even alone bounds nothing."""
+    """Return how many workers this traffic of `seconds` needs, at most WORKERS_MAX.
+
+    A time per token that no worker could meet even alone is ignored.
+    """
     if traffic.requests <= 0 or seconds <= 0:
         return Sizing(0, "")
     if tpot_ms(profile, 1) * ALONE_TIMES > objectives.tpot_ms:
@@ -72,7 +71,7 @@ def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objecti
 
 
 def _too_few(workers: int, traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> str:
-    """Return which bound so many workers do not keep; empty: they keep all."""
+    """Return the first bound that `workers` do not meet; empty if they meet all."""
     rate, requests_per_s = profile.prefill_tokens_per_s, traffic.requests / seconds
     mean = traffic.prompt_tokens / traffic.requests
     reading_s = mean / rate if rate > 0 else inf
@@ -96,7 +95,10 @@ def _decoding(
     profile: Profile,
     objectives: Objectives,
 ) -> str:
-    """`reading`: the share of its time that a worker reads, and its standard deviation."""
+    """Return the decoding bound that `workers` do not meet; empty if they meet all.
+
+    `reading`: the share of its time that a worker reads, and its standard deviation.
+    """
     prompt, answer = traffic.prompt_tokens / traffic.requests, traffic.output_tokens / traffic.requests
     fits = max(1.0, profile.kv_blocks * max(1, profile.block_tokens) / max(1.0, prompt + answer))
     busy, busy_off = reading
@@ -119,7 +121,7 @@ def _decoding(
 
 
 def _waits_longer(may_wait_s: float, workers: int, busy: float, reading_s: float, varies: float) -> float:
-    """Return the probability that a prompt waits longer than that for a worker that reads nothing else."""
+    """Return the probability that a prompt waits longer than `may_wait_s` for workers that read nothing else."""
     offered = busy * workers
     blocked = 1.0  # Erlang's B, by its recursion
     for n in range(1, workers + 1):

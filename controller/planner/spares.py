@@ -1,9 +1,9 @@
-"""How many spares does a fleet need, and what does it lack with so many?
+"""The number of spares that a fleet needs, and the shortage that remains with a given number.
 
-Failures of many independent units come as a Poisson process, and each unit is away for a while: how many are away at one moment
-is Poisson distributed around rate times mean time to repair, however these times differ (M/G/∞). As many spares as its quantile
-are enough for that share of the time. What a reader would get wrong: percentages do not pool. 128 nodes need 7.8 % for 99.9 %,
-1,250 need 3.8 % for as much.
+Failures of many independent units are a Poisson process, and each unit is away for a while. The number away at one moment is
+Poisson distributed with mean rate times mean time to repair, whatever the distribution of these times (M/G/∞). Its quantile
+gives the spares that suffice for that share of the time. Percentages do not scale: for 99.9 % 128 nodes need 7.8 %, 1,250
+need 3.8 %.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from controller.deciders.validation import STRICT, at_least, demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparePolicy:
-    """How many spares each model has, by how many workers or groups it has besides."""
+    """The number of spares of each model, by its number of workers or groups."""
 
-    spares: int | None = None  # so many; None: as many as failures make necessary
-    spare_threshold: int = 16  # workers from which on there are any, where their number is not set
-    per_day: float = 0.0042  # failures of one worker or group in a day (StepFun's nodes)
-    mttr_days: float = 5.54  # mean time until it is back
-    target: float = 0.99  # of the time, for which they are to be enough
-    share_min: float = 0.05  # share of the workers
-    share_max: float = 0.10
+    spares: int | None = None  # fixed number; None: computed from the failure rate
+    spare_threshold: int = 16  # minimum workers for any spares, if the number is not fixed
+    per_day: float = 0.0042  # failures per worker or group and day (StepFun's nodes)
+    mttr_days: float = 5.54  # mean time to repair, in days
+    target: float = 0.99  # share of the time for which the spares must suffice
+    share_min: float = 0.05  # minimum share of the workers
+    share_max: float = 0.10  # maximum share of the workers
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class SparePolicy:
         if self.spares is not None:
             at_least(0, spares=self.spares)
         demand(
-            0 < self.target < 1, f"target is {self.target}: a share of the time, between 0 and 1, is wanted"
+            0 < self.target < 1, f"target is {self.target}: it must be a share of the time between 0 and 1"
         )
         demand(
             self.share_max >= self.share_min,
@@ -41,12 +41,14 @@ class SparePolicy:
 
 
 def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:
-    """Return the least number of spares that is enough for a share `target` of the time: the quantile of the nodes that are away.
-    `rate`: failures of one node per time, `mttr`: the mean time to its repair, of the same unit. Raise ValueError for what is
-    no share or negative."""
+    """Return the least number of spares that suffices for a share `target` of the time: a quantile of the nodes away.
+
+    `rate`: failures of one node per unit of time; `mttr`: mean time to repair, in the same unit. Raise ValueError for an
+    invalid share or a negative number.
+    """
     if not 0 <= target < 1 or min(n_nodes, rate, mttr) < 0:
         raise ValueError(
-            f"target {target} must be 0 or more and below 1; nodes, rate and repair not negative"
+            f"target {target} must be at least 0 and below 1; nodes, rate and mttr must not be negative"
         )
     mean = n_nodes * rate * mttr
     if mean == 0:
@@ -55,13 +57,13 @@ def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:
     while covered < target:
         away += 1
         covered += exp(away * log(mean) - mean - lgamma(away + 1))
-        if away > 10 * mean + 1000:  # what is left is rounding
+        if away > 10 * mean + 1000:  # the rest is rounding error
             break
     return away
 
 
 def spares_for(policy: SparePolicy, workers: int) -> int:
-    """Return how many spares a model with so many workers has."""
+    """Return how many spares a model with this many workers has."""
     if policy.spares is not None:
         return policy.spares
     if workers < policy.spare_threshold:
@@ -73,7 +75,7 @@ def spares_for(policy: SparePolicy, workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A unit, active or spare, is away. Any unit of time."""
+    """The outage of one unit, active or spare. Any unit of time."""
 
     begin: float
     end: float
@@ -81,19 +83,19 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What a fleet lacked, in units × time."""
+    """A fleet's shortage, in units × time."""
 
-    unit_time: float  # of active places that nobody filled
-    worst: int  # units, at one moment
-    lacking: float  # share of the time in which any was missing
-    replaced: int  # times that a spare took a place
+    unit_time: float  # of active places that were not filled
+    worst: int  # largest number of units at one moment
+    lacking: float  # share of the time with any unit missing
+    replaced: int  # number of times that a spare filled a place
 
 
 def missing(outages: Sequence[Outage], spares: int, activation: float, until: float) -> Missing:
-    """Return what a fleet with so many spares lacks over `until`, if a spare takes a place within `activation`.
+    """Return the shortage of a fleet with this many spares over `until`, if a spare fills a place within `activation`.
 
-    A spare that is away can replace nobody: a place is empty for the time that a spare takes, and for as long as more units are
-    away than there are spares. A unit that is back fills an empty place as quickly as a spare does, or becomes a spare.
+    A spare that is away cannot replace another unit. A place is empty for the activation time, and for as long as more units
+    are away than there are spares. A returning unit fills an empty place as fast as a spare does, or becomes a spare.
     """
     ends: list[float] = []
     away = worst = replaced = 0

@@ -1,6 +1,6 @@
-"""What came to a model, minute by minute, and how much work was it?
+"""The traffic of a model, minute by minute, and the work that it causes.
 
-A minute of which nobody knows is None and never nothing: that nobody tells of requests does not mean that none come.
+An unknown minute is None, never zero: missing reports of requests do not mean that there are none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,16 +14,16 @@ BIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What came within some time, served or not."""
+    """The requests that arrived within some time, served or not."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
-    prompt_tokens_squared: float = 0.0  # each prompt's, added up
+    prompt_tokens_squared: float = 0.0  # sum over prompts
     output_tokens: float = 0.0
 
     @classmethod
     def of(cls, requests: Iterable[tuple[int, int]]) -> "Traffic":
-        """Add up requests of so many tokens: prompt and answer."""
+        """Sum up requests, given as (prompt tokens, answer tokens)."""
         count = prompt = squared = output = 0.0
         for asked, answered in requests:
             count += 1
@@ -41,7 +41,7 @@ class Traffic:
         )
 
     def times(self, factor: float) -> "Traffic":
-        """Return as many times of the same requests."""
+        """Return the traffic scaled by `factor`."""
         return Traffic(
             self.requests * factor,
             self.prompt_tokens * factor,
@@ -55,20 +55,20 @@ class Minute:
     """One minute of one model."""
 
     traffic: Traffic
-    late: float = 0.0  # answers that began or went on too late, as was seen within this minute
-    workers: float = 0.0  # that served, on average
+    late: float = 0.0  # answers found within this minute to be late
+    workers: float = 0.0  # mean number of serving workers
 
 
-Seen = Minute | None  # None: nobody knows
+Seen = Minute | None  # None: unknown
 
 
 def known(minutes: Sequence[Seen]) -> list[Minute]:
-    """Return the minutes of which anything is known."""
+    """Return the known minutes."""
     return [minute for minute in minutes if minute is not None]
 
 
 def total(minutes: Iterable[Minute]) -> Traffic:
-    """Return all that came within these minutes."""
+    """Return the total traffic of these minutes."""
     found = Traffic()
     for minute in minutes:
         found = found + minute.traffic
@@ -76,8 +76,7 @@ def total(minutes: Iterable[Minute]) -> Traffic:
 
 
 def work(traffic: Traffic, profile: Profile) -> float:
-    """Return how long one worker with nothing else to do takes for it, in seconds: to read the prompts, and each token's share
-    of the steps of a full batch."""
+    """Return the seconds that one otherwise idle worker needs: to read the prompts, and each token's share of full batches."""
     rate, batch = profile.prefill_tokens_per_s, max(1, profile.max_batch)
     reading = traffic.prompt_tokens / rate if rate > 0 else 0.0
     share_ms = tpot_ms(profile, batch) / batch

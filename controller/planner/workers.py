@@ -1,4 +1,4 @@
-"""The workers' rows of the state store, and for how long each of them has been out of service."""
+"""Parses the state store's rows of workers, and tracks for how long each has been out of service."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from controller.planner.reading import PlannedWorker
 from events import codec
 from events.observations import WorkerJoined
 
-LEFT = "left: graceful"  # as `reason` tells it of a worker that will not come back by itself
+LEFT = "left: graceful"  # `reason` of a worker that will not return by itself
 
 
 class WorkersSeen:
-    """Remembers since when nothing is sent to a worker: the rows do not tell."""
+    """Remembers since when each worker gets no requests, which the rows do not contain."""
 
     def __init__(self) -> None:
-        """Begin without having seen any."""
+        """Start without any worker."""
         self._out_since: dict[str, float] = {}
-        self._joined: dict[str, tuple[str, WorkerJoined]] = {}  # by worker: the text, and what it says
+        self._joined: dict[str, tuple[str, WorkerJoined]] = {}  # by worker: the text, and the parsed fact
 
     def by_model(self, rows: Sequence[Mapping[str, Any]], now: float) -> dict[str, list[PlannedWorker]]:
-        """Return the workers of each model. `now`: seconds of a clock that never goes back."""
+        """Return the workers of each model. `now`: seconds of a monotonic clock."""
         found: dict[str, list[PlannedWorker]] = defaultdict(list)
         names = {row["worker"] for row in rows}
         for known in (self._out_since, self._joined):

@@ -1,4 +1,4 @@
-"""What the planner decides, and what broke other planners: each a test."""
+"""The planner's decisions, including the failures of other planners, each as a test."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ PROFILE = Profile(
     tpot_ms=((1, 25.0), (32, 40.0)),
 )
 OBJECTIVES = Objectives(ttft_ms=1500.0, tpot_ms=80.0)
-TEN = 700  # requests a minute for which ten workers or so are needed
+TEN = 700  # requests per minute that need about ten workers
 
 
 def minute(requests: int, late: float = 0.0, workers: float = 0.0) -> Minute:
@@ -49,19 +49,19 @@ def ago(minutes: float, before: int, after: int) -> Change:
 NEEDED = planned(view(1)).needed
 
 
-def test_as_many_as_are_needed_stay() -> None:
+def test_a_sufficient_number_of_workers_stays() -> None:
     assert 5 < NEEDED < 20
     proposal = planned(view(NEEDED))
     assert (proposal.after, proposal.why, proposal.held) == (NEEDED, "hold", "")
 
 
-def test_more_are_proposed_where_more_are_needed() -> None:
+def test_more_workers_are_proposed_when_needed() -> None:
     proposal = planned(view(NEEDED - 3))
     assert (proposal.after, proposal.why) == (NEEDED, "up")
     assert proposal.bound and proposal.forecast is not None
 
 
-def test_fewer_are_proposed_where_fewer_would_do() -> None:
+def test_fewer_workers_are_proposed_when_sufficient() -> None:
     proposal = planned(view(NEEDED + 4))
     assert (proposal.after, proposal.why) == (NEEDED, "down")
 
@@ -73,30 +73,30 @@ def test_a_change_is_bounded() -> None:
     assert planned(view(40), PlannerPolicy(step_max=2, step_share=0.25)).after == 30
 
 
-# --- what broke others
+# --- failures of other planners
 
 
 @pytest.mark.parametrize("unknown", [3, 30])
-def test_an_outage_of_what_is_told_is_no_low_load(unknown: int) -> None:
-    """A metrics outage dropped another planner below its floor."""
+def test_an_outage_of_reports_is_not_low_load(unknown: int) -> None:
+    """An outage of its metrics made another planner go below its floor."""
     minutes: list[Seen] = [*[minute(TEN)] * 30, *[None] * unknown]
     proposal = planned(view(NEEDED + 10, minutes))
     assert (proposal.after, proposal.why) == (NEEDED + 10, "hold")
     assert "no frontend reported traffic" in proposal.held
 
 
-def test_a_minute_that_nobody_tells_of_is_none_in_which_nothing_came() -> None:
+def test_an_unreported_minute_is_not_a_minute_without_traffic() -> None:
     minutes: list[Seen] = [*[minute(TEN)] * 30, None]
     assert planned(view(NEEDED, minutes)).after == NEEDED
 
 
-def test_below_its_floor_a_model_is_filled_up_whatever_is_known() -> None:
+def test_a_model_below_its_floor_is_scaled_up_even_without_data() -> None:
     proposal = planned(view(1, [None] * 5), PlannerPolicy(workers_min=3))
     assert (proposal.after, proposal.why) == (3, "floor")
 
 
-def test_below_its_floor_no_number_of_changes_keeps_a_model() -> None:
-    """Found by `holdfast simulate --seed 136 --workers 4`: an operator's trials had used the hour's changes up."""
+def test_the_limit_of_changes_does_not_keep_a_model_below_its_floor() -> None:
+    """Found by `holdfast simulate --seed 136 --workers 4`: an operator's trials had used up the hour's changes."""
     used_up = [ago(60 - n, 3, 1) for n in range(2, 14)]
     for minutes in ([None] * 5, [minute(TEN)] * 30):
         assert planned(view(1, minutes, floor=3, changes=used_up)).why == "floor"
@@ -107,14 +107,14 @@ def test_a_model_without_any_traffic_keeps_its_floor() -> None:
     assert planned(view(4, [minute(0)] * 30, floor=3)).after == 3
 
 
-def test_a_state_store_that_lags_is_none_to_plan_by() -> None:
+def test_a_stale_state_store_stops_planning() -> None:
     proposal = planned(view(1), age_s=10.5)
     assert (proposal.after, proposal.held) == (1, "the state store is 10 s behind")
     assert planned(view(NEEDED - 1), age_s=9.5).after == NEEDED
 
 
-def test_nobody_goes_whose_traffic_the_others_could_not_bear() -> None:
-    """Another planner went back and forth between 2 and 1: each was idle enough for one to go, and one was too busy alone."""
+def test_no_worker_is_removed_if_the_rest_could_not_take_its_traffic() -> None:
+    """Another planner alternated between 2 and 1: each was idle enough for one to go, and one alone was too busy."""
     for requests in range(20, 400, 20):
         changes: list[Change] = []
         there, seen = 2, []
@@ -128,16 +128,16 @@ def test_nobody_goes_whose_traffic_the_others_could_not_bear() -> None:
         assert len(changes) <= 1, (requests, seen)
 
 
-def test_who_was_missed_soon_after_he_went_stays_for_longer_the_next_time() -> None:
-    """Traffic that needs one worker now and two then would have one come and go for ever."""
+def test_a_reversed_reduction_delays_the_next_one() -> None:
+    """Traffic that alternates between one and two workers would otherwise add and remove one for ever."""
     more = NEEDED + 4
     once = [ago(9, more, NEEDED), ago(7, NEEDED, more)]
     twice = [ago(40, more, NEEDED), ago(38, NEEDED, more), *once]
     late = [ago(20, more, NEEDED), ago(7, NEEDED, more)]
-    assert planned(view(more, changes=late)).after == NEEDED, "that was another load"
+    assert planned(view(more, changes=late)).after == NEEDED, "that was a different load"
     assert planned(view(more, changes=once)).after == NEEDED, "6 minutes are over"
     assert planned(view(more, changes=twice)).held == "the last change was 420 s ago", "12 are not"
-    assert planned(view(NEEDED - 1, changes=twice)).why == "up", "it keeps nobody from coming"
+    assert planned(view(NEEDED - 1, changes=twice)).why == "up", "it does not delay an increase"
 
 
 def test_all_models_together_stay_within_their_gpus() -> None:
@@ -150,12 +150,12 @@ def test_all_models_together_stay_within_their_gpus() -> None:
     assert "the budget of 30 GPUs is used up" in proposals[0].held
 
 
-def test_a_budget_that_is_exceeded_already_takes_nobody_away_and_gives_nobody_more() -> None:
+def test_an_exceeded_budget_neither_removes_nor_adds_workers() -> None:
     proposals = plan(PlannerPolicy(gpus_max=4), [view(3, model="a"), view(3, model="b")], NOW, 0.0)
     assert [proposal.after for proposal in proposals] == [3, 3]
 
 
-def test_what_an_operator_has_set_stays_until_he_releases_it() -> None:
+def test_an_operators_number_applies_until_it_is_released() -> None:
     proposal = planned(view(NEEDED, set_by_operator=2))
     assert (proposal.after, proposal.why) == (2, "operator")
     assert planned(view(2, set_by_operator=2)).after == 2
@@ -167,15 +167,15 @@ def test_two_planners_that_read_the_same_decide_the_same() -> None:
     assert plan(PlannerPolicy(), views, NOW, 1.0) == plan(PlannerPolicy(), views, NOW, 2.0)
 
 
-def test_who_has_been_lost_is_replaced() -> None:
+def test_a_lost_worker_is_replaced() -> None:
     proposal = planned(view(NEEDED, lost=2))
     assert (proposal.after, proposal.why) == (NEEDED + 2, "lost")
 
 
-# --- how often
+# --- frequency of changes
 
 
-def test_it_waits_between_changes() -> None:
+def test_the_planner_waits_between_changes() -> None:
     assert planned(view(NEEDED - 3, changes=[ago(0.5, NEEDED - 5, NEEDED - 3)])).held.startswith(
         "the last change"
     )
@@ -184,17 +184,17 @@ def test_it_waits_between_changes() -> None:
     assert planned(view(NEEDED + 4, changes=[ago(4, 3, NEEDED + 4)])).after == NEEDED
 
 
-def test_no_more_than_so_many_changes_are_made_within_an_hour() -> None:
+def test_the_number_of_changes_per_hour_is_limited() -> None:
     many = [ago(59 - n, 5, 6) for n in range(12)]
     assert planned(view(NEEDED - 3, changes=many)).held == "12 changes within the hour"
     assert planned(view(NEEDED - 3, changes=many[1:])).after == NEEDED
     assert planned(view(NEEDED + 4, changes=many[3:])).held == "9 changes within the hour", (
-        "some are kept for more"
+        "some are reserved for increases"
     )
     assert planned(view(NEEDED + 4, changes=many[4:])).after == NEEDED
 
 
-def test_fewer_must_have_been_enough_for_a_while() -> None:
+def test_a_reduction_needs_fewer_workers_to_have_sufficed_for_a_while() -> None:
     busy_before: list[Seen] = [*[minute(TEN)] * 30, minute(100)]
     assert planned(view(NEEDED, busy_before)).after == NEEDED
     calm: list[Seen] = [*[minute(TEN)] * 30, *[minute(100)] * 12]
@@ -209,7 +209,7 @@ def test_fewer_must_have_been_enough_for_a_while() -> None:
     st.integers(0, 8),
     st.floats(0, 30),
 )
-def test_whatever_is_read_it_stays_within_its_bounds(
+def test_every_proposal_stays_within_the_bounds(
     came: list[int | None], provisioned: int, floor: int, lost: int, age_s: float
 ) -> None:
     policy = PlannerPolicy(workers_max=50, gpus_max=200)
@@ -226,33 +226,31 @@ def test_whatever_is_read_it_stays_within_its_bounds(
         assert proposal.after * 4 <= 200
 
 
-# --- what workers really bear
+# --- the pressure that workers sustain
 
 
-def test_where_answers_were_late_though_the_model_says_enough_there_are_more() -> None:
+def test_late_answers_despite_a_sufficient_number_add_workers() -> None:
     just_enough = [minute(TEN, late=TEN * 0.05, workers=NEEDED)] * 30
     assert planned(view(NEEDED, just_enough)).after > NEEDED
     in_time = [minute(TEN, late=TEN * 0.005, workers=NEEDED)] * 30
     assert planned(view(NEEDED, in_time)).after == NEEDED
 
 
-def test_it_is_the_greatest_pressure_at_which_few_were_late() -> None:
+def test_the_bearable_pressure_is_the_highest_with_few_late_answers() -> None:
     def at(workers: float, late: float) -> list[Minute]:
         return [minute(TEN, late * TEN, workers)] * 5
 
     assert bearable([], PROFILE, OBJECTIVES) == 1.0
-    assert bearable(at(NEEDED * 10, 0.0), PROFILE, OBJECTIVES) == 1.0, (
-        "there nothing is known: the model is believed"
-    )
+    assert bearable(at(NEEDED * 10, 0.0), PROFILE, OBJECTIVES) == 1.0, "no data there: the model is trusted"
     assert bearable(at(NEEDED, 0.005), PROFILE, OBJECTIVES) == 1.0
     assert bearable(at(NEEDED, 0.05), PROFILE, OBJECTIVES) == pytest.approx(0.95), (
-        "the next that may not be too much"
+        "the next pressure that may be sustained"
     )
     more = [*at(NEEDED, 0.05), *at(NEEDED / 0.95, 0.02), *at(NEEDED / 0.75, 0.0)]
     assert bearable(more, PROFILE, OBJECTIVES) == pytest.approx(0.9)
 
 
-def test_what_workers_bear_well_is_exceeded_a_little_and_what_they_do_not_never_again() -> None:
+def test_a_sustained_pressure_is_exceeded_a_little_and_a_failed_one_is_not_repeated() -> None:
     def at(pressure: float, late: float, minutes: int = 5) -> list[Minute]:
         return [minute(TEN, late * TEN, NEEDED / pressure)] * minutes
 
@@ -263,7 +261,7 @@ def test_what_workers_bear_well_is_exceeded_a_little_and_what_they_do_not_never_
 
 
 @given(st.lists(st.tuples(st.floats(0.3, 2.0), st.floats(0.0, 0.2)), max_size=40), st.floats(0.0, 1.0))
-def test_what_workers_bear_has_bounds_and_is_no_less_where_fewer_answers_were_late(
+def test_the_bearable_pressure_is_bounded_and_does_not_fall_with_fewer_late_answers(
     seen: list[tuple[float, float]], part: float
 ) -> None:
     def borne(factor: float) -> float:

@@ -1,4 +1,4 @@
-"""`holdfast planner` before a real broker and a real database, with a command that scales; and what it is told wrongly."""
+"""`holdfast planner` with a real broker, database and scaling command, and with invalid settings."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.servers
-async def test_a_planner_of_its_own_reads_the_database_and_calls_the_command(
+async def test_a_separate_planner_reads_the_database_and_calls_the_command(
     own_nats: EmbeddedServer, database_url: str, tmp_path: Path, eventually: Eventually
 ) -> None:
     script, asked = tmp_path / "scale.py", tmp_path / "asked.jsonl"
@@ -95,7 +95,7 @@ async def test_a_planner_of_its_own_reads_the_database_and_calls_the_command(
         (["--hook-command", "a", "--hook-url", "http://h/scale"], "one of them can scale a model"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(flags: list[str], says: str, tmp_path: Path) -> None:
+def test_an_invalid_setting_gives_one_sentence(flags: list[str], says: str, tmp_path: Path) -> None:
     done = typed("planner", "--data", str(tmp_path), *flags)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
@@ -107,24 +107,24 @@ def test_what_makes_no_sense_is_one_sentence(flags: list[str], says: str, tmp_pa
         (["--hook-url", "nonsense"], "'nonsense' is not the URL of a scale subresource"),
     ],
 )
-def test_a_hook_that_is_none_is_refused_at_once(hook: list[str], says: str, tmp_path: Path) -> None:
+def test_an_invalid_hook_is_rejected_at_once(hook: list[str], says: str, tmp_path: Path) -> None:
     servers = ["--nats-url", "nats://127.0.0.1:1", "--database-url", "postgresql://127.0.0.1:1/x"]
     done = typed("planner", "--data", str(tmp_path), *servers, "--mode", "act", *hook)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("flag", [["--fleet", "5"], ["--slo-ttft-ms", "9"], ["--step-max", "2"]])
-def test_what_is_of_a_recorded_day_is_refused_without_one(flag: list[str], tmp_path: Path) -> None:
+def test_flags_for_a_recorded_day_are_rejected_without_one(flag: list[str], tmp_path: Path) -> None:
     done = typed("plan", "--data", str(tmp_path), *flag)
     assert done.returncode == 2 and f"{flag[0]}: needs a recorded day, given by --trace FILE" in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["0", "many", "10001"])
-def test_a_model_is_set_to_one_worker_at_least(workers: str, tmp_path: Path) -> None:
+def test_a_model_is_set_to_at_least_one_worker(workers: str, tmp_path: Path) -> None:
     done = typed("scale", "llama", workers, "--data", str(tmp_path))
     assert done.returncode == 2 and f"'{workers}' is not a number of workers from 1 to 10000" in done.stderr
 
 
-def test_without_a_planner_the_command_says_how_to_have_one(tmp_path: Path) -> None:
+def test_without_a_planner_the_command_explains_how_to_start_one(tmp_path: Path) -> None:
     done = typed("plan", "--data", str(tmp_path))
     assert done.returncode == 1 and "start one with `holdfast planner`" in done.stderr

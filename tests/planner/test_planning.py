@@ -1,4 +1,4 @@
-"""One planner and two, in virtual time: what they read, what they say, and what they leave alone."""
+"""One planner and two, in virtual time: what they read, what they publish, and what they leave alone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,12 +33,12 @@ from events.observations import (
 from events.order import Order
 
 Eventually = Callable[..., Awaitable[None]]
-QUIET, BUSY = 60, 1800  # requests a minute: one worker has nearly nothing to do; three have too much
+QUIET, BUSY = 60, 1800  # requests per minute: one worker is nearly idle; three are overloaded
 
 
 @dataclass
 class PlayedHook:
-    """Who scales: nobody really, but it remembers what it was asked for."""
+    """A hook that scales nothing, but records what it was asked for."""
 
     by: str = "command"
     ok: bool = True
@@ -50,7 +50,7 @@ class PlayedHook:
 
 
 class PlannedFleet:
-    """A fleet whose time the test drives, its state store, and what its frontend tells of each minute."""
+    """A fleet in virtual time, with its state store, and its frontend's traffic reports."""
 
     def __init__(self, workers: int = 3, policy: FleetPolicy | None = None) -> None:
         self.history = History(policy=policy or FleetPolicy()).start(workers)
@@ -84,7 +84,7 @@ class PlannedFleet:
         await self.store.project(events, self.order.shown, settled, events[0].seq - 1)
 
     def minute(self, requests: int, frontend: str = "f0") -> None:
-        """Let a minute pass, in which so much came."""
+        """Let a minute pass in which `requests` arrived."""
         now = self.history.now
         end = datetime.fromtimestamp((now.timestamp() // 60 + 1) * 60, now.tzinfo)
         fact = TrafficReported(
@@ -96,13 +96,13 @@ class PlannedFleet:
         self.history.say(fact, source=frontend, seconds=1.0)
 
     async def minutes(self, requests: int, count: int) -> None:
-        """Let some pass, and the store learn of them."""
+        """Let `count` minutes pass, and project them into the store."""
         for _ in range(count):
             self.minute(requests)
         await self.project()
 
     async def after(self, seconds: float) -> None:
-        """Let time pass; somebody says something, and the store learns of it."""
+        """Let time pass, record a fact, and project it into the store."""
         self.history.now += timedelta(seconds=seconds)
         await self.project()
 
@@ -115,14 +115,14 @@ class PlannedFleet:
 
 
 async def looks(fleet: PlannedFleet, planners: Sequence[Planning], count: int, every_s: float = 5.0) -> None:
-    """Let planners look again and again, the store being as far as the journal."""
+    """Let planners run repeatedly, with the store at the journal's end."""
     for _ in range(count):
         for planner in planners:
             await planner.look()
         await fleet.after(every_s)
 
 
-async def test_what_a_model_carries_is_told_on_each_change_and_once_a_minute() -> None:
+async def test_a_models_capacity_is_reported_on_each_change_and_once_a_minute() -> None:
     fleet = PlannedFleet(2)
     planner = fleet.planner(mode="observe")
     await fleet.project()
@@ -139,7 +139,7 @@ async def test_what_a_model_carries_is_told_on_each_change_and_once_a_minute() -
     assert last.achievable_rps == pytest.approx(first.achievable_rps / 2, abs=0.002)
 
 
-async def test_more_are_proposed_once_and_nobody_is_told_to_do_it() -> None:
+async def test_an_increase_is_proposed_once_without_a_hook() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.minutes(BUSY, 5)
@@ -149,7 +149,7 @@ async def test_more_are_proposed_once_and_nobody_is_told_to_do_it() -> None:
     assert fact.after > 3 and fact.needed >= fact.after and fact.method and fact.bound
 
 
-async def test_a_proposal_that_nobody_heeds_is_made_again_after_a_while() -> None:
+async def test_an_unapplied_proposal_is_repeated_after_a_while() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner(repeat_s=300)
     await fleet.minutes(BUSY, 3)
@@ -160,10 +160,8 @@ async def test_a_proposal_that_nobody_heeds_is_made_again_after_a_while() -> Non
 
 
 @pytest.mark.parametrize(("promised", "left"), [(None, 1), (0.5, 2), (0.9, 3)])
-async def test_so_many_stay_as_carry_the_throughput_that_is_promised(
-    promised: float | None, left: int
-) -> None:
-    """Fewer would do for the traffic, and would be answered by the degradation ladder."""
+async def test_enough_workers_for_the_slo_throughput_stay(promised: float | None, left: int) -> None:
+    """Fewer would suffice for the traffic, but would trigger the degradation ladder."""
     three = fleet_capacity([(PROFILE, 1.0)] * 3, Slo()).effective_capacity_rps
     slos = {} if promised is None else {"llama": Slo(slo_throughput_rps=promised * three)}
     fleet = PlannedFleet(3, FleetPolicy(degradation=DegradationPolicy(slos=slos)))
@@ -184,19 +182,19 @@ async def test_an_observer_proposes_nothing() -> None:
     assert shown["proposed"] > shown["workers"] == 3
 
 
-async def test_of_two_planners_that_see_the_same_one_is_heard() -> None:
+async def test_of_two_planners_with_the_same_data_one_proposal_lands() -> None:
     fleet = PlannedFleet(3)
     planners = [fleet.planner("p1"), fleet.planner("p2")]
     await fleet.minutes(BUSY, 5)
-    for planner in planners:  # the second reads a store that does not show what the first has said
+    for planner in planners:  # the second reads a store without the first one's proposal
         await planner.look()
     assert len(fleet.proposals()) == 1
     await looks(fleet, planners, 10)
     assert len(fleet.proposals()) == 1
 
 
-async def test_a_planner_that_begins_beside_a_state_store_that_is_behind_proposes_nothing() -> None:
-    """For how long the store has been behind it cannot know."""
+async def test_a_planner_started_with_a_stale_state_store_proposes_nothing() -> None:
+    """It cannot know how long the store has been behind."""
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.minutes(BUSY, 5)
@@ -219,13 +217,13 @@ async def test_nothing_is_proposed_while_the_state_store_is_behind() -> None:
     await planner.look()
     (shown,) = planner.report()["models"]
     assert shown["held"] == "the state store is 11 s behind" and shown["proposed"] == 3
-    assert len(fleet.proposals()) == 1, "that of the first look, when nothing was known to be missing"
+    assert len(fleet.proposals()) == 1, "from the first run, when nothing was known to be missing"
     await fleet.project()
     await planner.look()
     assert "behind" not in planner.report()["models"][0]["held"]
 
 
-async def test_an_idle_journal_leaves_the_store_as_fresh_as_it_is() -> None:
+async def test_an_idle_journal_does_not_make_the_store_stale() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner(mode="observe")
     await fleet.minutes(QUIET, 12)
@@ -233,14 +231,14 @@ async def test_an_idle_journal_leaves_the_store_as_fresh_as_it_is() -> None:
     for _ in range(2):
         fleet.history.now += timedelta(seconds=20)
         await planner.look()
-    assert planner.report()["projection_age_s"] == 20, "what it has said itself is not shown"
+    assert planner.report()["projection_age_s"] == 20, "its own facts are not projected yet"
     await fleet.project()
     fleet.history.now += timedelta(seconds=50)
     await planner.look()
     assert planner.report()["projection_age_s"] == 0
 
 
-async def test_a_hook_is_called_and_what_came_of_it_is_on_the_journal() -> None:
+async def test_a_hook_is_called_and_its_result_is_on_the_journal() -> None:
     fleet, hook = PlannedFleet(3), PlayedHook()
     planner = fleet.planner(hook=hook, mode="act", hook_command="scale")
     await fleet.minutes(BUSY, 5)
@@ -265,7 +263,7 @@ async def test_a_hook_that_fails_is_called_again_after_the_cooldown_and_not_befo
     assert len(hook.asked) == 2
 
 
-async def test_an_operators_number_that_cannot_be_had_is_not_asked_for_all_the_time() -> None:
+async def test_an_operators_unreachable_number_is_not_requested_repeatedly() -> None:
     fleet, hook = PlannedFleet(3), PlayedHook(ok=False)
     planner = fleet.planner(hook=hook, mode="act", hook_command="scale")
     fleet.history.say(ScaleSet(model="llama", workers=5, by="op", reason=""))
@@ -274,7 +272,7 @@ async def test_an_operators_number_that_cannot_be_had_is_not_asked_for_all_the_t
     assert len(hook.asked) == 3
 
 
-async def test_a_supervisor_that_does_not_answer_is_asked_again() -> None:
+async def test_a_supervisor_that_does_not_answer_is_called_again() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner(mode="act")
     fleet.history.say(ScaleSet(model="llama", workers=5, by="op", reason=""))
@@ -293,7 +291,7 @@ async def test_a_supervisor_that_does_not_answer_is_asked_again() -> None:
     assert len(fleet.proposals()) == 2, "they are starting"
 
 
-async def test_what_models_carry_is_not_told_from_a_store_that_is_behind() -> None:
+async def test_capacities_are_not_reported_from_a_stale_store() -> None:
     fleet = PlannedFleet(2)
     planner = fleet.planner(mode="observe")
     await fleet.project()
@@ -303,7 +301,7 @@ async def test_what_models_carry_is_not_told_from_a_store_that_is_behind() -> No
     assert 1 <= len(fleet.said(CapacityReported)) <= 4
 
 
-async def test_a_model_that_is_gone_has_no_gauges_any_more() -> None:
+async def test_a_model_that_is_gone_has_no_gauges() -> None:
     fleet = PlannedFleet(2)
     planner = fleet.planner(mode="observe")
     await fleet.project()
@@ -315,7 +313,7 @@ async def test_a_model_that_is_gone_has_no_gauges_any_more() -> None:
     assert 'model="llama"' not in generate_latest(planner.metrics.registry).decode()
 
 
-async def test_n19_those_that_are_starting_count_until_they_should_have_started() -> None:
+async def test_n19_starting_workers_count_until_they_should_have_started() -> None:
     fleet, hook = PlannedFleet(3), PlayedHook()
     planner = fleet.planner(hook=hook, mode="act", hook_command="scale", repeat_s=0)
     await fleet.minutes(BUSY, 5)
@@ -326,7 +324,7 @@ async def test_n19_those_that_are_starting_count_until_they_should_have_started(
     assert planner.report()["models"][0]["workers"] == 3
 
 
-async def test_what_an_operator_wants_holds_until_he_releases_it() -> None:
+async def test_an_operators_number_holds_until_it_is_released() -> None:
     fleet, hook = PlannedFleet(3), PlayedHook()
     planner = fleet.planner(hook=hook, mode="act", hook_command="scale")
     fleet.history.say(ScaleSet(model="llama", workers=2, by="op", reason="a rehearsal"))
@@ -352,7 +350,7 @@ async def test_a_worker_is_lost_when_it_has_been_out_of_service_for_long() -> No
     assert planner.report()["models"][0]["lost"] == 1
 
 
-async def test_who_leaves_in_good_order_is_not_counted() -> None:
+async def test_a_worker_that_leaves_gracefully_is_not_counted() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner(mode="observe")
     about: dict[str, Any] = {"worker": "w2", "instance": "w2-a"}
@@ -368,7 +366,7 @@ async def test_who_leaves_in_good_order_is_not_counted() -> None:
     assert planner.report()["models"][0]["workers"] == 2
 
 
-async def test_frontends_that_fall_silent_are_no_low_load() -> None:
+async def test_silent_frontends_are_not_low_load() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.minutes(QUIET, 15)
@@ -381,7 +379,7 @@ async def test_frontends_that_fall_silent_are_no_low_load() -> None:
     assert not fleet.proposals()
 
 
-async def test_a_planner_that_is_started_anew_goes_on_where_the_last_one_was() -> None:
+async def test_a_restarted_planner_continues_where_the_last_one_stopped() -> None:
     fleet = PlannedFleet(3)
     await fleet.minutes(BUSY, 5)
     await looks(fleet, [fleet.planner("p1")], 2)
@@ -389,7 +387,7 @@ async def test_a_planner_that_is_started_anew_goes_on_where_the_last_one_was() -
     assert len(fleet.proposals()) == 1
 
 
-async def test_a_store_that_begins_anew_is_read_from_its_beginning() -> None:
+async def test_a_recreated_store_is_read_from_its_beginning() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.minutes(BUSY, 5)
@@ -401,7 +399,7 @@ async def test_a_store_that_begins_anew_is_read_from_its_beginning() -> None:
     assert planner.report()["models"][0]["minutes_known"] == 2
 
 
-async def test_a_store_that_is_away_is_waited_for_and_said_so(eventually: Eventually) -> None:
+async def test_an_unreachable_store_is_awaited_and_reported(eventually: Eventually) -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.project()

@@ -1,4 +1,4 @@
-"""What the planner makes of the state store's workers: who is counted, and who is not."""
+"""How the planner counts the workers in the state store."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How many workers traffic needs: by the model of queues and batches, held against a fleet that is played through."""
+"""The number of workers that traffic needs: the queueing model compared with a simulated fleet."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,7 @@ OBJECTIVES = Objectives(ttft_ms=1500.0, tpot_ms=80.0)
 requests = st.lists(st.tuples(st.integers(1, 20_000), st.integers(1, 2000)), min_size=1, max_size=200)
 
 
-def test_no_traffic_needs_nobody() -> None:
+def test_no_traffic_needs_no_worker() -> None:
     assert size(Traffic(), 60.0, PROFILE, OBJECTIVES).workers == 0
 
 
@@ -40,7 +40,7 @@ def test_more_of_the_same_never_needs_fewer(asked: list[tuple[int, int]], factor
 
 
 @given(requests)
-def test_a_faster_worker_never_needs_more_of_its_like(asked: list[tuple[int, int]]) -> None:
+def test_faster_workers_are_never_needed_in_greater_number(asked: list[tuple[int, int]]) -> None:
     fast = replace(PROFILE, prefill_tokens_per_s=8000.0, tpot_ms=((1, 12.5), (32, 20.0)))
     traffic = Traffic.of(asked).times(10)
     assert size(traffic, 60.0, fast, OBJECTIVES).workers <= size(traffic, 60.0, PROFILE, OBJECTIVES).workers
@@ -55,7 +55,7 @@ def test_a_faster_worker_never_needs_more_of_its_like(asked: list[tuple[int, int
         ({}, Objectives(ttft_ms=60_000, tpot_ms=40), "token_time"),
     ],
 )
-def test_it_says_what_keeps_fewer_from_being_enough(
+def test_the_bound_names_what_prevents_fewer_workers(
     change: dict[str, object], objectives: Objectives, bound: str
 ) -> None:
     traffic = Traffic.of([(1000, 200)] * 600)
@@ -63,13 +63,13 @@ def test_it_says_what_keeps_fewer_from_being_enough(
     assert found.bound == bound and found.workers > 1
 
 
-def test_a_time_per_token_that_nobody_keeps_even_alone_bounds_nothing() -> None:
+def test_a_time_per_token_that_no_worker_meets_alone_is_ignored() -> None:
     traffic = Traffic.of([(1000, 200)] * 60)
     found = size(traffic, 60.0, PROFILE, Objectives(ttft_ms=1500, tpot_ms=20))
     assert found == size(traffic, 60.0, PROFILE, Objectives(ttft_ms=1500, tpot_ms=1e9))
 
 
-def test_what_no_number_could_serve_needs_as_many_as_there_can_be() -> None:
+def test_traffic_that_no_number_could_serve_needs_the_maximum() -> None:
     assert size(Traffic.of([(10**6, 10)]).times(1e9), 60.0, PROFILE, OBJECTIVES).workers == WORKERS_MAX
 
 
@@ -82,10 +82,10 @@ def test_what_no_number_could_serve_needs_as_many_as_there_can_be() -> None:
         (8.0, 4000, 300, Objectives(ttft_ms=3000, tpot_ms=100)),
     ],
 )
-def test_it_is_near_what_a_fleet_that_is_played_through_needs(
+def test_the_number_is_near_that_of_a_simulated_fleet(
     per_s: float, prompt: int, answer: int, objectives: Objectives
 ) -> None:
-    """Lengths are spread as widely as those of real requests (exponentially), arrivals are Poisson's."""
+    """Lengths vary as widely as those of real requests (exponentially); arrivals are a Poisson process."""
     dice, at, came = random.Random(7), 0.0, []
     while at < 200.0:
         at += dice.expovariate(per_s)
@@ -109,7 +109,7 @@ def _missed(came: list[tuple[float, int, int]], workers: int, objectives: Object
     return fleet.figures.missed_share
 
 
-def test_a_fleet_may_grow_beyond_what_it_began_with() -> None:
+def test_a_simulated_fleet_may_grow_beyond_its_initial_size() -> None:
     fleet = FleetModel(PROFILE, OBJECTIVES, 100, 60.0)
     fleet.scale(300, 0.0)
     assert (fleet.workers, fleet.serving) == (300, 100)

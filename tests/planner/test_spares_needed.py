@@ -1,4 +1,4 @@
-"""How many spares are needed, and what is missing with them."""
+"""The number of spares needed, and the shortage that remains."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ STEPFUN = {"rate": 0.004195, "mttr": 5.54}  # per node-day; days
     ("nodes", "target", "spares"),
     [(128, 0.99, 8), (128, 0.999, 10), (1250, 0.999, 47), (1, 0.9, 0), (0, 0.99, 0)],
 )
-def test_n20_as_many_as_the_quantile_of_those_that_are_away(nodes: int, target: float, spares: int) -> None:
+def test_n20_spares_are_the_quantile_of_the_nodes_away(nodes: int, target: float, spares: int) -> None:
     assert spares_needed(nodes, target=target, **STEPFUN) == spares
 
 
@@ -27,20 +27,20 @@ def test_pooling_matters() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"target": 1.0}, {"target": -0.1}, {"rate": -1.0}, {"n_nodes": -1}])
-def test_what_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_arguments_are_rejected(wrong: dict[str, float]) -> None:
     asked = {"n_nodes": 10, "rate": 0.1, "mttr": 1.0, "target": 0.9} | wrong
     with pytest.raises(ValueError, match="must be"):
         spares_needed(**asked)  # type: ignore[arg-type]
 
 
-def test_by_themselves_there_are_between_a_twentieth_and_a_tenth() -> None:
+def test_by_default_spares_are_between_a_twentieth_and_a_tenth() -> None:
     policy = SparePolicy()
-    assert spares_for(policy, 15) == 0, "a small fleet has none that nobody asked for"
+    assert spares_for(policy, 15) == 0, "a small fleet has none by default"
     assert spares_for(policy, 16) == 1
     assert spares_for(policy, 128) == 8
-    assert spares_for(policy, 1250) == 63, "the twentieth is more than failures need"
-    assert spares_for(SparePolicy(per_day=0.1), 128) == 12, "and a tenth is the most"
-    assert spares_for(SparePolicy(spares=3), 2) == 3, "what is set holds"
+    assert spares_for(policy, 1250) == 63, "a twentieth is more than failures need"
+    assert spares_for(SparePolicy(per_day=0.1), 128) == 12, "a tenth is the maximum"
+    assert spares_for(SparePolicy(spares=3), 2) == 3, "a fixed number applies"
 
 
 def test_a_spare_fills_a_place_and_the_one_after_the_last_is_missing() -> None:
@@ -52,7 +52,7 @@ def test_a_spare_fills_a_place_and_the_one_after_the_last_is_missing() -> None:
     assert (both.unit_time, both.worst, both.lacking, both.replaced) == (1.0, 0, 0.0, 2)
 
 
-def test_what_lasts_beyond_the_end_counts_to_the_end() -> None:
+def test_an_outage_beyond_the_end_counts_to_the_end() -> None:
     assert missing([Outage(90, 500), Outage(200, 300)], 0, 0.0, 100).unit_time == 10
 
 

@@ -1,4 +1,4 @@
-"""What a model's events tell: known and unknown minutes, who served, what was changed."""
+"""A model's history from events: known and unknown minutes, serving workers, changes."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,7 +17,7 @@ MINUTE = timedelta(minutes=1)
 
 
 class Told:
-    """A model's history, and the journal that it is made of."""
+    """A model's history, and the journal from which it is made."""
 
     def __init__(self) -> None:
         self.history = ModelHistory("m")
@@ -29,7 +29,7 @@ class Told:
         self.history.take(Recorded(self.seq, at, fact, f"e{self.seq}", source, self.seq))
 
     def traffic(self, number: int, frontend: str = "f0", requests: int = 10, **more: Any) -> None:
-        """Tell of the minute of this number after noon, at its end."""
+        """Report the minute of this number after noon, at its end."""
         begin = NOON + number * MINUTE
         source = more.pop("source", "")
         body: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Told:
         )  # fmt: skip
 
     def seen(self, minutes: float) -> list[Seen]:
-        """Return what is known so many minutes after noon."""
+        """Return what is known this many minutes after noon."""
         return self.history.minutes(NOON + minutes * MINUTE)
 
 
@@ -59,38 +59,38 @@ def requests(seen: list[Seen]) -> list[float | None]:
     return [None if minute is None else minute.traffic.requests for minute in seen]
 
 
-def test_a_minute_is_what_all_frontends_tell_of_it() -> None:
+def test_a_minute_is_the_sum_of_all_frontends_reports() -> None:
     told = Told()
     told.traffic(0, "f0", 10, late=1)
     told.traffic(0, "f1", 5, late=2)
-    assert told.seen(1) == [], "somebody may still be about to tell"
+    assert told.seen(1) == [], "a report may still be on its way"
     assert told.seen(1.2) == [Minute(Traffic(15, 1500, 150_000, 750), 3)]
 
 
-def test_a_minute_in_which_nothing_came_is_known() -> None:
+def test_a_minute_without_traffic_is_known() -> None:
     told = Told()
     told.traffic(0)
     told.traffic(1, requests=0)
     assert requests(told.seen(2.2)) == [10, 0]
 
 
-def test_a_minute_of_which_nobody_tells_is_not_one_without_traffic() -> None:
+def test_an_unreported_minute_is_not_one_without_traffic() -> None:
     told = Told()
     told.traffic(0)
     told.traffic(2)
     assert requests(told.seen(4.2)) == [10, None, 10, None]
 
 
-def test_what_the_others_tell_is_not_all_that_came_while_a_frontend_is_missing() -> None:
+def test_a_minute_is_unknown_while_a_frontend_is_missing() -> None:
     told = Told()
     for number in range(6):
         told.traffic(number, "f0")
         if number < 2:
             told.traffic(number, "f1")
-    assert requests(told.seen(6.2)) == [20, 20, None, None, None, 10], "then it is held for gone"
+    assert requests(told.seen(6.2)) == [20, 20, None, None, None, 10], "then it counts as gone"
 
 
-def test_a_frontend_that_stops_says_so_and_nobody_waits_for_it() -> None:
+def test_a_frontend_that_reports_its_stop_is_not_awaited() -> None:
     told = Told()
     told.traffic(0, "f0")
     told.traffic(0, "f1")
@@ -100,15 +100,15 @@ def test_a_frontend_that_stops_says_so_and_nobody_waits_for_it() -> None:
     assert requests(told.seen(3.2)) == [20, 13, 10]
 
 
-def test_of_a_frontend_that_is_started_again_within_a_minute_both_lives_count() -> None:
+def test_both_lives_of_a_frontend_restarted_within_a_minute_count() -> None:
     told = Told()
     told.traffic(0, "f0", 4, last=True, source="f0:first")
     told.traffic(0, "f0", 3, source="f0:second")
     told.traffic(0, "f0", 3, source="f0:second")
-    assert requests(told.seen(2.2)) == [7, None], "its second life is waited for"
+    assert requests(told.seen(2.2)) == [7, None], "a report of its second life is awaited"
 
 
-def test_the_rejected_would_have_been_as_the_others_were() -> None:
+def test_rejected_requests_count_like_the_served_ones() -> None:
     told = Told()
     told.traffic(0, requests=10, rejected=5)
     told.traffic(1, requests=0, rejected=20)
@@ -117,7 +117,7 @@ def test_the_rejected_would_have_been_as_the_others_were() -> None:
     assert all_of_them is not None and all_of_them.traffic == Traffic(20, 2000, 200_000, 1000)
 
 
-def test_who_served_is_the_mean_over_the_minute() -> None:
+def test_serving_workers_are_the_mean_over_the_minute() -> None:
     told = Told()
     told.traffic(0)
     told.traffic(1)
@@ -126,7 +126,7 @@ def test_who_served_is_the_mean_over_the_minute() -> None:
     assert [minute and minute.workers for minute in told.seen(2.2)] == [pytest.approx(6), pytest.approx(8)]
 
 
-def test_changes_are_of_the_last_hour_and_a_wish_holds_until_it_is_released() -> None:
+def test_changes_cover_the_last_hour_and_an_operators_number_holds_until_released() -> None:
     told = Told()
     for ago in (70, 50, 10):
         told.say(proposed(ago), NOON - ago * MINUTE)
@@ -138,7 +138,7 @@ def test_changes_are_of_the_last_hour_and_a_wish_holds_until_it_is_released() ->
     assert wishes == [None, 7, None]
 
 
-def test_what_is_told_late_still_counts() -> None:
+def test_a_late_report_still_counts() -> None:
     told = Told()
     for number in range(20):
         if number != 7:
@@ -147,10 +147,12 @@ def test_what_is_told_late_still_counts() -> None:
     told.traffic(7)
     assert requests(told.seen(20.2)) == [10] * 20
     told.traffic(7, "f1", 5)
-    assert requests(told.seen(20.2))[7:12] == [15, None, None, None, 10], "that one was expected to go on"
+    assert requests(told.seen(20.2))[7:12] == [15, None, None, None, 10], (
+        "that frontend was expected to continue"
+    )
 
 
-def test_a_week_is_remembered_and_not_more() -> None:
+def test_one_week_is_remembered() -> None:
     told = Told()
     for number in range(MINUTES_MAX + 200):
         told.traffic(number)
@@ -166,7 +168,7 @@ def proposed(after: int) -> ScaleProposed:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 9)), max_size=60))
-def test_nothing_that_was_told_of_a_known_minute_is_lost(lines: list[tuple[int, str, int]]) -> None:
+def test_no_report_of_a_known_minute_is_lost(lines: list[tuple[int, str, int]]) -> None:
     told, sums = Told(), dict[int, float]()
     heard = set()
     for number, frontend, count in sorted(lines):

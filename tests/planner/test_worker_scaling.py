@@ -1,4 +1,4 @@
-"""How `holdfast up` carries out a planner's proposals: which workers it starts, and which it lets go."""
+"""How `holdfast up` applies a planner's proposals: which workers it starts, and which it stops."""
 
 import signal
 from argparse import Namespace
@@ -50,7 +50,7 @@ def released(spare: str, returned: str) -> SpareReleased:
 
 
 class PlayedProcess:
-    """A process that does as it is told only when the test lets it."""
+    """A process that obeys signals only when the test lets it."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -64,7 +64,7 @@ class PlayedProcess:
 
 
 class PlayedFleet:
-    """The workers of a fleet, as their supervisor keeps them."""
+    """The workers of a fleet, as their supervisor sees them."""
 
     def __init__(self, tmp_path: Path, workers: int = 2, **args: Any) -> None:
         self.said: list[ScaleApplied] = []
@@ -99,7 +99,7 @@ class PlayedFleet:
         return self.said[-1]
 
     def left(self, name: str) -> None:
-        """Let a worker's process have ended."""
+        """Mark a worker's process as ended."""
         assert self.scaling.left(self.child(name), 0) == f"{name} has stopped"
 
     def child(self, name: str) -> Child:
@@ -114,7 +114,7 @@ class PlayedFleet:
         return [child.name for child in self.children if child.role == "worker"]
 
 
-def test_more_are_started_as_the_others_were(tmp_path: Path) -> None:
+def test_new_workers_are_started_like_the_others(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, itl_ms=12.0)
     applied = fleet.told(4)
     assert (applied.ok, applied.says, applied.by, applied.proposal) == (
@@ -130,8 +130,8 @@ def test_more_are_started_as_the_others_were(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_proposed_before_a_worker_has_joined_waits_for_one(tmp_path: Path) -> None:
-    """A person may ask for more as soon as the fleet serves: that `up` has not heard of it yet is no refusal."""
+def test_a_proposal_before_the_first_join_waits_for_it(tmp_path: Path) -> None:
+    """An operator may ask for more as soon as the fleet serves: that `up` has not seen it yet is no rejection."""
     fleet = PlayedFleet(tmp_path, workers=0)
     for name in ("w0", "w1"):
         fleet.start(Child(name, "worker", [], tmp_path / "log"))
@@ -144,7 +144,7 @@ def test_what_is_proposed_before_a_worker_has_joined_waits_for_one(tmp_path: Pat
     assert (applied.ok, applied.says) == (True, "starts w2, w3")
 
 
-def test_the_newest_are_let_go_and_not_started_again(tmp_path: Path) -> None:
+def test_the_newest_workers_are_stopped_and_not_restarted(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=4)
     assert fleet.told(2).says == "stops w3, w2"
     for name in ("w2", "w3"):
@@ -152,24 +152,24 @@ def test_the_newest_are_let_go_and_not_started_again(tmp_path: Path) -> None:
     assert fleet.signals("w1") == [] and fleet.child("w1").restart
 
 
-def test_a_name_is_never_given_twice(tmp_path: Path) -> None:
+def test_a_name_is_never_reused(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=3)
     fleet.told(2)
-    assert fleet.told(3).says == "starts w3", "w2 is still on its way out"
+    assert fleet.told(3).says == "starts w3", "w2 is still leaving"
     fleet.left("w2")
     fleet.told(2)
     fleet.left("w3")
     assert fleet.told(3).says == "starts w4"
 
 
-def test_the_name_of_one_that_somebody_else_started_is_left_to_it(tmp_path: Path) -> None:
+def test_the_name_of_a_worker_started_elsewhere_is_not_used(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path)
     fleet.hear(joined("w5", model="another"))
     fleet.hear(joined("gpu-7"))
     assert fleet.told(3).says == "starts w6"
 
 
-def test_of_two_models_each_is_answered(tmp_path: Path) -> None:
+def test_proposals_for_two_models_are_both_applied(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path)
     fleet.hear(proposed(3))
     fleet.hear(proposed(4, model="other"))
@@ -178,7 +178,7 @@ def test_of_two_models_each_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BadSetting("a seed is damaged")])
-def test_a_worker_that_cannot_be_let_in_is_told_and_the_fleet_goes_on(
+def test_a_worker_that_cannot_be_admitted_is_reported_and_the_fleet_continues(
     tmp_path: Path, error: Exception
 ) -> None:
     fleet = PlayedFleet(tmp_path)
@@ -192,7 +192,7 @@ def test_a_worker_that_cannot_be_let_in_is_told_and_the_fleet_goes_on(
     assert not applied.ok and str(error) in applied.says and fleet.names == ["w0", "w1"]
 
 
-def test_more_than_this_process_may_open_are_not_begun(
+def test_no_more_workers_are_started_than_open_files_allow(
     tmp_path: Path,
 ) -> None:
     fleet = PlayedFleet(tmp_path)
@@ -206,7 +206,7 @@ def test_one_worker_stays_whatever_is_proposed(tmp_path: Path) -> None:
     assert fleet.told(0).says == "stops w1" and fleet.told(0).says == "no change needed"
 
 
-def test_the_last_proposal_holds_and_one_for_another_to_carry_out_is_left_alone(tmp_path: Path) -> None:
+def test_the_last_proposal_applies_and_one_addressed_elsewhere_is_ignored(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path)
     fleet.hear(proposed(9))
     fleet.hear(proposed(5, by="command"))
@@ -226,7 +226,7 @@ def test_a_worker_that_does_not_leave_is_killed_in_the_end(tmp_path: Path) -> No
     assert fleet.signals("w1")[-1] == signal.SIGKILL
 
 
-def test_a_worker_that_has_fallen_goes_at_once(tmp_path: Path) -> None:
+def test_a_crashed_worker_is_removed_at_once(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path)
     fleet.child("w1").process = None
     fleet.told(1)
@@ -241,7 +241,7 @@ def test_a_worker_that_has_fallen_goes_at_once(tmp_path: Path) -> None:
         ({"workers_per_process": 4}, {}, "configure a hook for the planner"),
     ],
 )
-def test_what_it_cannot_do_it_says(
+def test_a_proposal_that_cannot_be_applied_is_reported(
     tmp_path: Path, args: dict[str, Any], changes: dict[str, Any], why: str
 ) -> None:
     fleet = PlayedFleet(tmp_path, **args)
@@ -250,9 +250,7 @@ def test_what_it_cannot_do_it_says(
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 10), st.integers(0, 60))
-def test_as_many_serve_as_are_wanted_and_no_name_comes_again(
-    serving: set[int], beyond: int, after: int
-) -> None:
+def test_the_proposed_number_serves_and_no_name_is_reused(serving: set[int], beyond: int, after: int) -> None:
     used = max(serving) + beyond
     more, fewer = change([f"w{number}" for number in sorted(serving)], used, after)
     gone = {int(name[1:]) for name in fewer}
@@ -262,7 +260,7 @@ def test_as_many_serve_as_are_wanted_and_no_name_comes_again(
     assert all(number > left for number in gone for left in serving - gone)
 
 
-def test_spares_are_not_counted_and_the_lost_one_is_a_spare_from_then_on(tmp_path: Path) -> None:
+def test_spares_are_not_counted_and_a_replaced_worker_becomes_one(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=3)
     fleet.start(Child("s0", "worker", [], tmp_path / "log"))
     fleet.hear(replace(joined("s0"), spare=True))
@@ -272,7 +270,7 @@ def test_spares_are_not_counted_and_the_lost_one_is_a_spare_from_then_on(tmp_pat
     assert fleet.told(1).says == "stops w1, w0" and fleet.signals("w2") == [] == fleet.signals("s0")
 
 
-def test_who_was_a_spare_before_this_up_began_is_one_still(tmp_path: Path) -> None:
+def test_a_spare_from_before_this_up_stays_one(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=2)
     fleet.start(Child("s0", "worker", [], tmp_path / "log"))
     fleet.hear(replace(joined("s0"), spare=True))
@@ -282,7 +280,7 @@ def test_who_was_a_spare_before_this_up_began_is_one_still(tmp_path: Path) -> No
     assert fleet.told(1).says == "stops w0"
 
 
-def test_with_auto_there_are_more_and_fewer_spares_with_the_workers(tmp_path: Path) -> None:
+def test_with_auto_the_number_of_spares_follows_the_workers(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=2, spares="auto", spare_threshold=4)
     assert fleet.told(40).says.endswith("w39, starts s0, s1, s2, s3")
     assert fleet.child("s1").environment["HOLDFAST_WORKER_SPARE"] == "true"
