@@ -1,4 +1,4 @@
-"""A token that differs at a near tie convicts no worker; a token that differs anywhere else still does."""
+"""A token that differs at a near tie convicts no worker; a difference anywhere else still does."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from controller.runtime.canary.near_ties import HiddenTies
 from controller.runtime.settings import CanarySettings
 from events.observations import CanaryFailed, GoldenDisputed, GoldenProposed, TopK
 
-LONG_S = 900.0  # some 300 questions to each worker
+LONG_S = 900.0  # some 300 canaries per worker
 
 
 def seeded(number: int, **more: object) -> FakeWorker:
@@ -21,7 +21,7 @@ def seeded(number: int, **more: object) -> FakeWorker:
 
 
 def a_fleet(settings: CanarySettings | None = None, workers: int = 2, **more: object) -> World:
-    """Return a world whose workers all flip one in five near ties."""
+    """Return a world with workers that all flip one in five near ties."""
     world = World(settings or CanarySettings(interval_s=3.0))
     for number in range(workers):
         world.join(f"w{number}", seeded(number, flips=0.2, **more))
@@ -49,7 +49,7 @@ async def test_one_flip_in_five_at_a_near_tie_convicts_no_worker_and_disputes_no
 
 
 async def test_a_golden_that_was_recorded_with_a_near_tie_in_it_convicts_no_worker() -> None:
-    """Goldens on the journal of an earlier version hold their near ties."""
+    """Goldens on the journal of an earlier version contain near ties."""
     world = a_fleet(CanarySettings(interval_s=3.0, margin_min=0.0), ties=(12, 20))
     async with world.running():
         await world.pass_time(LONG_S)
@@ -58,7 +58,7 @@ async def test_a_golden_that_was_recorded_with_a_near_tie_in_it_convicts_no_work
     assert everything(world) == {"HEALTHY"}
 
 
-async def test_a_question_is_cut_before_its_first_near_tie() -> None:
+async def test_a_canary_is_truncated_before_its_first_near_tie() -> None:
     world = a_fleet(CanarySettings(interval_s=3.0, unmarked_every=0), ties=(12, 20))
     async with world.running():
         await world.pass_time(120)
@@ -89,7 +89,7 @@ async def test_without_logprobs_one_flip_in_five_convicts_no_worker(position: in
         assert not [fact for fact in world.facts(CanaryFailed) if fact.confirmed]
 
 
-async def test_without_logprobs_a_worker_that_is_always_wrong_is_convicted_by_the_first_question() -> None:
+async def test_without_logprobs_a_worker_that_is_always_wrong_is_convicted_by_the_first_canary() -> None:
     world = World(CanarySettings(interval_s=10.0))
     for name in ("w0", "w1", "w2"):
         world.join(name, FakeWorker(logprobs=False))
@@ -102,7 +102,7 @@ async def test_without_logprobs_a_worker_that_is_always_wrong_is_convicted_by_th
     assert failed.attempts == CanarySettings().blind_repeats
 
 
-async def test_without_logprobs_a_worker_that_alone_answers_both_ways_is_doubted() -> None:
+async def test_without_logprobs_the_only_worker_that_answers_both_ways_is_doubted() -> None:
     world = World(CanarySettings(interval_s=10.0))
     for name in ("w0", "w1", "w2"):
         world.join(name, FakeWorker(logprobs=False))
@@ -145,7 +145,7 @@ def test_a_near_tie_excuses_no_drift_of_the_logprobs() -> None:
     assert reason((8, 6, 8), (WIDE, ((6, -0.2), (5, -1.7), (7, -6.0)), WIDE)) == "logit_drift"
 
 
-def test_a_golden_whose_own_token_was_far_from_the_best_is_no_near_tie() -> None:
+def test_a_golden_with_a_token_far_from_the_best_is_no_near_tie() -> None:
     """An engine that does not choose its best token must not make all others agree with it."""
     strange = {"tokens": (1, 5, 8), "top_k": (WIDE, TIED, WIDE)}
     assert reason((8, 5, 8), (WIDE, TIED, WIDE), **strange) == "token_mismatch"
@@ -177,7 +177,7 @@ def test_an_answer_becomes_a_golden_up_to_its_first_near_tie_or_to_what_was_not_
     assert settled_part(early, other, 0.02) is None
 
 
-def test_a_hidden_tie_is_believed_when_two_workers_show_it_or_there_is_only_one() -> None:
+def test_a_hidden_tie_is_accepted_when_two_workers_or_the_only_one_show_it() -> None:
     ties = HiddenTies()
     assert not ties.note("c", 5, "w1", alone=False)
     assert not ties.note("c", 5, "w1", alone=False)

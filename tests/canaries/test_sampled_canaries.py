@@ -1,4 +1,4 @@
-"""A worker whose sampler alone is broken is found by sampled canaries, and a correct one is not convicted by chance."""
+"""Sampled canaries find a worker with only its sampler broken, and convict no correct one by chance."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def sampled(world: World, kind: type[Canary]) -> list[Canary]:
 
 
 @pytest.mark.parametrize("fault", ["nonsense", "nan"])
-async def test_a_worker_whose_sampler_alone_is_broken_is_out_of_service_within_a_round(fault: str) -> None:
+async def test_a_worker_with_only_its_sampler_broken_is_out_of_service_within_a_round(fault: str) -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
         await world.pass_time(20)
@@ -52,7 +52,7 @@ async def test_a_worker_whose_sampler_alone_is_broken_is_out_of_service_within_a
     assert world.status("w2") == "HEALTHY"
 
 
-async def test_it_returns_only_after_sampled_canaries_have_passed() -> None:
+async def test_a_worker_returns_only_after_sampled_canaries_have_passed() -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
         await world.pass_time(20)
@@ -80,7 +80,7 @@ async def test_the_last_worker_in_service_is_reported_and_not_convicted() -> Non
 
 @pytest.mark.parametrize("version", [5, DECIDERS_VERSION])
 async def test_two_workers_found_within_one_fold_are_not_both_convicted(version: int) -> None:
-    """Both verdicts come before either is folded. Version 5 keeps no last worker in service by itself."""
+    """Both verdicts arrive before either is folded. Version 5 does not itself keep a last worker in service."""
     world = await a_fleet("w1", "w2", policy=FleetPolicy().at(version))
     async with world.running():
         await world.pass_time(40)
@@ -97,12 +97,12 @@ async def test_a_worker_that_was_just_reported_wrong_is_not_counted_as_serving()
         check = world.loop.sampling
         check.accuse("w1", "w1-1")
         assert not check.may_convict(world.fleet.workers["w2"])
-        await world.pass_time(ACCUSED_S + 1)  # nothing has come of it
+        await world.pass_time(ACCUSED_S + 1)  # no decision followed
         assert check.may_convict(world.fleet.workers["w2"])
 
 
 async def test_a_worker_with_wrong_answers_and_one_with_a_broken_sampler_leave_one_in_service() -> None:
-    """Both fail at once, under a policy that keeps no last worker by itself."""
+    """Both fail at once, under a policy that does not itself keep a last worker."""
     world = await a_fleet("w1", "w2", policy=FleetPolicy().at(5))
     async with world.running():
         await world.pass_time(40)
@@ -121,8 +121,8 @@ async def test_a_lone_worker_is_never_convicted_by_a_sampled_canary() -> None:
     assert world.status("w1") == "HEALTHY"
 
 
-async def test_where_all_workers_draw_unlikely_tokens_from_the_start_none_is_convicted() -> None:
-    """Then it is the comparison that does not hold on this engine."""
+async def test_if_all_workers_draw_unlikely_tokens_from_the_start_none_is_convicted() -> None:
+    """Then the comparison itself does not hold on this engine."""
     world = await a_fleet("w1", "w2", "w3", sampler="nonsense")
     async with world.running():
         await world.pass_time(60)
@@ -141,7 +141,7 @@ async def test_one_canary_in_five_is_sampled_and_passes_on_correct_workers() -> 
         assert not world.facts(TokensUnlikely)
 
 
-async def test_the_first_question_has_one_seed_and_a_repetition_others() -> None:
+async def test_the_first_canary_has_one_seed_and_a_repetition_others() -> None:
     world = await a_fleet("w1", "w2")
     async with world.running():
         await world.pass_time(30)
@@ -153,7 +153,7 @@ async def test_the_first_question_has_one_seed_and_a_repetition_others() -> None
     assert len(set(seeds[-4:])) == 4
 
 
-async def test_no_seed_is_sent_any_more_where_the_same_seed_gave_two_ordinary_answers() -> None:
+async def test_no_seed_is_sent_after_the_same_seed_gave_two_ordinary_answers() -> None:
     world = await a_fleet("w1", "w2", seeded=False, flips=0.4, ties=(2, 9))
     async with world.running():
         await world.pass_time(120)
@@ -163,7 +163,7 @@ async def test_no_seed_is_sent_any_more_where_the_same_seed_gave_two_ordinary_an
     assert not sampled(world, CanaryFailed)
 
 
-async def test_no_canary_is_sampled_where_the_operator_wants_none_or_the_engine_gives_no_logprobs() -> None:
+async def test_no_canary_is_sampled_if_disabled_or_without_logprobs() -> None:
     for settings, logprobs in ((CanarySettings(interval_s=2, sampled_every=0), True), (None, False)):
         world = await a_fleet("w1", "w2", settings=settings, logprobs=logprobs)
         async with world.running():
@@ -204,7 +204,7 @@ async def test_sampled_canaries_use_the_parameters_that_users_send_most() -> Non
     assert drawn == {(0.3, 0.8, 40)}
 
 
-async def test_a_worker_whose_users_got_more_unlikely_tokens_than_its_peers_is_asked_at_once() -> None:
+async def test_a_worker_with_more_unlikely_user_tokens_than_its_peers_is_probed_at_once() -> None:
     world = await a_fleet("w1", "w2", settings=CanarySettings(interval_s=30.0, samples_min=1))
     async with world.running():
         await world.pass_time(200)
@@ -256,7 +256,7 @@ def test_a_position_without_logprobs_is_not_judged() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
 def test_the_p_values_of_a_correct_sampler_are_no_smaller_than_chance(temperature: float) -> None:
-    """Of 20,000 answers of a correct sampler, at most a share of p has a p-value of at most p, with noisy logprobs."""
+    """With noisy logprobs, at most a share p of 20,000 answers of a correct sampler has a p-value of at most p."""
     draw = random.Random(5)
     vocabulary = 50
     how = SamplingParameters(temperature, 0.95)
@@ -295,7 +295,7 @@ def test_combined_p_values_of_chance_are_no_smaller_than_chance() -> None:
     assert small <= rounds * 0.01 + 4 * math.sqrt(rounds * 0.01)
 
 
-def test_a_share_of_unlikely_tokens_is_compared_with_what_is_usual() -> None:
+def test_a_share_of_unlikely_tokens_is_compared_with_the_usual_share() -> None:
     assert differ_by_chance(2, 2000, 2, 2000) == 1.0
     assert differ_by_chance(0, 0, 0, 2000) == 1.0
     assert differ_by_chance(40, 2000, 4, 2000) > 1e-6  # one odd answer

@@ -1,4 +1,4 @@
-"""Questions without a mark: a worker that answers canaries well, and users wrongly, is convicted by them."""
+"""Unmarked canaries convict a worker that answers marked canaries well and users wrongly."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def of_users(request: Generate) -> bool:
 
 
 class Remembers:
-    """Lies to users, but only at questions that it has not seen."""
+    """Lies to users, but only for prompts that it has not seen."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, ...]] = set()
@@ -43,7 +43,7 @@ class Remembers:
 
 
 class RepeatsItsLies:
-    """Lies to users, and gives a question to which it has lied the same answer when it comes with a mark."""
+    """Lies to users, and repeats the same lie when the prompt arrives with a mark."""
 
     def __init__(self) -> None:
         self.lied: set[tuple[int, ...]] = set()
@@ -55,7 +55,7 @@ class RepeatsItsLies:
 
 
 class LiesNowAndThen:
-    """Lies to users, but is careful for a while after each lie: three questions in a row show one lie at most."""
+    """Lies to users, but pauses after each lie: three consecutive requests show at most one."""
 
     def __init__(self) -> None:
         self.careful = 0
@@ -86,7 +86,7 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted(
     assert failed.canary.endswith(UNMARKED) and failed.golden == "agreed"
 
 
-async def test_it_stays_healthy_where_every_question_is_marked() -> None:
+async def test_a_lying_worker_stays_healthy_if_every_canary_is_marked() -> None:
     world = a_fleet(unmarked_every=0)
     async with world.running():
         await world.pass_time(60)
@@ -109,7 +109,7 @@ async def test_a_worker_without_two_peers_is_compared_with_its_own_marked_answer
 
 
 async def test_two_workers_that_contradict_each_other_in_everything_are_left_to_the_canaries() -> None:
-    """Which of them lies cannot be told: the one that remembers its lies contradicts only the other."""
+    """Which of them lies cannot be determined: the one that remembers its lies contradicts only the other."""
     world = a_fleet(2)
     async with world.running():
         await world.pass_time(60)
@@ -135,7 +135,7 @@ async def test_near_ties_and_marked_lies_of_a_peer_convict_no_correct_worker() -
     assert len(asked) > 100 and {fact.worker for fact in asked} == {"w1", "w2", "w3", "w4"}
 
 
-async def test_an_unmarked_question_looks_like_a_users_and_comes_once() -> None:
+async def test_an_unmarked_canary_looks_like_a_users_request_and_is_sent_once() -> None:
     world = a_fleet()
     async with world.running():
         await world.pass_time(200)
@@ -150,7 +150,7 @@ async def test_an_unmarked_question_looks_like_a_users_and_comes_once() -> None:
 
 
 async def test_canaries_keep_their_slots() -> None:
-    """An unmarked question neither takes a canary's slot nor delays it, also where it waits for users' requests."""
+    """An unmarked canary neither takes a canary's slot nor delays it, even while it waits behind users' requests."""
     marked = []
     for every in (0, 1):
         world = a_fleet(1, unmarked_every=every, jitter=0.0, samples_min=1, busy_s=60.0)
@@ -164,7 +164,7 @@ async def test_canaries_keep_their_slots() -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "declines"])
-async def test_an_unmarked_question_without_an_answer_is_no_evidence(how: str) -> None:
+async def test_an_unmarked_canary_without_an_answer_is_no_evidence(how: str) -> None:
     world = a_fleet(unmarked_every=1, timeout_s=3.0)
     async with world.running():
         await world.pass_time(60)
@@ -177,7 +177,7 @@ async def test_an_unmarked_question_without_an_answer_is_no_evidence(how: str) -
     assert world.status("w1") == "HEALTHY"
 
 
-async def test_inexact_and_joining_workers_are_not_asked_without_a_mark() -> None:
+async def test_inexact_and_joining_workers_get_no_unmarked_canaries() -> None:
     world = a_fleet(0, unmarked_every=1)
     world.join("w1", FakeWorker(), exact=False)
     async with world.running():
@@ -185,8 +185,8 @@ async def test_inexact_and_joining_workers_are_not_asked_without_a_mark() -> Non
     assert all(request.canary for request in world.plane.workers["w1"].requests)
 
 
-async def test_an_outvoted_golden_acquits_of_what_unmarked_questions_showed_too() -> None:
-    """New weights on one worker after another: the first one is convicted by an unmarked question as well."""
+async def test_an_outvoted_golden_also_acquits_of_convictions_by_unmarked_canaries() -> None:
+    """New weights on one worker after another: the first one is convicted by an unmarked canary as well."""
     world = a_fleet(unmarked_every=1, interval_s=20.0)
     async with world.running():
         await world.pass_time(120)
@@ -201,7 +201,7 @@ async def test_an_outvoted_golden_acquits_of_what_unmarked_questions_showed_too(
 
 
 def charged(world: World, worker: str) -> bool:
-    """Return whether an unmarked question convicted a worker, and that stands."""
+    """Return whether an unmarked canary has convicted a worker, and the conviction stands."""
     found = [f for f in world.facts(CanaryFailed, worker) if f.confirmed and f.canary.endswith(UNMARKED)]
     goldens = world.fleet.workers[worker].health.charges.goldens
     return any(fact.golden_canary in goldens or fact.canary in goldens for fact in found)
@@ -217,7 +217,7 @@ async def test_an_engine_without_logprobs_is_not_convicted_for_near_ties() -> No
     assert not [fact for fact in world.facts(CanaryFailed) if fact.canary.endswith(UNMARKED)]
 
 
-def test_questions_are_many_and_fit_any_model() -> None:
+def test_canary_prompts_are_many_and_fit_any_model() -> None:
     draw, vocabulary = random.Random(3), Vocabulary(lambda text: list(text.encode()), 256)
     texts = {fresh_question(draw, vocabulary, 32).text for _ in range(2_000)}
     assert len(texts) > 1_990
