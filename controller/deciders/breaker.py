@@ -242,9 +242,9 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
 def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
     """Return when a transition becomes due by time alone.
 
-    A worker that was only silent is tried as soon as it answers again, but not earlier than half of `wait_min` after a failed
-    trial, and not earlier than `wait_min` after its breaker last closed. So a flapping connection does not take the worker in
-    and out of service every few seconds.
+    A worker that was only silent is tried as soon as it answers again. The earliest time is half of `wait_min` after a failed
+    trial, and `wait_min` after its breaker last closed. So a flapping connection does not take the worker in and out of
+    service every few seconds.
     """
     if state.position != "open" or state.retry_at is None:
         return state.deadline if state.position != "open" else None

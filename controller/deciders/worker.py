@@ -230,7 +230,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     """Return a worker in its next life. A join of the same or a former instance changes nothing.
 
     The machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the last life are
-    forgotten. The open incident, the convictions of all lives and the role as a spare are kept; a worker changes that role by
+    forgotten. The open incident, the convictions of all lives and the role as a spare are kept. A worker changes that role by
     joining only if it registers with another role than in its last life.
     """
     name, instance = fact.worker, fact.instance

@@ -107,7 +107,7 @@ def test_waits_are_bounded_for_any_number_of_trials() -> None:
     assert wait_after(BreakerPolicy(wait_min=timedelta(hours=1)), 3) == timedelta(hours=1)
 
 
-def test_three_canaries_failed_in_a_row_open_it() -> None:
+def test_three_canaries_failed_in_a_row_open_the_breaker() -> None:
     state = Breaker("w0", "i1")
     for _ in range(3):
         state = evolve(state, failed("w0"))
@@ -115,7 +115,7 @@ def test_three_canaries_failed_in_a_row_open_it() -> None:
     assert isinstance(decision, BreakerOpened) and decision.reason == "canaries: exception"
 
 
-def test_unhealthy_opens_it() -> None:
+def test_an_unhealthy_worker_opens_its_breaker() -> None:
     story = Story().up("w0", *OTHERS)
     decisions = story.tell(silent("w0"))
     assert kinds(decisions) == ["IncidentOpened", "HealthChanged", "BreakerOpened"]

@@ -64,7 +64,7 @@ def test_breakers_opened_by_requests_count_as_doubt() -> None:
     assert all(story.worker(name).health.status is HealthStatus.HEALTHY for name in FOUR)
 
 
-def test_the_only_worker_is_kept_whatever_is_doubted() -> None:
+def test_the_only_worker_is_kept_despite_any_doubt() -> None:
     story = Story().up("w0")
     decisions = story.tell(*doubt("w0"))
     assert story.worker().weight == 0.1
@@ -82,7 +82,7 @@ def test_the_only_worker_is_kept_whatever_is_doubted() -> None:
         failed("w0", reason="non_finite"),
     ],
 )
-def test_certainty_is_never_kept_and_does_not_count(fact: Fact) -> None:
+def test_a_convicted_worker_is_never_kept_and_does_not_count(fact: Fact) -> None:
     policy = FleetPolicy(budget=BudgetPolicy(keep_last=False))
     story = Story(policy).up("w0")
     story.tell(*doubt("w0"))
@@ -170,7 +170,7 @@ def test_a_cap_is_lifted_when_the_budget_grows() -> None:
     assert kept(story) == set()
 
 
-def test_equally_bad_workers_do_not_take_turns() -> None:
+def test_equally_bad_workers_do_not_alternate() -> None:
     story = Story().up(*FOUR)
     story.tell(*doubt(*FOUR))
     before = kept(story)

@@ -104,7 +104,7 @@ def test_a_waiting_worker_is_awaited_until_it_has_joined() -> None:
     waiting = story.fleet.awaited["w0"]
     assert (waiting.reason, waiting.model, waiting.since) == ("it is loading", "m", START)
     story.tell(joined("w0", "i2"))
-    assert not story.fleet.awaited, "its next life has joined, whatever became of the one that waited"
+    assert not story.fleet.awaited, "its next life has joined, whatever happened to the one that waited"
 
 
 def test_a_worker_that_has_served_before_is_awaited_with_its_former_model() -> None:

@@ -243,14 +243,14 @@ TIED = Vote("w0", "i", (1, 2, 4), SEEN_BY_W0), Vote("w1", "i", (1, 3, 6), SEEN_B
 
 def test_answers_that_diverge_at_a_near_tie_are_one_camp() -> None:
     one, other = TIED
-    assert not agrees(one, other, 1e-3), "as before there was a margin"
+    assert not agrees(one, other, 1e-3), "as before the margin existed"
     assert agrees(one, other, 1e-3, 0.1) and agrees(other, one, 1e-3, 0.1)
     assert not agrees(one, other, 1e-3, 0.01), "a clear lead"
     third = Vote("w2", "i", (1, 7, 4), SEEN_BY_W0)
     assert not agrees(one, third, 1e-3, 0.1), "7 is in neither list"
     assert not agrees(one, Vote("w1", "i", (1, 3, 6)), 1e-3, 0.1), "without logprobs no tie is visible"
     drifted = Vote("w1", "i", (1, 3, 6), (((1, -0.3), (5, -3.0)), *SEEN_BY_W1[1:]))
-    assert not agrees(one, drifted, 1e-3, 0.1), "what comes before the tie is compared"
+    assert not agrees(one, drifted, 1e-3, 0.1), "the tokens before the tie are compared"
     assert [len(camp) for camp in camps([*TIED, third], 1e-3, 0.1)] == [2, 1]
 
 

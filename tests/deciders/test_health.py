@@ -126,7 +126,7 @@ def test_a_recovered_device_waits_only_for_the_trial() -> None:
     assert (story.status(), story.worker().weight) == (H, 0.25)
 
 
-def test_another_devices_recovery_does_not_help() -> None:
+def test_the_recovery_of_another_device_does_not_count() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(device_faulted("w0"), device_recovered("w0", device="gpu1"))
     assert story.worker().health.convicted
@@ -140,7 +140,7 @@ def test_an_engine_fault_needs_only_the_trial() -> None:
     assert (story.status(), story.worker().weight) == (H, 0.25)
 
 
-def test_silence_that_ends_within_the_time_is_no_death() -> None:
+def test_silence_that_ends_in_time_is_not_fatal() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(silent("w0"))
     story.wait(20)
@@ -342,7 +342,7 @@ def test_b07_the_way_back_is_a_ramp() -> None:
     assert weights == [0.25, 0.5, 1.0, 1.0]
 
 
-def test_b08_capacity_counts_by_weight_and_probes_go_on_while_the_breaker_is_open() -> None:
+def test_b08_capacity_counts_by_weight_and_probes_continue_while_the_breaker_is_open() -> None:
     story = Story().up("w0", "w1", "w2")
     story.tell(request_failed("w0", 3))
     assert story.worker().weight == 0.0
@@ -528,7 +528,7 @@ def test_the_next_life_of_a_limited_worker_begins_without_the_limit() -> None:
     assert story.worker().weight == 1.0
 
 
-def test_a_link_lost_by_all_workers_at_once_leaves_them_at_half_weight() -> None:
+def test_a_link_lost_by_all_workers_at_once_leaves_half_of_them_in_service() -> None:
     story = Story()
     story.up("w0", "w1", "w2", "w3")
     story.tell(*(device_limited(name, 0.0) for name in ("w0", "w1", "w2", "w3")))

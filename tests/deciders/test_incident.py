@@ -53,14 +53,14 @@ def test_everything_from_first_symptom_to_recovery_carries_one_id() -> None:
     assert story.worker().incident == ""
 
 
-def test_an_open_incident_is_seen_in_the_fleet() -> None:
+def test_an_open_incident_is_part_of_the_fleet() -> None:
     story = Story().up("w0", "w1")
     story.tell(failed("w0"))
     (open_one,) = story.fleet.incidents.values()
     assert (open_one.id, open_one.subject) == (story.worker().incident, "worker:w0")
 
 
-def test_death_closes_it() -> None:
+def test_death_closes_an_incident() -> None:
     story = Story().up("w0", "w1")
     closed = [d for d in story.tell(left("w0", mode="immediate")) if isinstance(d, IncidentClosed)]
     assert [d.outcome for d in closed] == ["dead"]
@@ -92,7 +92,7 @@ def test_a_requested_drain_is_no_incident() -> None:
     assert not any(isinstance(d, IncidentOpened) for d in decisions(story))
 
 
-def test_suspicion_need_not_open_one() -> None:
+def test_with_the_setting_off_a_suspicion_opens_no_incident() -> None:
     story = Story(FleetPolicy(incident=IncidentPolicy(suspicion=False))).up("w0", "w1")
     assert kinds(story.tell(failed("w0"))) == ["HealthChanged"]
     assert story.tell(failed("w0")) == ()

@@ -97,7 +97,7 @@ def test_a_device_that_allows_no_weight_is_a_loss_and_is_named() -> None:
     assert activated.reason == "device gpu1 throttle"
 
 
-def test_the_release_of_a_spare_is_the_last_change_of_a_models_capacity() -> None:
+def test_the_activation_of_a_spare_is_the_cause_of_the_models_capacity() -> None:
     story = fleet("s0")
     (activated,) = [one for one in story.tell(silent("w0")) if isinstance(one, SpareActivated)]
     after = [e.fact for e in story.events if isinstance(e.fact, WorkerDecision)]

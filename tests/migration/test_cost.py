@@ -76,7 +76,7 @@ def test_n13_below_204_8_mb_per_second_re_prefill_wins_at_every_length() -> None
         assert (slow.recommended, slow.crossover_tokens) == ("reprefill", None)
 
 
-def test_near_that_rate_a_block_that_is_hardly_filled_is_not_worth_sending() -> None:
+def test_near_that_rate_a_nearly_empty_block_is_not_worth_sending() -> None:
     cost = estimate(plain(300e6), LLAMA_70B, target(), 4096)
     assert cost.crossover_tokens == 22
     faster = [

@@ -24,7 +24,7 @@ def link(found: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_the_seeds_table_of_transfers_as_corrected(capsys: pytest.CaptureFixture[str]) -> None:
-    """At 900 GB/s 10 MiB take 0.0117 ms and 5 GiB 5.97 ms, twice what the seed says (N10); at 28 GB/s 192 ms (N11)."""
+    """At 900 GB/s 10 MiB take 0.0117 ms and 5 GiB 5.97 ms, twice the seed's values (N10); at 28 GB/s 192 ms (N11)."""
     found = cost(
         capsys,
         "--tokens",
@@ -108,6 +108,6 @@ def test_the_tables_are_printed_and_invalid_flags_are_rejected(capsys: pytest.Ca
         assert why in capsys.readouterr().err
 
 
-def test_one_gpu_a_group_is_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_of_one_gpu_is_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cost", "--tp", "1"]) == 0
     assert "blast radius: 1 GPU," in capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_a_request_needs_a_worker() -> None:
 
 
 @given(requests, st.floats(1.0, 20.0))
-def test_more_of_the_same_never_needs_fewer(asked: list[tuple[int, int]], factor: float) -> None:
+def test_more_traffic_never_needs_fewer_workers(asked: list[tuple[int, int]], factor: float) -> None:
     traffic = Traffic.of(asked)
     less = size(traffic, 60.0, PROFILE, OBJECTIVES).workers
     assert 1 <= less <= size(traffic.times(factor), 60.0, PROFILE, OBJECTIVES).workers <= WORKERS_MAX
@@ -118,6 +118,6 @@ def test_a_simulated_fleet_may_grow_beyond_its_initial_size() -> None:
 
 
 @given(requests)
-def test_work_is_that_of_its_parts(asked: list[tuple[int, int]]) -> None:
+def test_work_is_the_sum_of_its_parts(asked: list[tuple[int, int]]) -> None:
     whole = work(Traffic.of(asked), PROFILE)
     assert whole == pytest.approx(sum(work(Traffic.of([one]), PROFILE) for one in asked))

@@ -60,7 +60,7 @@ Spans = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 50)), max_size=25)
 
 
 @given(Spans, st.integers(0, 6))
-def test_another_spare_never_makes_more_missing_and_with_none_every_outage_is(
+def test_another_spare_never_increases_the_shortage_and_without_any_every_outage_counts(
     spans: list[tuple[float, float]], spares: int
 ) -> None:
     outages = [Outage(begin, begin + length) for begin, length in spans]

@@ -93,7 +93,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
             assert sharing == (sum(common[-1] in one for one in held) if common else 0)
 
     @invariant()
-    def every_holder_has_the_same_work(self) -> None:
+    def every_holder_has_the_listed_work(self) -> None:
         assert len(self.slots) == len(self.there)
         for holder in RANKS:
             mine = [one for one in self.there.values() if one[0] == holder]
@@ -164,7 +164,7 @@ def test_requests_without_an_event_for_an_hour_are_forgotten() -> None:
     slots.add("a", W, [1], now=0.0, prefill_tokens=5)
     slots.add("b", W, [1, 2], now=10.0)
     assert slots.expire(now=STALE_S - LOOK_S) == []
-    assert slots.expire(now=STALE_S - 1) == (), "it looks twice a minute"
+    assert slots.expire(now=STALE_S - 1) == (), "it scans twice a minute"
     slots.add("c", W, now=STALE_S)
     assert slots.expire(now=STALE_S) == ["a"]
     assert slots.work(W, now=STALE_S) == RankWork(0.0, 2.0, 2)

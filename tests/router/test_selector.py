@@ -58,7 +58,7 @@ class Router:
         choice.endpoint.begin()
         return choice.endpoint.worker
 
-    def lade(self, worker: str, requests: int, rank: int = 0, owner: str = "") -> None:
+    def add_load(self, worker: str, requests: int, rank: int = 0, owner: str = "") -> None:
         """Give a worker requests in flight."""
         for number in range(requests):
             name = (f"{worker} {rank} {owner}", number)
@@ -99,7 +99,7 @@ def test_equal_prompts_of_a_burst_share_a_worker_only_as_far_as_it_pays() -> Non
     assert min(counts.values()) >= 8
 
 
-def test_prompts_that_begin_alike_stay_together_before_any_event_says_so() -> None:
+def test_prompts_that_begin_alike_stay_together_before_any_event_reports_it() -> None:
     router = Router([endpoint(name, kv_events=True) for name in "abcd"], **asdict(USUAL))
     first = router.send([*prompt(1, 100), *prompt(2, 2)])
     choice = router.ask([*prompt(1, 100), *prompt(3, 2)])
@@ -175,7 +175,7 @@ def test_requests_of_others_at_one_rank_count_there(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", BY_LOAD)
 def test_requests_reported_by_other_frontends_count(mode: Mode) -> None:
     router = Router([endpoint("a"), endpoint("b")], mode)
-    router.lade("a", 3, owner="f2")
+    router.add_load("a", 3, owner="f2")
     assert {router.ask(prompt(n, 1)).endpoint.worker for n in range(10)} == {"b"}
 
 
@@ -233,7 +233,7 @@ def test_round_robin_gives_a_returning_worker_no_extra_turns() -> None:
 
 def test_the_less_loaded_of_two_is_chosen() -> None:
     router = Router([endpoint(name) for name in "abc"], Mode.POWER_OF_TWO)
-    router.lade("a", 10)
+    router.add_load("a", 10)
     counts = Counter(router.ask(prompt(1, 1)).endpoint.worker for _ in range(600))
     assert "a" not in counts
     assert min(counts.values()) > 200
@@ -243,7 +243,7 @@ def test_the_less_loaded_of_two_is_chosen() -> None:
 
 def test_the_less_loaded_of_two_is_compared_by_weight_and_ranks() -> None:
     router = Router([endpoint("a"), endpoint("b", 0.25)], Mode.POWER_OF_TWO)
-    router.lade("a", 2)
+    router.add_load("a", 2)
     assert {router.ask(prompt(1, 1)).endpoint.worker for _ in range(20)} == {"a"}  # 3 to 1 / 0.25
     router = Router([endpoint("a"), endpoint("b", dp=8)], Mode.POWER_OF_TWO)
     router.loads = {"a": Load(running=2), "b": Load(waiting=8)}
