@@ -1,1 +1,1 @@
-"""Every figure that Holdfast claims, with the command that measures it: see README.md here."""
+"""The benchmarks behind every figure that Holdfast claims; README.md lists each with its command."""

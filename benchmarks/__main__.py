@@ -1,4 +1,4 @@
-"""`make bench`: run every benchmark that needs neither torch, a trace, a peer nor valgrind, one by one; print their JSON lines.
+"""`make bench`: runs the benchmarks that need no torch, trace, peer or valgrind; prints JSON lines.
 
 python -m benchmarks                    all of them
 python -m benchmarks NAME [FLAG …]      one, as in the table of benchmarks/README.md; --help after the name shows its flags
@@ -59,7 +59,7 @@ WITH_TORCH = {
 }
 
 
-WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
+WITH_A_TRACE = {  # of recorded chats: see benchmarks/README.md
     "routing": "benchmarks.router.routing",
     "virtual_fleet": "benchmarks.router.virtual_fleet",
     "overload": "benchmarks.overload.overload",
@@ -96,7 +96,8 @@ KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | W
 def main(
     arguments: Sequence[str] | None = None, become: Callable[[str, list[str]], object] = os.execv
 ) -> int:
-    """Become the named benchmark with its flags, or run all; return 1 if one failed, 2 for a name that there is not."""
+    """Run the named benchmark with its flags in this process's place, or run all; return 1 if one failed, 2 for an unknown
+    name."""
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments:
@@ -105,7 +106,7 @@ def main(
             print(f"{__doc__}\nnames: {', '.join(KNOWN)}")
             return 0
         if name not in KNOWN:
-            print(f"there is no benchmark {name!r}; there are {', '.join(KNOWN)}", file=sys.stderr)
+            print(f"unknown benchmark {name!r}; choose from {', '.join(KNOWN)}", file=sys.stderr)
             return 2
         if name in WITH_TORCH:
             try:
@@ -113,12 +114,13 @@ def main(
             except TorchMissing as missing:
                 print(f"{name}: {missing}", file=sys.stderr)
                 return 1
-        # in its place: a Ctrl-C is for it alone, which has a fleet to stop, and would be killed a quarter of a second later
+        # exec: a Ctrl-C then reaches the benchmark alone, which has a fleet to stop, and it is not killed a quarter of a second
+        # later
         become(sys.executable, [sys.executable, "-m", KNOWN[name], *flags])
         return 0
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(
-        f"# {os.cpu_count()} cores, load before {load}: idle machines give the best and the steadiest figures",
+        f"# {os.cpu_count()} cores, load before {load}: an idle machine gives the best and steadiest figures",
         flush=True,
     )
     failed = [

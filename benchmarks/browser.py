@@ -1,4 +1,4 @@
-"""Debian's chromium, as `make chromium` unpacks it, or the one that is installed."""
+"""Runs chromium: Debian's, as `make chromium` unpacks it, or an installed one."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from playwright.async_api import Browser, Page, async_playwright
 
 UNPACKED = Path(__file__).parents[1] / ".chromium"
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio")
-NONE = "no chromium is there: make chromium"
+NONE = "chromium is not installed: run `make chromium`"
 WITHIN_MS = 30_000
 
 
 def installed() -> str | None:
-    """Return where a chromium is; None: nowhere."""
+    """Return the path of a chromium; None: there is none."""
     unpacked = UNPACKED / "usr/lib/chromium/chromium"
     return str(unpacked) if (UNPACKED / ".installed").exists() else shutil.which("chromium")
 
 
 @contextlib.asynccontextmanager
 async def browser(home: Path) -> AsyncIterator[Browser]:
-    """Run one without a window."""
+    """Run a headless browser."""
     where = installed()
     assert where is not None, NONE
     environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ} | {
@@ -47,7 +47,7 @@ async def browser(home: Path) -> AsyncIterator[Browser]:
 async def opened(
     found: Browser, page: Path, *, dark: bool = False, zone: str = "UTC"
 ) -> AsyncIterator[tuple[Page, list[str]]]:
-    """Open a page without a network, and wait until it is ready. Yield it, and what it complained of so far."""
+    """Open a page without a network, and wait until it is ready. Yield it, and its errors so far."""
     context = await found.new_context(
         viewport={"width": 1200, "height": 1000}, color_scheme="dark" if dark else "light", timezone_id=zone,
         offline=True, accept_downloads=True

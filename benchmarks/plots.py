@@ -10,8 +10,8 @@ from typing import Any
 
 @contextmanager
 def figure(path: Path, panels: int, title: str, lines: int = 1) -> Iterator[Sequence[Sequence[Any]]]:
-    """Yield lines of so many axes side by side, and write them to a file. Exit with one sentence where there is no
-    matplotlib."""
+    """Yield lines of so many axes side by side, and write them to a file. Exit with a message if matplotlib is not
+    installed."""
     matplotlib = needed()
     matplotlib.use("Agg")
     drawn, axes = import_module("matplotlib.pyplot").subplots(
@@ -24,15 +24,15 @@ def figure(path: Path, panels: int, title: str, lines: int = 1) -> Iterator[Sequ
 
 
 def plot_file(text: str) -> Path:
-    """Read a flag's name of a plot to be written."""
+    """Parse a flag's file name of a plot to write."""
     path = Path(text)
     if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
-        raise ArgumentTypeError(f"{text!r} does not end in .svg or .png, or its folder is not there")
+        raise ArgumentTypeError(f"{text!r} does not end in .svg or .png, or its folder does not exist")
     return path
 
 
 def needed() -> Any:
-    """Return matplotlib. Exit with one sentence where there is none: call it before anything that takes long."""
+    """Return matplotlib. Exit with a message if it is not installed: call this before anything that takes long."""
     try:
         return import_module("matplotlib")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Registrations of workers that a benchmark plays."""
+"""Registrations of simulated workers for benchmarks."""
 
 from events.observations import Profile, WorkerJoined
 

@@ -1,11 +1,11 @@
-"""An event loop in virtual time: nothing takes any, but to wait.
+"""An event loop in virtual time: only waiting takes time.
 
-    something to do ──▶ it is done; the time stands
-    nothing         ──▶ the time is that of the next timer
+    ready callbacks ──▶ they run; time stands still
+    none            ──▶ time jumps to the next timer
 
-So what is measured on it is what was waited for, to the microsecond, on any machine. Clients find servers of the same loop by
-their port, but not over the network, where what was sent may come a moment later: they are two ends of a pair of sockets, in
-which it is there at once. Nobody else is waited for: threads and other processes would find that time has passed.
+So measured times are exactly the waiting times, to the microsecond, on any machine. Clients find servers of the same loop by
+their port, but not over the network, where data may arrive a moment later: they are the two ends of a socket pair, in
+which data is available at once. Threads and other processes are not waited for: they would find that time has passed.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-ASKS_NOBODY = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
+OWN_ADDRESS = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Lets time pass instead of waiting."""
+    """Advances time instead of waiting."""
 
     def __init__(self, passed: Callable[[float], None]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """One loop. Its time does not begin with 0, as no machine's does."""
+    """One loop. Its time does not start at 0, as on no machine."""
 
     def __init__(self) -> None:
         self._seconds = 1000.0
@@ -46,8 +46,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._seconds
 
     async def getaddrinfo(self, *_: Any, **__: Any) -> Any:
-        """Say that it is here: a thread would be asked."""
-        return ASKS_NOBODY
+        """Resolve to this loop: otherwise a thread would be used."""
+        return OWN_ADDRESS
 
     async def create_server(self, protocol_factory: Any, *where: Any, **options: Any) -> Any:
         server = await super().create_server(protocol_factory, *where, **options)

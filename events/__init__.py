@@ -1,1 +1,1 @@
-"""What happened, how it is ordered and kept: shared by both sides."""
+"""Facts, their encoding and their journal: shared by controllers, frontends and workers."""

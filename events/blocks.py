@@ -1,11 +1,11 @@
-"""What is a block of tokens called?
+"""Hashes that name blocks of tokens.
 
     local hash      of one full block: XXH3-64 of its token ids (unsigned, 4 bytes, little endian), seed 1337
     sequence hash   of a block and all before it: that of the first block is its local hash; then
                     S[i] = XXH3-64 of the 16 bytes of S[i-1] and L[i] (8 bytes each, little endian), seed 1337
 
-As NVIDIA Dynamo's router has them, so that both can name the same blocks. A block that is not full has no name. A LoRA
-adapter and a cache namespace change the seed of the local hashes, so that nothing is shared between two of them.
+The same as in NVIDIA Dynamo's router, so that both name the same blocks. A block that is not full has no name. A LoRA
+adapter and a cache namespace change the seed of the local hashes, so that adapters and namespaces share no blocks.
 """
 
 import sys
@@ -21,14 +21,14 @@ from xxhash import xxh3_64_intdigest
 SEED = 1337
 _TOKEN_BYTES = 4
 _FEW = 4096  # tokens
-_SKETCHED = 16  # tokens of a prompt that its sketch looks at, about
+_SKETCHED = 16  # tokens of a prompt that its sketch reads, about
 _TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 _pair = Struct("<QQ").pack
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def seed(*, lora: str = "", namespace: str = "") -> int:
-    """Return the seed of the local hashes of an adapter's and a namespace's blocks. Neither: 1337."""
+    """Return the seed of the local hashes for an adapter and a namespace. Without either: 1337."""
     if not lora and not namespace:
         return SEED
     names = (namespace.encode(), lora.encode())
@@ -36,19 +36,20 @@ def seed(*, lora: str = "", namespace: str = "") -> int:
 
 
 def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> list[int]:
-    """Return the hash of each full block. Raise ValueError if blocks have no size, OverflowError for what is no token."""
+    """Return the hash of each full block. Raise ValueError for a block size below 1, OverflowError if a value is no token."""
     if block_tokens < 1:
         raise ValueError(f"a block has at least one token, not {block_tokens}")
     full = _packed(tokens, len(tokens) // block_tokens * block_tokens)
-    if not full:  # of any size that a worker may register
+    if not full:  # a worker may register a huge block size
         return []
     return [xxh3_64_intdigest(block, seed) for (block,) in _cutter(block_tokens)(full)]
 
 
 def _packed(tokens: Sequence[int], count: int) -> bytes:
-    """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError, for any of them. A packer takes a
-    third less time than an array for a thousand of them, and more for ten thousand: it needs a copy, which the processor's
-    nearest cache cannot hold."""
+    """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError if any value is no token.
+
+    For a thousand tokens a Struct takes a third less time than an array. For ten thousand it takes more: it needs a copy, which
+    does not fit into the processor's nearest cache."""
     if len(tokens) <= _FEW:
         try:
             return _packer(len(tokens))(*tokens)[: count * _TOKEN_BYTES]
@@ -72,12 +73,12 @@ def _cutter(block_tokens: int) -> Callable[[bytes], Iterator[tuple[bytes]]]:
 
 
 def local_hash(packed: bytes, seed: int = SEED) -> int:
-    """Return the hash of one full block from its tokens' bytes: 4 for each, little endian."""
+    """Return the hash of one full block, given its tokens as bytes: 4 for each, little endian."""
     return xxh3_64_intdigest(packed, seed)
 
 
 def sequence_hashes(local: Sequence[int]) -> list[int]:
-    """Return the sequence hash of each block, from the local hashes of all of them."""
+    """Return the sequence hash of each block, given the local hashes of all of them."""
     if len(local) < 2:
         return list(local)
     if _BIG_ENDIAN:
@@ -85,7 +86,7 @@ def sequence_hashes(local: Sequence[int]) -> list[int]:
     each = iter(local)
     first = next(each)
     hashes = [first]
-    pair = array("Q", (first, 0))  # the hash before, and the block's own: hashed where they lie
+    pair = array("Q", (first, 0))  # the previous hash and the block's own, hashed in place
     for own in each:
         pair[1] = own
         pair[0] = last = xxh3_64_intdigest(pair, SEED)
@@ -94,37 +95,37 @@ def sequence_hashes(local: Sequence[int]) -> list[int]:
 
 
 def follow(parent: int, local: int) -> int:
-    """Return the sequence hash of a block with this local hash, right after `parent`."""
+    """Return the sequence hash of the block with this local hash that follows `parent`."""
     return xxh3_64_intdigest(_pair(parent, local), SEED)
 
 
 class BlockNames:
-    """The sequence hashes of one prompt, computed once for each size of block, however often it is routed.
+    """The sequence hashes of one prompt, computed once per block size, however often the prompt is routed.
 
-    Requests of one prompt share it: the choices of `n`, and every attempt. Behind the prompt an answer grows, so a request that
-    moves is looked for with all of its output.
+    All requests of one prompt share it: the choices of `n`, and every attempt. An answer extends the prompt, so a request that
+    moves is looked up with all of its output.
     """
 
     __slots__ = ("_by_size", "_prompt", "_seed", "sketch")
 
     def __init__(self, prompt: list[int], seed: int = SEED) -> None:
-        """Name the blocks of `prompt`. `seed` keeps apart what may not be shared: see the function `seed`."""
+        """Name the blocks of `prompt`. `seed` separates what must not be shared: see the function `seed`."""
         self._prompt = prompt
         self._seed = seed
         self._by_size: dict[int, list[int]] = {}
-        # Equal for equal prompts, nearly always different for others, in every process, and in a microsecond however long it is.
+        # Equal for equal prompts and nearly always different for others, in every process. Takes a microsecond at any length.
         self.sketch = hash((len(prompt), *prompt[:: len(prompt) // _SKETCHED or 1], *prompt[-1:]))
 
     def of(self, block_tokens: int, output: Sequence[int] = ()) -> list[int]:
-        """Return the names of the full blocks of the prompt and the output after it, for blocks of this size."""
+        """Return the names of the full blocks of the prompt followed by `output`, for this block size."""
         names = self._by_size.get(block_tokens)
         if names is None:
             names = sequence_hashes(local_hashes(self._prompt, block_tokens, self._seed))
             self._by_size[block_tokens] = names
         tail = len(self._prompt) - len(names) * block_tokens + len(output)
-        return names if tail < block_tokens else self._go_on(names, block_tokens, output)
+        return names if tail < block_tokens else self._extend(names, block_tokens, output)
 
-    def _go_on(self, names: list[int], block_tokens: int, output: Sequence[int]) -> list[int]:
+    def _extend(self, names: list[int], block_tokens: int, output: Sequence[int]) -> list[int]:
         names = list(names)
         rest = [*self._prompt[len(names) * block_tokens :], *output]
         for own in local_hashes(rest, block_tokens, self._seed):

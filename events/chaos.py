@@ -1,4 +1,7 @@
-"""The faults that `holdfast chaos` plays on a worker, and what each takes. Standard library only: commands start quickly."""
+"""The faults that `holdfast chaos` can inject into a worker, and their arguments.
+
+Imports the standard library only, so that commands start quickly.
+"""
 
 from typing import Literal, TypeAlias, get_args
 
@@ -20,4 +23,4 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
 TAKE_RANK = TAKE_ARGUMENT
 HEALING = ("heal", "unhang")
-ENDS = ("kill", *HEALING)  # over at once: none of them lasts for a while
+ENDS = ("kill", *HEALING)  # instantaneous: they have no duration

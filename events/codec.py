@@ -1,12 +1,12 @@
-"""How a fact travels: CloudEvents 1.0 in binary mode. Headers say what and whence, the body is the fact as JSON.
+"""Encodes and decodes facts as CloudEvents 1.0 in binary mode: metadata in headers, a JSON body.
 
 Unknown fields in a body are ignored and missing optional ones take their default, so that an optional field may be
-added. What only a newer version can have written, an unknown kind or an unknown word where only certain words may stand,
-is refused as `UnknownKind`: a fold that skipped it would be wrong without anyone knowing. Everything else that cannot be
-one of our facts is refused as `BadEvent`, and everybody steps over it (`events.journal.messages`).
+added. What only a newer version can have written is refused as `UnknownKind`: an unknown kind, or an unknown word where only
+certain words are allowed. A fold that skipped it would be silently wrong. Everything else that cannot be one of our facts is
+refused as `BadEvent`, and every reader skips it (`events.journal.messages`).
 
-So what is refused here is for ever, as facts are: a version that refused more, or less, would fold another fleet of the
-same journal.
+The rules of refusal never change, as facts never change: a version that refused more, or less, would fold the same journal
+to another state.
 """
 
 import re
@@ -28,9 +28,12 @@ from events.narrow import narrowed
 from events.versions import KINDS as KINDS
 
 TYPE_PREFIX = "holdfast."
-BODY_BYTES_MAX = 1024 * 1024  # of one event; the largest of ours have some ten thousand
-NAME_CHARS_MAX = 600  # of what rows are found by: an entry of Postgres' index takes 2,704 bytes
-YEAR_MIN, YEAR_MAX = 1970, 2999  # of an instant: a clock that has lost its battery, and room to compute
+BODY_BYTES_MAX = 1024 * 1024  # of one event; our largest have some ten thousand
+NAME_CHARS_MAX = 600  # of the keys of database rows: an index entry of Postgres takes 2,704 bytes
+YEAR_MIN, YEAR_MAX = (
+    1970,
+    2999,
+)  # of an instant: from a clock without its battery to a limit that leaves room to compute
 
 
 class UnknownKind(HoldfastError):
@@ -38,7 +41,7 @@ class UnknownKind(HoldfastError):
 
 
 class BadEvent(HoldfastError):
-    """This is no event of ours: it is damaged, or something else wrote to the stream."""
+    """This is not an event of Holdfast: it is damaged, or another program wrote to the stream."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -52,7 +55,7 @@ _NAMES = {
     "canary_key",
     "canary",
     "incident",
-}  # by which rows are found, beside what a subject names
+}  # keys of database rows, besides the names in a subject
 _of_kind = {
     kind: (
         tuple(
@@ -79,8 +82,8 @@ def new_id(now_ms: int | None = None) -> str:
 def encode_body(fact: Fact) -> bytes:
     """Return a fact's body as JSON bytes.
 
-    JSON has no NaN and no infinity: they would be written as null, and a fact that cannot be read again stops
-    everybody who folds. Where null may not stand, NaN becomes 0 and infinity the largest number that fits.
+    JSON has no NaN and no infinity: they would be written as null, and a fact that cannot be decoded again stops every reader
+    that folds. Where null is not allowed, NaN becomes 0 and infinity the largest number that fits.
     """
     body = _encode(fact)
     if b"null" in body and not _readable(fact.kind(), body):
@@ -118,7 +121,7 @@ def encode_headers(
     causation: str = "",
     traceparent: str = "",
 ) -> dict[str, str]:
-    """Return the message headers of a fact: CloudEvents' attributes and ours."""
+    """Return the message headers of a fact: the attributes of CloudEvents and our own."""
     headers = {
         "ce-specversion": "1.0",
         "ce-id": id,
@@ -136,8 +139,8 @@ def encode_headers(
     return headers
 
 
-# The lines that NATS makes of `encode_headers`, in its order; what the broker asked for may follow. To read them so
-# takes a third of the time that it takes to sort any headers by name.
+# The header lines that NATS makes of `encode_headers`, in its order; headers that the broker evaluates may follow. Matching them
+# takes a third of the time of parsing any headers by name.
 _NAME = rf"[!-\U0010ffff]{{0,{NAME_CHARS_MAX}}}"
 _KIND, _NUMBER = "[a-z][a-z0-9_]{0,99}", "[0-9]{1,18}"
 _WRITTEN = re.compile(
@@ -151,7 +154,7 @@ _number = re.compile(_NUMBER).fullmatch
 
 
 def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -> Recorded | None:
-    """Return what `decode` makes of the same headers, sooner; None if they are not as `encode_headers` writes them.
+    """Decode headers in the form of `encode_headers`, faster than `decode`; return None if they have another form.
     Raise UnknownKind or BadEvent."""
     written = _WRITTEN(headers.decode("utf-8", "replace")) if headers else None
     if written is None:
@@ -181,10 +184,10 @@ def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -
 
 
 def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
-    """Return the event of one stream message. Raise UnknownKind or BadEvent."""
+    """Decode the event of one stream message. Raise UnknownKind or BadEvent."""
     named = _type(headers.get("ce-type", ""))
     if headers.get("ce-specversion") != "1.0" or named is None:
-        raise BadEvent("it has not the CloudEvents headers of a fact of Holdfast")
+        raise BadEvent("the CloudEvents headers of a Holdfast fact are missing")
     return Recorded(
         seq=seq,
         at=at,
@@ -202,14 +205,14 @@ def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> R
 def _header(headers: Mapping[str, str], name: str, *, least: int = 0) -> str:
     value = headers.get(name, "")
     if not least <= len(value) <= NAME_CHARS_MAX or "\x00" in value:
-        raise BadEvent(f"{name}: {value[:40]!r} is no name of {least} to {NAME_CHARS_MAX} characters")
+        raise BadEvent(f"{name}: {value[:40]!r} is not a name of {least} to {NAME_CHARS_MAX} characters")
     return value
 
 
 def _count(headers: Mapping[str, str], name: str) -> int:
     value = headers.get(name, "0")
     if _number(value) is None:
-        raise BadEvent(f"{name}: {value[:40]!r} is no number")
+        raise BadEvent(f"{name}: {value[:40]!r} is not a number")
     return int(value)
 
 
@@ -227,7 +230,7 @@ def _said_at(text: str) -> datetime | None:
 
 
 def _fact(kind: str, body: bytes) -> Fact:
-    """Return the fact of a message's body. Raise UnknownKind or BadEvent."""
+    """Decode the fact in a message's body. Raise UnknownKind or BadEvent."""
     try:
         fact = _decoders[kind](body)
     except _UNREADABLE as error:
@@ -238,21 +241,21 @@ def _fact(kind: str, body: bytes) -> Fact:
 
 
 def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent:
-    """Return why a message is no fact that this version knows: a newer one may know it, or nobody can."""
+    """Return why a message is not a fact that this version knows: a newer version may know it, or none can."""
     try:
         _check_size(body)
-        _object(body)  # as every fact's
+        _object(body)  # every fact's body is an object
     except (*_UNREADABLE, BadEvent) as damage:
-        return BadEvent(f"its body is no {kind}: {damage}")
+        return BadEvent(f"its body is not a valid {kind}: {damage}")
     if kind not in KINDS:
         return UnknownKind(f"of the kind {kind!r}, which this version does not know")
     if str(error).startswith("Invalid enum value"):
         return UnknownKind(f"a {kind} with a word that this version does not know: {error}")
-    return BadEvent(f"its body is no {kind}: {error}")
+    return BadEvent(f"its body is not a valid {kind}: {error}")
 
 
 def _look_at(fact: Fact, body: bytes) -> None:
-    """Raise BadEvent at a value that no fact of ours can have."""
+    """Raise BadEvent for a value that no fact of ours can have."""
     if len(body) > BODY_BYTES_MAX:
         _check_size(body)
     names, instants = _of_kind[fact.__class__]
@@ -267,14 +270,14 @@ def _look_at(fact: Fact, body: bytes) -> None:
 
 def _check_size(body: bytes) -> None:
     if len(body) > BODY_BYTES_MAX:
-        raise BadEvent(f"its body has {len(body)} bytes; an event has at most {BODY_BYTES_MAX}")
+        raise BadEvent(f"its body has {len(body)} bytes; the limit is {BODY_BYTES_MAX}")
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise BadEvent if this can be no name: Postgres takes no NUL, and its indexes nothing of any length."""
+    """Raise BadEvent if this cannot be a name: Postgres accepts no NUL, and its indexes no long text."""
     if len(name) > NAME_CHARS_MAX or "\x00" in name:
         raise BadEvent(
-            f"{what}: {name[:40]!r} is no name: it has {len(name)} characters, or a NUL among them"
+            f"{what}: {name[:40]!r} is not a name: it has {len(name)} characters, or contains a NUL"
         )
 
 
@@ -284,7 +287,7 @@ def _check_year(name: str, instant: datetime) -> None:
 
 
 def decode_body(kind: str, body: bytes) -> Fact:
-    """Return the fact of a stored body. Raise UnknownKind or BadEvent."""
+    """Decode the fact of a stored body. Raise UnknownKind or BadEvent."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise UnknownKind(f"the kind {kind!r} is unknown. {UnknownKind.__doc__}")

@@ -1,9 +1,9 @@
-"""What becomes of an event that a webhook has not taken? It is kept on a small stream of its own, with the reason.
+"""The dead letter stream: events that could not be delivered to a webhook, with the reason.
 
-    dead.webhook.<webhook>    one letter: which webhook, why, after how many tries, and the event as it was to be delivered
+    dead.webhook.<webhook>    one letter: the webhook, the reason, the number of tries, and the event as it was to be delivered
 
-The stream is bounded: of more than 10,000 letters, 64 MiB or 30 days the oldest go. An event that is buried twice, by a process
-that died in between, is one letter within two minutes.
+The stream is bounded: beyond 10,000 letters, 64 MiB or 30 days the oldest are dropped. An event that is stored twice within two
+minutes, by a process that died in between, is one letter.
 """
 
 import base64
@@ -49,30 +49,30 @@ STREAM: dict[str, Any] = {
 
 
 class NotBuried(HoldfastError):
-    """The broker has not taken a dead letter."""
+    """The broker did not accept a dead letter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """An event that a webhook has not taken, and why."""
+    """An event that could not be delivered to a webhook, and why."""
 
     webhook: str  # its name
     reason: str  # in words
-    tries: int  # of its last process: an earlier one's are not counted
-    status: int | None  # of the last answer; None: there was none
+    tries: int  # by the last notifier process: those of earlier processes are not counted
+    status: int | None  # HTTP status of the last response; None: there was none
     event: dict[str, Any]  # CloudEvents 1.0 in structured mode, as JSON
     given_up_at: datetime  # by the notifier's clock
 
 
 class DeadLetters:
-    """The stream of them, over one connection."""
+    """The stream of dead letters, over one connection."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._made = False
 
     async def bury(self, letter: DeadLetter) -> None:
-        """Keep a letter. Raise NotBuried."""
+        """Store a letter. Raise NotBuried."""
         headers = {"Nats-Msg-Id": f"{letter.webhook}:{letter.event['id']}"}
         try:
             await self._make()
@@ -80,13 +80,13 @@ class DeadLetters:
                 subjects.dead(letter.webhook), msgspec.json.encode(letter), API_DEADLINE_S, headers
             )
         except _AWAY as error:
-            self._made = False  # somebody may have deleted it
+            self._made = False  # an operator may have deleted it
             raise NotBuried(f"{NotBuried.__doc__} ({error!r})") from error
         if (ack := decode_ack(answer.body)).error:
             raise NotBuried(f"{NotBuried.__doc__} ({ack.error})")
 
     async def _make(self) -> None:
-        """Make the stream, where it is missing. One that somebody has made, with other bounds, stays as it is."""
+        """Create the stream if it is missing. An existing one with other bounds stays as it is."""
         if self._made:
             return
         try:
@@ -97,7 +97,7 @@ class DeadLetters:
         self._made = True
 
     async def all(self, webhook: str = "") -> AsyncIterator[tuple[int, DeadLetter]]:
-        """Yield letters with their places, the oldest first: of one webhook, or of all. Raise BrokerRefused or
+        """Yield letters with their positions, the oldest first: of one webhook, or of all. Raise BrokerRefused or
         JournalUnavailable."""
         subject = subjects.dead(webhook) if webhook else f"{subjects.DEAD}.*"
         after = 0
@@ -110,11 +110,11 @@ class DeadLetters:
                     return
                 raise
             after = int(found["message"]["seq"])
-            with contextlib.suppress(msgspec.MsgspecError):  # somebody else has written to the stream
+            with contextlib.suppress(msgspec.MsgspecError):  # another program has written to the stream
                 body = base64.b64decode(found["message"].get("data", ""))
                 yield after, msgspec.json.decode(body, type=DeadLetter)
 
     async def forget(self, seq: int) -> None:
-        """Take the letter at a place off the stream. Raise BrokerRefused or JournalUnavailable."""
+        """Delete the letter at a position of the stream. Raise BrokerRefused or JournalUnavailable."""
         asked = {"seq": seq, "no_erase": True}
         await ask(self._connection, f"STREAM.MSG.DELETE.{subjects.DEAD_STREAM}", asked)

@@ -1,6 +1,6 @@
-"""What the controller can decide. One frozen dataclass per kind.
+"""The kinds of decisions: one frozen dataclass per kind.
 
-A decision carries its consequence (`retry_at`, the new weight, the knobs), so an old journal folds to the old state
+A decision carries its consequence (`retry_at`, the new weight, the knobs), so that an old journal folds to the old state
 after the policy has changed.
 """
 
@@ -13,7 +13,7 @@ from events.fact import Decision
 
 
 class HealthStatus(StrEnum):
-    """A worker's health. The order is the seed's metric value: 0 healthy … 4 dead."""
+    """A worker's health. The order gives the metric's value: 0 healthy … 4 dead."""
 
     HEALTHY = "HEALTHY"
     SUSPICIOUS = "SUSPICIOUS"
@@ -31,11 +31,11 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """What a degradation level means for a frontend. Every level sets all four."""
+    """The settings of a degradation level for frontends. Every level sets all four."""
 
-    batch_size: float = 1.0  # multiplies the in-flight cap per worker
+    batch_size: float = 1.0  # factor of the in-flight cap per worker
     shed_tier: str | None = None  # requests of this tier and below are rejected
-    latency: float = 1.0  # multiplies first-token and queue deadlines, and the SLO used in the ratio
+    latency: float = 1.0  # factor of first-token and queue deadlines, and of the SLO used in the ratio
     accept_new: bool = True
 
 
@@ -49,25 +49,25 @@ class WorkerDecision(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthChanged(WorkerDecision):
-    """A worker's health or its weight moved (a ramp moves only the weight)."""
+    """A worker's health or its weight changed (a ramp changes only the weight)."""
 
     before: HealthStatus
     after: HealthStatus
     reason: str
     weight: float  # share of the traffic, 0 to 1
-    unlimited: float | None = None  # the weight that it would have if no device limited it; None: this one
+    unlimited: float | None = None  # its weight if no device limited it; None: the same as `weight`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerForgotten(WorkerDecision):
-    """A worker that left for good is no part of the fleet any more: only the journal tells of it.
+    """A worker that left for good is no longer part of the fleet: only the journal mentions it.
 
-    What convicted it is kept, for one of its name that joins later."""
+    Its conviction, if any, is kept for a worker of the same name that joins later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerOpened(WorkerDecision):
-    """No request to this worker until its trial, which comes due at `retry_at`."""
+    """This worker gets no request until its trial, which is due at `retry_at`."""
 
     retry_at: datetime
     wait_s: float
@@ -76,7 +76,7 @@ class BreakerOpened(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerHalfOpened(WorkerDecision):
-    """One canary, the trial, is due; no result by `deadline` is a failure."""
+    """One canary, the trial, is due. No result by `deadline` counts as a failure."""
 
     deadline: datetime
 
@@ -88,7 +88,7 @@ class BreakerClosed(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted(WorkerDecision):
-    """No new request for this worker; what runs may finish until `deadline`."""
+    """This worker gets no new request; running ones may finish until `deadline`."""
 
     deadline: datetime
     reason: str
@@ -96,14 +96,14 @@ class DrainStarted(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainEnded(WorkerDecision):
-    """The drain is over: the worker is empty, or its time was up, or it was resumed."""
+    """The drain is over: the worker is empty or left, its deadline passed, or it was resumed."""
 
     outcome: Literal["empty", "deadline", "left", "resumed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCapped(WorkerDecision):
-    """The ejection budget kept this doubtful worker in service at `weight`; None lifts the cap."""
+    """The ejection budget kept this doubtful worker in service, at `weight`; None lifts the cap."""
 
     weight: float | None  # share of the traffic, 0 to 1
     reason: str
@@ -111,57 +111,57 @@ class WeightCapped(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareActivated(WorkerDecision):
-    """This spare serves from now on, in the place of a worker that is lost. That one is a spare when it comes back."""
+    """This spare serves from now on and replaces a failed worker, which becomes a spare when it returns."""
 
-    replaces: str  # the worker that is lost
-    reason: str  # why it is
+    replaces: str  # the worker that failed
+    reason: str  # why it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReleased(WorkerDecision):
-    """This worker is a spare again: the one in whose place it served is well, and serves."""
+    """This worker is a spare again: the worker that it replaced is healthy and serves."""
 
-    returned: str  # the worker that has its place again
+    returned: str  # the worker that serves again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenAgreed(Decision):
-    """Two instances on different workers gave this answer (or it was configured): from now on it convicts."""
+    """Two instances on different workers gave this answer (or it was configured): from now on a deviation convicts."""
 
     canary_key: str
     canary: str
     by: tuple[str, ...]
-    tied: tuple[str, ...] = ()  # of these: workers whose answer parts from the golden at a near tie
+    tied: tuple[str, ...] = ()  # of these, workers that deviate from the golden at a near tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRetired(Decision):
-    """This golden no longer counts; the next answers are voted on again."""
+    """This golden no longer counts; workers vote on the next answers again."""
 
     canary_key: str
     canary: str
     reason: str
     outvoted_by: tuple[
         str, ...
-    ] = ()  # workers whose equal answers outvoted an agreed golden: it convicts them no more
+    ] = ()  # workers with equal answers that outvoted an agreed golden: it is void for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradationChanged(Decision):
-    """A model's degradation level moved."""
+    """A model's degradation level changed."""
 
     model: str
     before: int  # level, 0 to 4
     after: int  # level, 0 to 4
-    ratio: float  # capacity / SLO throughput when it was decided
+    ratio: float  # capacity / SLO throughput at the decision
     knobs: Knobs
     capacity_rps: float
-    predicted_rps: float = 0.0  # what the level itself leaves of that: its cut batch lowers throughput
+    predicted_rps: float = 0.0  # capacity under the new level: its smaller batch lowers throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentOpened(Decision):
-    """Something began to go wrong. Everything that follows from it carries this incident's id."""
+    """An incident began. Every event that follows from it carries this incident's id."""
 
     subject: str  # worker:w3, model:llama
     symptom: str
@@ -169,7 +169,7 @@ class IncidentOpened(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentClosed(Decision):
-    """All that belonged to this incident is well again, or gone for good."""
+    """Everything that belonged to this incident has recovered, or is gone for good."""
 
     subject: str
     outcome: str
@@ -182,10 +182,10 @@ class PolicyAdopted(Decision):
     policy: dict[str, Any]
     deciders_version: int  # grows whenever the same facts would lead to another decision
     kinds: tuple[str, ...] | None = None  # kinds beyond those of 0.2.0 that may be written from here on
-    allowed_by: str = ""  # the operator who allowed them while a process did not know them
+    allowed_by: str = ""  # operator that allowed them before every process knew them
     command: str = ""  # id of that operator's command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absorbed(Decision):
-    """Nothing was due: this only says how far the controller has read, so that pending stays small."""
+    """Nothing was due. This only records how far the controller has read, so that pending stays small."""

@@ -1,16 +1,16 @@
-"""The one base of every error that Holdfast raises on purpose.
+"""The base class of every error that Holdfast raises on purpose.
 
-Beside each port stand the two or three errors that it may raise. Each docstring is the error's message when no
+Each port defines the two or three errors that it may raise. An error's docstring is its message when no
 other is given: it says what was wrong and what to do.
 """
 
 import os
 
-QUARANTINE = "holdfast journal quarantine"  # and a sequence: the way past an event at which everybody stops
+QUARANTINE = "holdfast journal quarantine"  # plus a sequence: skips an event at which every reader stops
 
 
 class HoldfastError(Exception):
-    """Holdfast could not do what was asked."""
+    """Holdfast could not do what was requested."""
 
     def __str__(self) -> str:
         text = super().__str__() or self.__doc__ or ""
@@ -18,18 +18,18 @@ class HoldfastError(Exception):
 
 
 class Finding(HoldfastError):
-    """Something is not as it must be, and somebody can mend it: exit code 3."""
+    """Something is not as it must be, and an operator can repair it: exit code 3."""
 
 
 class UsageError(HoldfastError):
-    """What was asked for makes no sense. A command ends with exit code 2, and trying again would not help."""
+    """What was requested is not valid. A command ends with exit code 2, and trying again would not help."""
 
 
 class BadSetting(UsageError):
-    """A setting has a value that makes no sense, or there is no such setting."""
+    """A setting has an invalid value, or does not exist."""
 
 
 def os_reason(error: OSError) -> str:
-    """Return an operating system's error in its own words, without what Python adds: `Connection refused`."""
-    number = error.errno or 0  # name resolution has numbers of its own, below 0
+    """Return an operating system's error in its own words, without Python's additions: `Connection refused`."""
+    number = error.errno or 0  # name resolution has its own numbers, below 0
     return (os.strerror(number) if number > 0 else error.strerror) or str(error) or type(error).__name__

@@ -1,8 +1,8 @@
-"""What a fact is: a frozen value in the past tense, and the envelope in which the journal keeps it.
+"""The base classes of facts, and the envelope in which the journal keeps them.
 
-Two families. An *observation* is reported by the world (`events.observations`); a *decision* is made by the
-controller (`events.decisions`). `Recorded` is a fact once the journal has it: only then does it have a place in
-the order of things, and only `Recorded` values are folded.
+A fact is a frozen value, named in the past tense. There are two families: an *observation* is reported by the world
+(`events.observations`); a *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal: only
+then does it have a position in the order of events, and only `Recorded` values are folded.
 """
 
 import re
@@ -25,40 +25,40 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Fact):
-    """What the world reported. `entity` names the subject's second token, and the field that fills its third."""
+    """Something that the world reported. `entity` is the second token of its subject, and names the field of the third one."""
 
     entity: ClassVar[str] = "worker"  # one of worker, frontend, model, fleet, event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(Fact):
-    """What the controller decided, with its consequence, so that it folds alike under any later policy.
+    """Something that the controller decided, with its consequence, so that it folds alike under any later policy.
 
     `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the deciding controller's
     clock. `cause` is the id of the event that led here: a `ce-id`, or `decision:N` for decision number N.
-    `incident` is the id under which everything that belongs together is found.
+    `incident` is the id shared by all events of one incident.
     """
 
     number: int = 0  # of the fleet's decisions, from 1 without a gap
     decided_at: datetime  # the deciding controller's clock
     cause: str = ""  # the event that led here: its ce-id, or decision:N
-    incident: str = ""  # to which it belongs; empty: to none
+    incident: str = ""  # id of the incident it belongs to; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Fact):
-    """What stands in the place of a message that is no event of ours, or that was quarantined: nobody folds it.
+    """Stands for a message that is not an event of ours, or that was quarantined: it is not folded.
 
-    It is never written: whoever reads makes it of the message (`events.journal.messages`), so that the place is taken, and
-    everybody steps over it alike.
+    It is never written. Each reader makes it of the message (`events.journal.messages`), so that the position is occupied and
+    all readers skip the same messages.
     """
 
     why: str  # in words
-    subject: str  # on which it was published, as far as it can be shown
+    subject: str  # on which it was published, as far as it can be displayed
     bytes: int  # of its body
-    decided: bool = False  # it lies on a decision's subject: the fence of decisions has moved to it
-    unknown: bool = False  # a newer version may know it: who folds must stop here
-    quarantined: bool = False  # somebody has decided that it does not count
+    decided: bool = False  # it is on a decision's subject: the fence of decisions has moved to it
+    unknown: bool = False  # a newer version may know it: a reader that folds must stop here
+    quarantined: bool = False  # an operator has quarantined it
 
 
 @quickly_made
@@ -66,8 +66,8 @@ class Skipped(Fact):
 class Recorded:
     """A fact that the journal holds.
 
-    `seq` is its place in the stream, `at` the stream's own timestamp. `source` is the process instance that said it
-    and `source_number` that source's count of its facts, from 1: together they make a repetition recognisable.
+    `seq` is its position in the stream, `at` the stream's own timestamp. `source` is the process instance that published it
+    and `source_number` that source's count of its facts, from 1: together they identify a repetition.
     `through`, on decisions, is the last stream sequence that the controller had read when it decided.
     """
 

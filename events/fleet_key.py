@@ -1,14 +1,14 @@
-"""Does whoever is at the other end of a connection belong to this fleet? He does if he knows its key.
+"""Mutual authentication of a frontend and a worker by the fleet's shared key.
 
     frontend ── Hello(nonce) ──▶ worker
-    frontend ◀── Challenge(nonce, proof) ── worker      it is no stranger who has taken a port that was free
-    frontend ── Proof ──▶ worker                        nor is who asks
+    frontend ◀── Challenge(nonce, proof) ── worker      the worker is no stranger that took a free port
+    frontend ── Proof ──▶ worker                        nor is the frontend a stranger
     frontend ◀── Welcome ── worker
 
-Once for each connection, before anything of a user's is said. A proof is an HMAC-SHA256 (RFC 2104) of who proves what to whom
-and of both sides' fresh nonces, so that none can be used twice. Without a key nothing is proved, and nothing asked.
+It runs once per connection, before any user's data is sent. A proof is an HMAC-SHA256 (RFC 2104) of the prover's role and of both
+sides' fresh nonces, so that no proof can be used twice. Without a key nothing is proved, and nothing is asked.
 
-What a reader would get wrong: this is no encryption. Whoever can read what passes between two hosts reads it.
+This is no encryption: any program that can read the traffic between two hosts can read the data.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096
 
 
 class Stranger(HoldfastError):
-    """Whoever is at the other end does not know the fleet's key."""
+    """The peer does not know the fleet's key."""
 
 
 class FleetKey:
-    """A secret that all processes of a fleet share. It shows itself to nobody."""
+    """A secret that all processes of a fleet share. It is never displayed."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     @classmethod
     def read(cls, path: Path) -> "FleetKey":
-        """Return the key that a file holds, without spaces around it. Raise BadSetting."""
+        """Read the key from a file, without white space around it. Raise BadSetting."""
         try:
             with path.open("rb") as file:
                 secret = file.read(KEY_BYTES_MAX + 1).strip()
@@ -46,13 +46,13 @@ class FleetKey:
             raise BadSetting(f"fleet_key_file = {str(path)!r}: {error.strerror}") from error
         if not KEY_BYTES_MIN <= len(secret) <= KEY_BYTES_MAX:
             raise BadSetting(
-                f"fleet_key_file = {str(path)!r} holds {len(secret)} bytes: {KEY_BYTES_MIN} to {KEY_BYTES_MAX} are wanted"
+                f"fleet_key_file = {str(path)!r} holds {len(secret)} bytes; it must hold {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
             )
         return cls(secret)
 
     @classmethod
     def kept(cls, path: Path) -> "FleetKey":
-        """Return the key that a file holds, or a new one, which it holds from then on, for its owner alone. Raise BadSetting,
+        """Return the key in a file, which is created with a new key and for its owner alone if it is missing. Raise BadSetting,
         or OSError if it cannot be written."""
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,19 +66,19 @@ class FleetKey:
             fresh.replace(path)
         return cls.read(path)
 
-    def proof(self, who: str, *said: bytes) -> bytes:
-        """Return the proof that `who` knows the key, for this exchange: each part of it with its length before it."""
-        parts = [b"holdfast 1", who.encode(), *said]
-        words = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        return hmac.digest(self._secret, words, "sha256")
+    def proof(self, role: str, *said: bytes) -> bytes:
+        """Return the proof that `role` knows the key, for this exchange. Each part is preceded by its length."""
+        parts = [b"holdfast 1", role.encode(), *said]
+        message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        return hmac.digest(self._secret, message, "sha256")
 
-    def proves(self, proof: bytes, who: str, *said: bytes) -> bool:
-        """Say whether a proof is one, in a time that does not tell how nearly."""
-        return hmac.compare_digest(proof, self.proof(who, *said))
+    def proves(self, proof: bytes, role: str, *said: bytes) -> bool:
+        """Return whether a proof is valid, in constant time."""
+        return hmac.compare_digest(proof, self.proof(role, *said))
 
 
 def file_of(named: str, own: Path) -> str:
-    """Return the file of a fleet's key: the one that is named, or its own, which is made if need be. Raise BadSetting or
+    """Return the path of a fleet's key file: the one named, or its own, which is created if it is missing. Raise BadSetting or
     OSError."""
     path = Path(named) if named else own
     (FleetKey.read if named else FleetKey.kept)(path)
@@ -86,34 +86,34 @@ def file_of(named: str, own: Path) -> str:
 
 
 def nonce() -> bytes:
-    """Return what nobody has said before."""
+    """Return fresh random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 class FrontendHandshake:
-    """The frontend's side of one connection's beginning."""
+    """The frontend's side of the handshake of one connection."""
 
     def __init__(self, key: FleetKey | None) -> None:
         self._key = key
         self._nonce = nonce() if key is not None else b""
-        self.proven = key is None  # nothing has to be proved, or the worker has
+        self.proven = key is None  # nothing has to be proved, or the worker has proved it
 
     def hello(self, frontend: str) -> Hello:
-        """Return what the frontend says first."""
+        """Return the frontend's first message."""
         return Hello(frontend, nonce=self._nonce)
 
     def answer(self, challenge: Challenge) -> Proof:
-        """Return what proves that we know the key, to a worker that does. Raise Stranger."""
+        """Return the proof that we know the key, for a worker that has proved it. Raise Stranger."""
         if self._key is None:
-            raise Stranger("the worker asks for its fleet's key: name it by --fleet-key-file")
+            raise Stranger("the worker requires its fleet's key: set --fleet-key-file")
         if not self._key.proves(challenge.proof, "worker", self._nonce, challenge.nonce):
-            raise Stranger("the worker does not know the fleet's key, or knows another one")
+            raise Stranger("the worker does not know the fleet's key, or uses another one")
         self.proven = True
         return Proof(self._key.proof("frontend", challenge.nonce, self._nonce))
 
 
 class WorkerHandshake:
-    """The worker's side: it answers a hello at once where there is no key."""
+    """The worker's side of the handshake: without a key it accepts a hello at once."""
 
     def __init__(self, key: FleetKey | None) -> None:
         self._key = key
@@ -121,19 +121,19 @@ class WorkerHandshake:
         self._hello: Hello | None = None
 
     def challenge(self, hello: Hello) -> Challenge | None:
-        """Return what a frontend is asked before it is welcome; None: nothing."""
+        """Return the challenge that a frontend must answer before it is welcome; None: there is none."""
         if self._key is None:
             return None
         self._hello, self._nonce = hello, nonce()
-        if len(hello.nonce) != NONCE_BYTES:  # it knows of no key: it will say so, and is told nothing
+        if len(hello.nonce) != NONCE_BYTES:  # it has no key: it will report that, and gets no proof
             return Challenge(self._nonce)
         return Challenge(self._nonce, self._key.proof("worker", hello.nonce, self._nonce))
 
     def proven(self, proof: Proof) -> Hello:
-        """Return the hello of a frontend that knows the key. Raise Stranger."""
+        """Return the hello of a frontend that has proved the key. Raise Stranger."""
         hello, self._hello = self._hello, None
         if hello is None or self._key is None:
-            raise Stranger("a proof that nobody has asked for")
+            raise Stranger("a proof without a challenge")
         if not self._key.proves(proof.proof, "frontend", self._nonce, hello.nonce):
-            raise Stranger("the frontend does not know the fleet's key, or knows another one")
+            raise Stranger("the frontend does not know the fleet's key, or uses another one")
         return hello

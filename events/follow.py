@@ -3,11 +3,12 @@
     async for event in follow(url, kinds=["canary_failed"], durable="my-app"):
         print(event.at, event.fact.worker, event.fact.reason)
 
-With `durable` the broker remembers how far the program of that name has come: an event counts as taken when the loop asks for the
-next one, and after a crash the loop goes on with the one that it was at. Make what you do with an event idempotent by its `id`.
-Without, nothing is remembered: the loop begins where `since` says.
+With `durable` the broker stores the read position of the program of that name. An event counts as processed when the loop
+requests the next one, so after a crash the loop continues with the event that it was processing. Make your processing
+idempotent by the event's `id`. Without `durable` nothing is stored: the loop begins where `since` says.
 
-What is no event of this version's kinds (docs/events.md) is stepped over. While the broker is away the loop waits.
+A message that is not an event of this version's kinds (docs/events.md) is skipped. While the broker is unreachable the loop
+waits.
 """
 
 import asyncio
@@ -38,40 +39,40 @@ Since: TypeAlias = int | datetime | Literal["now"] | None
 CONNECT_S = 5.0
 ASK_S = 5.0
 CLOSE_S = 2.0
-FETCH_S = 5.0  # that one question for more may wait
-GATHER_S = 0.05  # that many may wait for one another, where many come
-AGAIN_S = 0.5  # after an error of the connection
-ACK_WAIT_S = 5.0  # after a crash the event that it was at comes again within that
-STILL_S = 2.0  # how often the broker is told that an event is still being worked on
-BATCH = 200  # events on the way at once, where nothing is remembered
-GONE_S = 60.0  # after which the broker forgets a reader that remembers nothing
+FETCH_S = 5.0  # how long one fetch may wait
+GATHER_S = 0.05  # how long a fetch waits for more, when many arrive
+AGAIN_S = 0.5  # between retries after an error of the connection
+ACK_WAIT_S = 5.0  # after a crash the event in progress is delivered again within that
+STILL_S = 2.0  # between reports to the broker that an event is still in progress
+BATCH = 200  # events in flight at once, without a durable name
+GONE_S = 60.0  # after which the broker deletes a consumer without a durable name
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
 class CannotFollow(HoldfastError):
-    """The events cannot be followed: the broker cannot be reached, refuses it, or has no stream FLEET."""
+    """The events cannot be followed: the broker is unreachable, refuses access, or has no stream FLEET."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedEvent:
-    """One event: CloudEvents' attributes, its place on the stream, and what it says."""
+    """One event: the attributes of CloudEvents, its position on the stream, and its fact."""
 
     id: str  # CloudEvents: the same for every repetition
-    type: str  # CloudEvents: holdfast. and the kind
-    source: str  # CloudEvents: the process instance that said it
-    subject: str  # on which it lies
-    time: datetime | None  # CloudEvents: by the clock of who said it
-    seq: int  # its place on the stream
-    at: datetime  # when the stream took it, by the broker's clock
-    correlation: str  # the incident that it belongs to; empty: to none
-    causation: str  # the event that led to it: an id, or decision:N; empty: none is known
+    type: str  # CloudEvents: "holdfast." and the kind
+    source: str  # CloudEvents: the process instance that published it
+    subject: str  # of its message
+    time: datetime | None  # CloudEvents: by the source's clock
+    seq: int  # its position on the stream
+    at: datetime  # when it was appended to the stream, by the broker's clock
+    correlation: str  # id of its incident; empty: none
+    causation: str  # the event that led to it: an id, or decision:N; empty: not known
     fact: Fact  # one of `events.observations` or `events.decisions`
-    pending: int = 0  # events of the kinds that are followed, behind this one, when the broker sent it
+    pending: int = 0  # later events of the followed kinds, when the broker sent this one
 
     @property
     def data(self) -> dict[str, Any]:
-        """What it says as plain JSON types: the body as docs/schemas has it."""
+        """The fact as plain JSON types: the body as in docs/schemas."""
         found: dict[str, Any] = codec.to_builtins(self.fact)
         return found
 
@@ -84,21 +85,21 @@ async def follow(
     durable: str = "",
     may_change_kinds: bool = False,
 ) -> AsyncGenerator[FollowedEvent, None]:
-    """Yield events, the oldest first, for ever.
+    """Yield events, the oldest first, forever.
 
-    `url`: as `holdfast nats reader` prints it. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
-    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest that is kept. For a durable name it counts
-    the first time only. A durable name goes with its kinds; with `may_change_kinds` it follows other ones from its place on.
-    Raise UsageError for what makes no sense, CannotFollow.
+    `url`: as printed by `holdfast nats reader`. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
+    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest event on the stream. With a durable name it
+    counts the first time only. A durable name belongs to its kinds; with `may_change_kinds` it continues with other kinds.
+    Raise UsageError for invalid arguments, CannotFollow.
     """
     check_url(url)
     filters = _filters(kinds)
     if durable and not _NAME.fullmatch(durable):
-        raise UsageError(f"durable={durable!r}: letters, digits, _ and -, 64 at most")
+        raise UsageError(f"durable={durable!r}: use letters, digits, _ and -, at most 64")
     if isinstance(since, datetime) and since.tzinfo is None:
-        raise UsageError("since is an instant without a time zone")
+        raise UsageError("since is an instant without a time zone: add one")
     if not (since is None or since == "now" or isinstance(since, int | datetime)):
-        raise UsageError(f"since={since!r}: a sequence, an instant with a time zone, or 'now'")
+        raise UsageError(f"since={since!r}: expected a sequence, an instant with a time zone, or 'now'")
     client = await _connected(url)
     try:
         reader = _Consumer(client, filters, since, durable, may_change_kinds)
@@ -117,7 +118,7 @@ def _filters(kinds: Iterable[type[Fact] | str]) -> list[str]:
         name = kind if isinstance(kind, str) else kind.kind()
         fact = codec.KINDS.get(name)
         if fact is None:
-            raise UsageError(f"there is no kind {name!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
+            raise UsageError(f"unknown kind {name!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
         found.append(
             f"{subjects.DECIDED}.{name}" if issubclass(fact, Decision) else f"{subjects.OBSERVED}.*.*.{name}"
         )
@@ -135,11 +136,11 @@ async def _connected(url: str) -> Client:
                 **account(url),
             )
     except (NatsError, OSError, TimeoutError) as error:
-        raise CannotFollow(f"{masked(url)} does not answer ({error!r}). {CannotFollow.__doc__}") from error
+        raise CannotFollow(f"{masked(url)} does not respond ({error!r}). {CannotFollow.__doc__}") from error
 
 
 async def _silent(error: Exception) -> None:
-    """What fails is raised, or tried again."""
+    """Ignore a connection error: it is raised or retried elsewhere."""
 
 
 class _Consumer:
@@ -151,11 +152,11 @@ class _Consumer:
         self._may_change_kinds = may_change_kinds
         self._client, self._stream = client, client.jetstream(timeout=ASK_S)
         self._filters, self._since, self._durable = filters, since, durable
-        self._last = 0  # sequence that was yielded last
-        self._created: datetime | None = None  # the stream, as it was found first
-        self._made: datetime | None = None  # the consumer
+        self._last = 0  # sequence of the last event yielded
+        self._created: datetime | None = None  # creation time of the stream, as first seen
+        self._made: datetime | None = None  # creation time of the consumer
         self._more_waits = False  # at the broker, perhaps
-        self._place = 0  # of the last event among those that this consumer was sent
+        self._place = 0  # consumer sequence of the last event received
         self._reconnects = 0
 
     async def events(self) -> AsyncGenerator[FollowedEvent, None]:
@@ -164,11 +165,13 @@ class _Consumer:
             got: list[Msg] = []
             try:
                 got = await self._more(subscription)
-            except (NatsError, OSError, TimeoutError) as error:  # the broker is away, or nothing is new
+            except (
+                NatsError,
+                OSError,
+                TimeoutError,
+            ) as error:  # the broker is unreachable, or nothing is new
                 if self._client.is_closed:
-                    raise CannotFollow(
-                        f"the broker has ended the connection. {CannotFollow.__doc__}"
-                    ) from error
+                    raise CannotFollow(f"the broker closed the connection. {CannotFollow.__doc__}") from error
                 if not isinstance(error, TimeoutError):
                     await asyncio.sleep(AGAIN_S)
                 if await self._is_gone(subscription):
@@ -187,36 +190,36 @@ class _Consumer:
                     except GeneratorExit:
                         if self._durable:
                             with contextlib.suppress(NatsError, OSError):
-                                await message.nak()  # whoever comes next has it at once
+                                await message.nak()  # the next consumer gets it at once
                         raise
                 if self._durable:
-                    with contextlib.suppress(NatsError, OSError):  # else it comes again
+                    with contextlib.suppress(NatsError, OSError):  # otherwise it is delivered again
                         await message.ack()
 
     def _has_lost(self, message: Msg) -> bool:
-        """Say whether something before a message was on its way when the connection broke: where nothing is acknowledged, the
-        broker takes it for delivered. Of a durable name: whether it comes of another consumer, which counts anew."""
+        """Return whether an earlier message was lost when the connection broke: without acknowledgements the broker considers it
+        delivered. With a durable name: whether the message is from another consumer, which counts anew."""
         place = message.metadata.sequence.consumer
         lost = place <= self._place if self._durable else place != self._place + 1
         self._place = place
         return lost
 
     async def _again(self, before: JetStreamContext.PullSubscription) -> JetStreamContext.PullSubscription:
-        """Subscribe anew behind the last event, when the broker and its stream are there. Raise CannotFollow if that is another
-        one."""
+        """Subscribe again after the last event, once the broker and its stream are available. Raise CannotFollow if it is another
+        stream."""
         with contextlib.suppress(NatsError, OSError):
             await before.unsubscribe()
         while True:
             if self._client.is_closed:
-                raise CannotFollow(f"the broker has ended the connection. {CannotFollow.__doc__}")
+                raise CannotFollow(f"the broker closed the connection. {CannotFollow.__doc__}")
             try:
                 return await self._bound()
             except (NatsError, OSError, TimeoutError):
                 await asyncio.sleep(AGAIN_S)
 
     async def _more(self, subscription: JetStreamContext.PullSubscription) -> list[Msg]:
-        """Return what is there, at least one message. Raise TimeoutError if none comes in time."""
-        if self._more_waits:  # nats-py waits for the whole of a batch, once one has come
+        """Return the available messages, at least one. Raise TimeoutError if none arrives in time."""
+        if self._more_waits:  # nats-py waits for the whole batch, once one message has arrived
             self._more_waits = False
             with contextlib.suppress(TimeoutError):
                 got = await _fetched(subscription, BATCH, GATHER_S)
@@ -227,7 +230,7 @@ class _Consumer:
         return got
 
     async def _is_gone(self, subscription: JetStreamContext.PullSubscription) -> bool:
-        """Say whether to subscribe anew: the broker has forgotten this reader, or was away while events were on the way."""
+        """Return whether to subscribe again: the broker deleted this consumer, or was unreachable with events in flight."""
         broke = self._client.stats["reconnects"]
         if not self._durable and broke != self._reconnects:
             self._reconnects = broke
@@ -255,22 +258,22 @@ class _Consumer:
         return await self._stream.pull_subscribe_bind(consumer=found.name, stream=subjects.STREAM)
 
     async def _last_of_the_same(self) -> int:
-        """Return the stream's last sequence. Raise CannotFollow if it is not the stream that was followed so far: its numbers
-        mean other events."""
+        """Return the stream's last sequence. Raise CannotFollow if it is not the stream that was followed so far: its sequences
+        denote other events."""
         found = await self._stream.stream_info(subjects.STREAM)
         self._created = self._created or found.created
         if found.created != self._created:
             raise CannotFollow(
-                f"the stream is another one: it was made {found.created}, the one that was followed {self._created}"
+                f"the stream was recreated at {found.created}; the one that was followed is of {self._created}"
             )
         if found.state.last_seq < self._last:
             raise CannotFollow(
-                f"the stream ends at {found.state.last_seq}, before {self._last}: it has lost what came behind"
+                f"the stream ends at {found.state.last_seq}, before {self._last}: it has lost later events"
             )
         return found.state.last_seq
 
     async def _consumer(self, last: int) -> ConsumerInfo:
-        """Make the consumer, or find the one of that name. `last`: of the stream."""
+        """Create the consumer, or find the one of that name. `last` is the stream's last sequence."""
         if self._durable:
             with contextlib.suppress(NotFoundError):
                 found: ConsumerInfo = await self._stream.consumer_info(subjects.STREAM, self._durable)
@@ -279,10 +282,10 @@ class _Consumer:
                         changed = found.config.evolve(filter_subjects=self._filters)
                         return await self._stream.add_consumer(subjects.STREAM, changed)
                     raise UsageError(
-                        f"{self._durable!r} follows other kinds: give another name, or delete that consumer"
+                        f"{self._durable!r} follows other kinds: use another name, or delete that consumer"
                     )
                 return found
-        if self._since == "now":  # told once: a second consumer is not to begin later
+        if self._since == "now":  # resolved once: a second consumer must not begin later
             self._since = last + 1
         return await self._stream.add_consumer(subjects.STREAM, self._config())
 
@@ -291,7 +294,7 @@ class _Consumer:
         if self._durable:
             config.durable_name, config.ack_policy = self._durable, AckPolicy.EXPLICIT
             config.ack_wait = ACK_WAIT_S
-            config.max_ack_pending = 1  # one at a time: so a crash changes no order
+            config.max_ack_pending = 1  # one at a time: so a crash does not change the order
         else:
             config.ack_policy, config.inactive_threshold = AckPolicy.NONE, GONE_S
             config.name = f"follow-{codec.new_id()}"
@@ -304,38 +307,38 @@ class _Consumer:
 
 
 async def _fetched(subscription: JetStreamContext.PullSubscription, most: int, within_s: float) -> list[Msg]:
-    """Return what there is. In a task of its own: nats-py's `wait_for` (of Python 3.11) can swallow a cancellation, and whoever
-    wants to leave would stay."""
-    asking = asyncio.ensure_future(subscription.fetch(most, timeout=within_s))
-    asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+    """Fetch messages in a task: nats-py's `wait_for` (of Python 3.11) can swallow a cancellation, and then the caller could not
+    stop."""
+    fetch = asyncio.ensure_future(subscription.fetch(most, timeout=within_s))
+    fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
-        await asyncio.wait({asking})
+        await asyncio.wait({fetch})
     finally:
-        asking.cancel()
-    return asking.result()
+        fetch.cancel()
+    return fetch.result()
 
 
 @contextlib.asynccontextmanager
 async def _under_way(message: Msg) -> AsyncIterator[None]:
-    """Tell the broker again and again that somebody is at this event, so that it does not come a second time."""
+    """Report to the broker repeatedly that this event is in progress, so that it is not delivered again."""
 
-    async def tell() -> None:
+    async def report() -> None:
         while True:
             await asyncio.sleep(STILL_S)
             with contextlib.suppress(NatsError, OSError):
                 await message.in_progress()
 
-    telling = asyncio.create_task(tell())
+    reporting = asyncio.create_task(report())
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
 def _event(message: Msg) -> FollowedEvent | None:
-    """Return what a message says; None: it is no event, or one of a kind that this version does not know."""
+    """Decode a message; None: it is no event, or its kind is unknown to this version."""
     seq, taken_ns = delivered(message.reply.encode())
-    at = _EPOCH + timedelta(microseconds=taken_ns // 1000)  # never later than it was: `since` takes it in
+    at = _EPOCH + timedelta(microseconds=taken_ns // 1000)  # rounded down, so that `since` includes it
     lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())
     headers = f"NATS/1.0\r\n{lines}\r\n".encode()
     found = messages.read(seq, at, message.subject.encode(), headers, message.data)

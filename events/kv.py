@@ -1,13 +1,13 @@
-"""Which KV blocks has an engine stored, and which has it removed? What workers say of them, and answer when asked.
+"""KV-cache events of workers, and the queries by which frontends recover missed ones.
 
     kv.events.<worker>           a `KvBatch` at the end of a step, to every frontend
-    kv.ask.<worker>.<instance>   an `KvRequest` of one frontend, and one answer
+    kv.ask.<worker>.<instance>   a `KvRequest` of one frontend, and one reply
 
-Core NATS, msgpack, kept by nobody. What is lost on the way leaves a gap in the ids, and whoever finds it asks for what is
-missing. A block is named by its sequence hash (`events.blocks`), so that an event needs no tokens in it.
+Core NATS, msgpack, not stored. A lost message leaves a gap in the ids, and the frontend that finds the gap requests the missing
+events. A block is named by its sequence hash (`events.blocks`), so that an event contains no tokens.
 
-Every DP rank counts its own events from 0, one id per event, over one life of its worker. A batch without events says
-only which id comes next: that is how the loss of the last one is noticed.
+Every DP rank counts its own events from 0, one id per event, over one life of its worker. A batch without events carries
+only the next id: it reveals the loss of the last event.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """Where a block lies, the fastest first."""
+    """The storage tier of a block, the fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -25,7 +25,7 @@ class Tier(IntEnum):
 
 
 class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True):
-    """A rank has these consecutive blocks now, the first right after `parent` (None: where prompts begin)."""
+    """A rank stored these consecutive blocks, the first right after `parent` (None: at the start of a prompt)."""
 
     blocks: list[int]
     parent: int | None = None
@@ -33,21 +33,21 @@ class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True):
 
 
 class Removed(msgspec.Struct, tag="removed", array_like=True, frozen=True):
-    """A rank has these blocks no more on this tier."""
+    """A rank removed these blocks from this tier."""
 
     blocks: list[int]
     tier: int = 0  # a Tier
 
 
 class Cleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True):
-    """A rank has no blocks any more, on any tier."""
+    """A rank removed all of its blocks, on all tiers."""
 
 
 KvEvent = Stored | Removed | Cleared
 
 
 class KvBatch(msgspec.Struct, array_like=True, frozen=True):
-    """Events of one rank of one life of a worker, in their order: their ids are `first`, `first` + 1, and so on."""
+    """Events of one rank of one life of a worker, in order: their ids are `first`, `first` + 1, and so on."""
 
     worker: str
     instance: str
@@ -57,26 +57,26 @@ class KvBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KvRequest(msgspec.Struct, array_like=True, frozen=True):
-    """What a frontend asks a worker: the events from `first` to `last` (None: all that follow), both included, or without
-    `first` all the blocks that a rank has. Such a dump comes in parts: `dump` and `part` ask for a further one."""
+    """A frontend's query to a worker: the events from `first` to `last` inclusive (None: all that follow), or without `first` a
+    dump of all blocks of a rank. A dump has several parts: `dump` and `part` request a further one."""
 
     rank: int = 0
     first: int | None = None
     last: int | None = None
-    dump: int | None = None  # the `next` of the dump that it belongs to; None: a new one
+    dump: int | None = None  # the `next` of the dump that the part belongs to; None: a new dump
     part: int = 0
 
 
 class Events(msgspec.Struct, tag="events", array_like=True, frozen=True):
-    """Events from the one asked for on: up to the last one wanted, or as many as fit into an answer."""
+    """The events from the requested one to the last requested one, or as many as fit into a reply."""
 
     first: int
     events: list[KvEvent]
 
 
 class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
-    """One part of what a rank has after all events before `next`, as events that lead to it from nothing: it replaces
-    what was known. Also the answer to an `KvRequest` for events that are no longer kept."""
+    """One part of a rank's blocks after all events before `next`, as events that build them from nothing. It replaces earlier
+    knowledge. It is also the reply to a `KvRequest` for events that are no longer stored."""
 
     next: int
     part: int
@@ -85,20 +85,20 @@ class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
 
 
 class TooNew(msgspec.Struct, tag="too_new", array_like=True, frozen=True):
-    """There is no event yet of the id asked for: `next` is the first that does not exist."""
+    """The requested event does not exist yet: `next` is the first id that does not exist."""
 
     next: int
 
 
 class InvalidRange(msgspec.Struct, tag="invalid_range", array_like=True, frozen=True):
-    """The last event asked for comes before the first."""
+    """The last requested event is before the first one."""
 
     first: int
     last: int
 
 
 class KvRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The worker cannot answer, and why. Asking later may help."""
+    """The worker cannot answer, and why. A later retry may succeed."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""While decoders are made: counts that are none below zero and that every database and every JSON reader can hold, and
-instants with a time zone.
+"""Makes msgspec decoders check facts for valid counts and time zones.
 
-A fact's fields are plain `int` and `datetime`, which say neither. The decoders that are made within `narrowed` check both
-where they read the value, which costs next to nothing; a check of each made fact would take a tenth of a replay.
+A valid count is not negative, and every database and JSON reader can hold it. A fact's fields are plain `int` and `datetime`,
+which do not say so. Decoders that are created within `narrowed` check both where they read the value, which costs next to
+nothing. A check of each fact after decoding would take a tenth of a replay.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from msgspec import Meta
 
 INT_MAX = 2**53  # what a JSON number holds exactly; 9 PB, 285 years of microseconds
 
-SIGNED = {"exit"}  # fields that are no counts: an exit status of older facts was -n for a signal
+SIGNED = {"exit"}  # fields that are not counts: an exit status of older facts was -n for a signal
 
 _COUNT = Annotated[int, Meta(ge=0, le=INT_MAX)]
 _SIGNED = Annotated[int, Meta(ge=-INT_MAX, le=INT_MAX)]
@@ -25,7 +25,7 @@ _INSTANT = Annotated[datetime, Meta(tz=True)]
 
 @contextmanager
 def narrowed(kinds: Iterable[type]) -> Iterator[None]:
-    """Let these dataclasses, and those that their fields consist of, be narrow for msgspec, which keeps what it has seen."""
+    """Annotate these dataclasses, and those of their fields, narrowly for msgspec, which keeps the annotations it has seen."""
     plain: dict[type, dict[str, Any]] = {}
     for kind in kinds:
         _narrow(kind, plain)
@@ -47,7 +47,7 @@ def _narrow(kind: type, plain: dict[type, dict[str, Any]]) -> None:
 
 
 def _of(annotation: Any, number: Any, plain: dict[type, dict[str, Any]]) -> Any:
-    """Return an annotation with every `datetime` in it narrow, and `number` in place of every `int`."""
+    """Return an annotation with a time zone required of every `datetime` in it, and `number` in place of every `int`."""
     if annotation is int:
         return number
     if annotation is datetime:

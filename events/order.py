@@ -1,30 +1,29 @@
-"""In which order are facts folded? Not in stream order.
+"""The order in which facts are folded, which is not stream order.
 
 A decision says how far its controller had read (`through`). Observations can enter the stream between that read and
-the append, so stream order is not absorption order. Whoever folds keeps two states:
+the append, so stream order is not absorption order. Every fold keeps two states:
 
     settled = the fold of everything up to the last decision's `through`, and of every decision
     pending = the observations after it
     shown   = fold(settled, pending)
 
-When a decision arrives, what its `through` covers moves from pending to settled, the decision is applied, and the
+When a decision arrives, the events that its `through` covers move from pending to settled, the decision is applied, and the
 rest of pending is folded again on top. Folding raw stream order instead gives a wrong state in about one history in
 eight (a test shows it).
 
-What is no event of ours (`Skipped`) only takes its place: it is neither settled nor pending. On a decision's subject it has
-moved the fence, so the position moves with it. Only a reader that goes on at unknown decisions meets one (`StopsAt`): the
-decision has taken a number, or none if it is quarantined later, and the fold lacks what it says.
+A message that is not an event of ours (`Skipped`) only occupies its position: it is neither settled nor pending. On a decision's
+subject it has moved the fence, so the position moves with it. Only a reader that continues past unknown decisions meets one
+(`StopsAt`). Such a decision has taken a number (none, if it is quarantined later), and the fold lacks its content.
 
-Repetitions are dropped here: a fact whose number is not above its source's last has been folded already.
+Repetitions are dropped here: a fact with a number not above its source's last one has been folded already.
 
-A worker's fact that names a source which is not its own (`events.intrusion.source_rule`) is folded, for its subject proves
-whose it is. It counts for no source: it is no repetition, and nothing that the named source publishes becomes one.
+A worker's fact can name a source that is not its own (`events.intrusion.source_rule`). It is folded, because its subject proves
+which worker published it. It counts for no source: it is no repetition, and makes no fact of the named source one.
 
-Every process instance is a source, so what is remembered of them must end. A source from which nothing new has come
-for `REMEMBERED` of the stream's time is forgotten. That loses no guarantee: a sender never repeats a fact later than
-half of that after it was said (`events.journal.publisher`), and the other half is for clocks that disagree. Whether a
-source is forgotten follows from the stream's times of its own two facts alone, so it does not matter from which
-snapshot somebody has read.
+Every process instance is a source, so the memory of sources must be bounded. A source is forgotten after `REMEMBERED` of the
+stream's time without a new fact. That loses no guarantee: a sender never repeats a fact later than half of that after it was
+first published (`events.journal.publisher`), and the other half allows for clocks that disagree. Whether a source is forgotten
+follows from the stream's times of its own two facts alone, so it does not depend on the snapshot a reader started from.
 """
 
 from collections import deque
@@ -39,27 +38,26 @@ from events.frozen import quickly_made, replace
 from events.intrusion.source_rule import forged
 
 REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
-CLOCK_SLACK = timedelta(days=1)  # the broker's clock may be set back by so much
+CLOCK_SLACK = timedelta(days=1)  # by how much the broker's clock may be set back
 Last = tuple[int, datetime]  # a source's last number, and the stream's time of that fact
 
 S = TypeVar("S")
 
 
 class OutOfOrder(HoldfastError):
-    """The journal's numbers do not follow one another: it was truncated, recreated, or tampered with."""
+    """The journal's numbers are not consecutive: it was truncated, recreated, or tampered with."""
 
 
 class OutOfTurn(OutOfOrder):
-    """A decision has not the number that is next: no controller wrote it, or the journal was truncated or recreated."""
+    """A decision's number is not the next one: no controller wrote it, or the journal was truncated or recreated."""
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a settled state reaches: observations up to `through`, what lies on decisions' subjects up to stream sequence
-    `decided`.
+    """How far a settled state reaches: observations up to `through`, and decisions' subjects up to stream sequence `decided`.
 
-    Reading on from a snapshot starts after `through`; decisions not above `decided` are skipped then.
+    Reading from a snapshot starts after `through`; decisions not above `decided` are skipped then.
     """
 
     through: int = 0
@@ -69,7 +67,7 @@ class Position:
 
 @dataclass(slots=True)
 class Order(Generic[S]):
-    """The fold of a journal in absorption order. Feed it every recorded event, in stream order, from `position`."""
+    """Folds a journal in absorption order. Feed it every recorded event, in stream order, from `position`."""
 
     evolve: Callable[[S, Recorded], S]
     settled: S
@@ -78,11 +76,11 @@ class Order(Generic[S]):
     last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
     lacks: int = field(init=False, default=0)  # decisions of unknown kinds that were skipped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
-    _shown: S = field(init=False)  # lacks `_fresh`: who reads many events at once asks only after the last
+    _shown: S = field(init=False)  # lacks `_fresh`: a reader of many events asks only after the last one
     _fresh: list[Recorded] = field(init=False, default_factory=list)
     _seen: dict[str, Last] = field(init=False)  # of each source, pending included
     _unread: int = field(init=False, default=0)  # decisions of unknown kinds since the last known one
-    _forgot: int = field(init=False, default=0)  # the day on which silent sources were looked for last
+    _forgot: int = field(init=False, default=0)  # ordinal day of the last search for silent sources
 
     def __post_init__(self) -> None:
         self.last_seq = self.position.through
@@ -99,13 +97,13 @@ class Order(Generic[S]):
         return self._shown
 
     def absorb(self, event: Recorded) -> S:
-        """Take one event in and return the shown state. Raise OutOfOrder on a gap, OutOfTurn at a decision out of turn."""
+        """Add one event and return the shown state. Raise OutOfOrder on a gap, OutOfTurn on a decision out of turn."""
         self.take(event)
         return self.shown
 
     def take(self, event: Recorded) -> None:
-        """Take one event in; fold it when somebody asks. Raise OutOfOrder on a gap, OutOfTurn at a decision out of turn: then
-        nothing has changed, and the fold can go on once that place is quarantined."""
+        """Add one event, which is folded on demand. Raise OutOfOrder on a gap, OutOfTurn on a decision out of turn: then
+        nothing has changed, and the fold can continue once that event is quarantined."""
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
         if isinstance(event.fact, Decision):
@@ -120,7 +118,9 @@ class Order(Generic[S]):
             if self._is_new(own):
                 self.pending.append(own)
                 self._fresh.append(own)
-        self.last_seq = event.seq  # not before: whoever goes on after an OutOfTurn reads the same event again
+        self.last_seq = (
+            event.seq
+        )  # last: after an OutOfTurn a reader that continues reads the same event again
 
     def _is_new(self, event: Recorded) -> bool:
         if not event.source or event.source_number <= 0:
@@ -143,8 +143,8 @@ class Order(Generic[S]):
         if not self.position.number < decision.number <= self.position.number + 1 + self._unread:
             raise OutOfTurn(
                 f"decision {decision.number}, at {event.seq}, is out of turn, {self.position.number + 1} is next: no controller "
-                "wrote it, or the journal was truncated or recreated. `holdfast journal inspect` lists every such place; "
-                f"`{QUARANTINE} {event.seq} --why TEXT` has everybody step over this one."
+                "wrote it, or the journal was truncated or recreated. `holdfast journal inspect` lists every such event; "
+                f"`{QUARANTINE} {event.seq} --why TEXT` makes all readers skip this one."
             )
         self._unread = 0
         self._settle(event.through)
@@ -155,8 +155,10 @@ class Order(Generic[S]):
 
     def _settle(self, through: int) -> None:
         """Move what `through` covers from pending to settled."""
-        at = None  # the stream's time of the last that moves
-        if self.pending and self.pending[-1].seq <= through:  # all of it, mostly: then it is folded already
+        at = None  # the stream's time of the last event that moves
+        if (
+            self.pending and self.pending[-1].seq <= through
+        ):  # usually all of it, and then it is folded already
             self.settled, at = self.shown, self.pending[-1].at
             for event in self.pending:
                 if event.source:
@@ -172,7 +174,7 @@ class Order(Generic[S]):
             self._forget_silent(at)
 
     def _forget_silent(self, at: datetime) -> None:
-        """Drop the sources that nobody will ask for any more: whoever reads on from here reads nothing older."""
+        """Drop the sources that are not needed any more: a reader that starts from here reads nothing older."""
         self._forgot = at.toordinal()
         for sources in (self.sources, self._seen):
             for source in [s for s, last in sources.items() if at - last[1] > REMEMBERED + CLOCK_SLACK]:

@@ -1,24 +1,23 @@
-"""Who may say and hear what at the broker? One table, by role; the broker holds everybody to it.
+"""The broker permissions of each role: subjects to publish and to subscribe to.
 
-    worker       its own facts, beats, KV events and answers; what is asked of it by name
-    frontend     facts about requests; prompts to workers; what workers and other frontends tell
-    controller   decisions, and what it observes; requests to workers; answers to operators
-    supervisor   which worker has ended, and what the broker has refused (`holdfast up`); the stream's bounds
-    projector    nothing; it reads
-    planner      what models can carry, and how many workers they should have; it reads the state store alone
-    notifier     what webhooks have not taken, into a stream beside the journal; the broker remembers how far each has come
-    operator     control.*, which place of the journal does not count, and how many workers he wants; it reads, and takes back
-                 what webhooks have not taken
-    all          which kinds they know (`live.known`), and which are in force (`live.kinds`)
-    reader       nothing; programs of yours read with it, and the broker remembers how far they have come
+    worker       publishes its own facts, heartbeats, KV events and replies; subscribes to requests by its name
+    frontend     publishes facts about requests, and prompts to workers; subscribes to workers and other frontends
+    controller   publishes decisions, its observations, requests to workers, and replies to operators
+    supervisor   publishes which worker has ended and what the broker has refused (`holdfast up`); sets the stream's bounds
+    projector    reads only
+    planner      publishes the capacity of models and proposed numbers of workers; reads the state store alone
+    notifier     stores undelivered webhook events on a stream beside the journal; the broker stores its read position
+    operator     publishes control.*, quarantines and the number of workers; reads, and removes undelivered webhook events
+    all          announce the kinds that they know (`live.known`), and learn which are in force (`live.kinds`)
+    reader       reads only; for your own programs, and the broker stores their read positions
 
-Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
-answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
+No role can delete or purge the stream, and only `holdfast up` may change its bounds. A reply goes to the requester's own inbox,
+or, from a worker, below the worker's own name. So no process can read or forge another's replies.
 
-What a reader would get wrong: who may read the journal can have JetStream deliver it to a subject that he may not speak on
-himself. A worker that uses the intake has no right at JetStream: it can neither read the journal nor publish to it, so no
+Note: a role that may read the journal can make JetStream deliver it to a subject to which the role itself may not publish.
+A worker that uses the intake has no JetStream permission: it can neither read the journal nor publish to it, so no
 acknowledgement of its facts reaches another subject. A controller publishes them (`controller.runtime.intrusion.intake`). A
-worker of 0.2.0, which does not know that way, and one without a seed file publish to the journal themselves.
+worker of 0.2.0, which does not know the intake, and one without a seed file publish to the journal themselves.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -89,7 +88,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
     ),
     "operator": (seen.EventQuarantined, seen.ScaleSet),
 }
-"""Which observations each role says."""
+"""The observations that each role publishes."""
 
 _JOURNAL = (f"{API}.STREAM.INFO.{STREAM}", f"{API}.STREAM.MSG.GET.{STREAM}")
 _READS = (
@@ -98,7 +97,7 @@ _READS = (
     f"{API}.CONSUMER.MSG.NEXT.{STREAM}.*",
     f"{API}.CONSUMER.DELETE.{STREAM}.*",
 )
-_REMEMBERED = (  # durable consumers, with filters in their names or not, and their acknowledgements
+_REMEMBERED = (  # durable consumers, with or without filters in their names, and their acknowledgements
     f"{API}.CONSUMER.CREATE.{STREAM}.*.>",
     f"{API}.CONSUMER.INFO.{STREAM}.*",
     f"{API}.CONSUMER.DURABLE.CREATE.{STREAM}.*",
@@ -119,14 +118,14 @@ _ASKED = (
     "stop",
     "chaos",
     "kinds",
-)  # of a worker, by controllers
-_KNOWN = f"{subjects.KNOWN}.%s.*"  # what processes of a role announce
-_KINDS = "live.kinds.*"  # what is in force, as the leading controller answers them
+)  # requests of controllers to a worker
+_KNOWN = f"{subjects.KNOWN}.%s.*"  # announcements of the processes of a role
+_KINDS = "live.kinds.*"  # what is in force, as the leading controller replies
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerUser:
-    """One user of the broker: subjects that he may publish to, and subscribe to. All others he may not."""
+    """One broker account: the subjects that it may publish to and subscribe to. All others are denied."""
 
     name: str
     publish: tuple[str, ...]
@@ -134,8 +133,8 @@ class BrokerUser:
 
 
 def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> list[BrokerUser]:
-    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`). Those in `by_intake`
-    hand their facts to a controller, the others publish to the journal themselves; None: there is no intake."""
+    """Return all accounts of a fleet: one per role, and one per worker process (`worker_user`). Processes in `by_intake`
+    send their facts to a controller, the others publish to the journal themselves; None: there is no intake."""
     taken_in = by_intake is not None
     workers = [_worker(user, direct=user not in (by_intake or ())) for user in sorted(set(processes))]
     return [*(_role(name, intake=taken_in) for name in ROLES), *workers]
@@ -159,7 +158,7 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
                 f"{DECIDED}.*",
                 *asks,
                 f"{subjects.PLANE}.*.*.*",
-                f"{API}.CONSUMER.NAMES.{STREAM}",  # readers of the journal, also those that announce nothing
+                f"{API}.CONSUMER.NAMES.{STREAM}",  # readers of the journal, including those that announce nothing
             )
             asked = (subjects.SAY_ALL,) if intake else ()
             hears: tuple[str, ...] = (

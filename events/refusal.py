@@ -1,7 +1,7 @@
-"""What a server says to a request that it finds wrong: the client's own mistake, in the server's words.
+"""A server's refusal of an invalid request, in the server's own words.
 
-On the wire it is the detail of the reason `invalid_request`: a sentence, or where there is more to say than a sentence, one JSON
-object. Either is understood by who knows only sentences.
+On the wire it is the detail of the reason `invalid_request`: a sentence, or one JSON object if there are further
+fields. A reader that knows only sentences understands both.
 """
 
 import msgspec
@@ -11,8 +11,8 @@ UNSUPPORTED = "unsupported_parameter"
 
 
 class RequestRefusal(msgspec.Struct, frozen=True):
-    """Why a request was refused, and under which HTTP status (4xx). `type`, `param`: as the server gave them, or nothing. `code`
-    is what the client is told: REASON, or UNSUPPORTED."""
+    """Why a request was refused, and with which HTTP status (4xx). `type`, `param`: as the server sent them, or empty. `code`
+    is sent to the client: REASON, or UNSUPPORTED."""
 
     message: str
     status: int = 400
@@ -22,18 +22,18 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> str:
-        """The `error` of a chunk that says so."""
+        """The `error` of a chunk that carries this refusal."""
         plain = self == RequestRefusal(self.message) and not self.message.startswith("{")
         return f"{REASON}: {self.message if plain else msgspec.json.encode(self).decode()}"
 
 
 def unsupported(param: str, why: str) -> RequestRefusal:
-    """Return the refusal of a field that a server does not obey."""
+    """Return the refusal of a field that a server does not support."""
     return RequestRefusal(f"{param} is not supported: {why}", param=param, code=UNSUPPORTED)
 
 
 def read_refusal(detail: str) -> RequestRefusal:
-    """Return what stands behind `invalid_request:`. Whatever is no RequestRefusal's JSON is a sentence."""
+    """Parse the text after `invalid_request:`. Text that is not the JSON of a RequestRefusal is a sentence."""
     words = detail.strip()
     if words.startswith("{"):
         try:

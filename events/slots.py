@@ -1,10 +1,10 @@
-"""What has each frontend in flight on which worker? What frontends say that keep count of each other's requests.
+"""Messages by which frontends count each other's requests in flight on each worker.
 
-    kv.slots     a `SlotBatch` soon after requests begin, have been read, or end; a `Want` from whom something has escaped
+    kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `Want` of a frontend that missed something
 
-Core NATS, msgpack, kept by nobody. Each life of a frontend numbers its batches from 0, so that what is lost on the way is
-noticed; whoever notices asks to be told everything again. A batch without events says only which number comes next: a
-frontend says so every second, and one that is silent for long is gone, with all that it had.
+Core NATS, msgpack, not stored. Each life of a frontend numbers its batches from 0, so that a lost batch is noticed. The
+frontend that notices asks for a complete resend. A batch without events carries only the next number: every frontend sends one
+each second. A frontend that is silent for long is gone, with all of its requests.
 """
 
 import sys
@@ -14,19 +14,19 @@ from typing import Annotated
 
 import msgspec
 
-EVENTS_MAX = 256  # of a batch
-BLOCKS_MAX = 32_768  # of a batch: a broker takes a megabyte at once
+EVENTS_MAX = 256  # per batch
+BLOCKS_MAX = 32_768  # per batch: a broker accepts one megabyte per message
 HASH_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
-# What is added to the loads that choices are made by: a number that is none, or below nothing, would spoil them all.
+# These are added to the loads that routing uses: a value that is not a number, or is negative, would corrupt them all.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
-    """A request goes to a DP rank of a worker. See `SlotTracker.add`."""
+    """A request was sent to a DP rank of a worker. See `SlotTracker.add`."""
 
     request: int | str
     worker: str
@@ -35,7 +35,7 @@ class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
     blocks: bytes  # `pack` of the sequence hashes of its prompt
     own_blocks: Count
     block_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    prefill_tokens: Count  # still to be read
+    prefill_tokens: Count  # not prefilled yet
     expected_s: Seconds | None = None
     age_s: Seconds = 0.0  # since it began
 
@@ -45,13 +45,13 @@ class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
 
 
 class Read(msgspec.Struct, tag="read", array_like=True, frozen=True):
-    """Its prompt has been read."""
+    """The prompt of a request has been prefilled."""
 
     request: int | str
 
 
 class Freed(msgspec.Struct, tag="freed", array_like=True, frozen=True):
-    """It is over."""
+    """A request ended."""
 
     request: int | str
 
@@ -60,17 +60,17 @@ SlotEvent = Added | Read | Freed
 
 
 class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
-    """What has happened to a frontend's requests, in order."""
+    """Changes of a frontend's requests, in order."""
 
     frontend: str
-    life: str  # of that frontend: another one has none of the requests of the one before
+    life: str  # one life of that frontend: another one has none of its predecessor's requests
     number: int
     events: list[SlotEvent]
-    whole: bool = False  # with this batch and those after it everything is told again, from the beginning
+    whole: bool = False  # this batch and those after it are a complete resend, from the beginning
 
 
 class Want(msgspec.Struct, tag="want", array_like=True, frozen=True):
-    """Something may have escaped a frontend: it wants to be told everything by another one; `of` none: by everybody."""
+    """A frontend may have missed something: it requests a complete resend from `of`, or from every frontend if `of` is empty."""
 
     frontend: str
     of: str = ""
@@ -89,8 +89,8 @@ def pack(blocks: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Sequence[int]:
-    """Return the sequence hashes that `pack` was given. An array: most are never looked
-    at, and as numbers of Python's they would take five times the memory and most of the time."""
+    """Return the sequence hashes that `pack` encoded, as an array. Most are never looked at: as Python integers they would
+    take five times the memory and most of the time."""
     blocks = array("Q")
     blocks.frombytes(packed)
     if _BIG_ENDIAN:

@@ -1,4 +1,4 @@
-"""Names on the wire: where each fact lives on the stream, and the subjects of what is not a fact of record."""
+"""Subjects on the broker: of each fact on the stream, and of messages that are not stored."""
 
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ DECIDED = "fleet.decided"
 DECIDED_ALL = f"{DECIDED}.>"
 STREAM_SUBJECTS = (f"{OBSERVED}.>", DECIDED_ALL)
 
-# Core NATS, not kept: heartbeats of workers, link reports of frontends, the operator's control subjects.
+# Core NATS, not stored: heartbeats of workers, link reports of frontends, the operator's control subjects.
 BEATS = "live.beat.*"
 LINKS = "live.links.*"
 KNOWN = "live.known"
@@ -21,12 +21,12 @@ KV_EVENTS = "kv.events.*"
 KV_SLOTS = "kv.slots"
 PLANE = "plane"
 PLANE_SCHEME = "nats"
-ANSWER = "answer"  # of a worker: it may answer below its own name, and nobody in another's
-DEAD_STREAM = "DEAD_LETTERS"  # a stream of its own, bounded: what a webhook has not taken
+ANSWER = "answer"  # of a worker: it may answer below its own name only
+DEAD_STREAM = "DEAD_LETTERS"  # a bounded stream of its own: events that could not be delivered to a webhook
 DEAD = "dead.webhook"
 SAY = "say"  # facts of workers on their way to the journal: a controller checks each first
 SAY_ALL = f"{SAY}.>"
-ANYBODY = "any"  # an asker whom the broker does not know by name
+ANONYMOUS = "any"  # a requester without a broker account
 
 
 def beat(worker: str) -> str:
@@ -35,37 +35,37 @@ def beat(worker: str) -> str:
 
 
 def live(worker: str) -> str:
-    """Return what covers all subjects on which one worker is spoken to, and its heartbeat."""
+    """Return the wildcard for all subjects that address one worker, and its heartbeat."""
     return f"live.*.{token(worker)}"
 
 
 def links(frontend: str) -> str:
-    """Return the subject on which a frontend says which workers it is connected to."""
+    """Return the subject on which a frontend reports the workers that it is connected to."""
     return f"live.links.{token(frontend)}"
 
 
 def known(role: str, name: str) -> str:
-    """Return the subject on which a process announces which kinds and which version of the deciders it knows."""
+    """Return the subject on which a process announces the kinds and the deciders version that it knows."""
     return f"{KNOWN}.{token(role)}.{token(name)}"
 
 
 def kinds(worker: str) -> str:
-    """Return the subject on which a worker hears which kinds are in force: JSON {kinds}."""
+    """Return the subject on which a worker is notified which kinds are in force: JSON {kinds}."""
     return f"live.kinds.{token(worker)}"
 
 
 def kv_events(worker: str) -> str:
-    """Return the subject on which a worker says which KV blocks it has stored and removed."""
+    """Return the subject on which a worker publishes which KV blocks it has stored and removed."""
     return f"kv.events.{token(worker)}"
 
 
 def kv_ask(worker: str, instance: str) -> str:
-    """Return the subject on which an instance is asked for KV events that were missed, and for all of its blocks."""
+    """Return the subject of requests to an instance for missed KV events, and for all of its blocks."""
     return f"kv.ask.{token(worker)}.{token(instance)}"
 
 
 def plane(worker: str, instance: str) -> str:
-    """Return the subject below which an instance lets frontends in, where the request plane goes through the broker."""
+    """Return the subject below which an instance accepts frontends, if the request plane uses the broker."""
     return f"{PLANE}.{token(worker)}.{token(instance)}"
 
 
@@ -75,7 +75,7 @@ def plane_url(worker: str, instance: str) -> str:
 
 
 def plane_of(url: str) -> str | None:
-    """Return the subject that an address names; None if it is no such address."""
+    """Return the subject in such an address; None: it is no such address."""
     subject = url.removeprefix(f"{PLANE_SCHEME}:")
     parts = subject.split(".")
     good = len(parts) == 3 and parts[0] == PLANE and all(part == token(part) for part in parts)
@@ -83,7 +83,7 @@ def plane_of(url: str) -> str | None:
 
 
 def asked(subject: str) -> str | None:
-    """Return the worker, as a token, that is spoken to on a subject; None: it is no worker's."""
+    """Return the worker, as a token, that a subject addresses; None: it addresses none."""
     match subject.split("."):
         case ["live", verb, worker] if verb not in ("beat", "links"):
             return worker
@@ -93,71 +93,71 @@ def asked(subject: str) -> str | None:
 
 
 def answer(worker: str, asker: str, about: object) -> str:
-    """Return the subject on which a worker answers an asker (`USER.CONNECTION`, both tokens)."""
+    """Return the subject of a worker's reply to a requester (`USER.CONNECTION`, both tokens)."""
     return f"{ANSWER}.{worker}.{asker}.{about}"
 
 
 def answers(asker: str) -> str:
-    """Return what covers everything that workers answer to one asker."""
+    """Return the wildcard for all replies of workers to one requester."""
     return f"{ANSWER}.*.{asker}.*"
 
 
 def dead(webhook: str) -> str:
-    """Return the subject on which what a webhook has not taken is kept."""
+    """Return the subject of a webhook's dead letters."""
     return f"{DEAD}.{token(webhook)}"
 
 
 def retire(worker: str) -> str:
-    """Return the subject on which a worker hears that the fleet holds its instance for dead: JSON {instance}."""
+    """Return the subject on which a worker is notified that the fleet has declared its instance dead: JSON {instance}."""
     return f"live.retire.{token(worker)}"
 
 
 def stop(worker: str) -> str:
-    """Return the subject on which a worker is asked to shut down in good order: JSON {instance}."""
+    """Return the subject on which a worker is requested to shut down gracefully: JSON {instance}."""
     return f"live.stop.{token(worker)}"
 
 
 def chaos(worker: str) -> str:
-    """Return the subject on which a worker listens for rehearsed faults."""
+    """Return the subject on which a worker receives chaos faults."""
     return f"live.chaos.{token(worker)}"
 
 
 def drain(worker: str) -> str:
-    """Return the subject on which a worker is asked to drain: JSON {instance, deadline_s}."""
+    """Return the subject on which a worker is requested to drain: JSON {instance, deadline_s}."""
     return f"live.drain.{token(worker)}"
 
 
 def batch(worker: str) -> str:
-    """Return the subject on which a worker hears how much of its batch it may fill: JSON {instance, share}."""
+    """Return the subject on which a worker is notified how much of its batch it may fill: JSON {instance, share}."""
     return f"live.batch.{token(worker)}"
 
 
 def distrust(worker: str) -> str:
-    """Return the subject on which a worker hears that it is convicted of wrong answers: JSON {instance, reason}; an
-    empty reason takes it back."""
+    """Return the subject on which a worker is notified that it is convicted of wrong answers: JSON {instance, reason}. An
+    empty reason withdraws the conviction."""
     return f"live.distrust.{token(worker)}"
 
 
 def resume(worker: str) -> str:
-    """Return the subject on which a drained worker is asked to serve again: JSON {instance}."""
+    """Return the subject on which a drained worker is requested to serve again: JSON {instance}."""
     return f"live.resume.{token(worker)}"
 
 
 def said(user: str, subject: str) -> str:
-    """Return the subject on which a worker's process, by its broker account, publishes a fact for the intake."""
+    """Return the subject on which a worker's process, by its broker account, publishes a fact to the intake."""
     return f"{SAY}.{user}.{subject.removeprefix(f'{OBSERVED}.worker.')}"
 
 
 def journal_end(user: str) -> str:
-    """Return the subject on which a worker's process asks the intake where the journal ends, and its time."""
+    """Return the subject on which a worker's process requests the journal's last sequence and time from the intake."""
     return f"{SAY}.{user}"
 
 
 def subject(fact: Fact) -> str:
     """Return the stream subject of a fact.
 
-    Decisions live on one subject per kind, because the fence's cost grows with the subjects that it covers;
-    observations on `fleet.observed.<entity>.<id>.<kind>`.
+    Decisions have one subject per kind, because the fence's cost grows with the number of subjects that it covers.
+    Observations are on `fleet.observed.<entity>.<id>.<kind>`.
     """
     if isinstance(fact, Decision):
         return f"{DECIDED}.{fact.kind()}"
@@ -167,12 +167,12 @@ def subject(fact: Fact) -> str:
 
 
 def of_all(kind: type[Observation]) -> str:
-    """Return the subject of a kind of fact that is said of the whole fleet."""
+    """Return the subject of a kind of fact about the whole fleet."""
     assert kind.entity == "fleet"
     return f"{OBSERVED}.fleet.all.{kind.kind()}"
 
 
 @lru_cache(4096)
 def token(name: str) -> str:
-    """Return `name` as one subject token: NATS gives dots, wildcards and white space a meaning."""
+    """Return `name` as one subject token: dots, wildcards and white space have a meaning in NATS."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name) or "_"

@@ -1,8 +1,9 @@
-"""Whose turn is it among the decisions? The numbers alone, for whoever looks at a journal at which everybody stops.
+"""Checks the numbering of decisions without folding them.
 
-A decision out of turn stops whoever folds (`events.order.OutOfTurn`), so nobody has folded it, and what follows must have the
-number that was next before it. A decision that only a newer version can know has taken a number, or none once it is quarantined:
-until one that we know follows, either may be next.
+It serves to inspect a journal at which every reader stops. A decision out of turn stops every fold
+(`events.order.OutOfTurn`). It has not been folded, so the next decision must have the number that was expected before it. A
+decision that only a newer version can know has taken a number (none, once it is quarantined). Until a known decision follows,
+either number may be next.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ class Turns:
     """Counts decisions. Feed it every event, from the first of the stream."""
 
     last: int | None = 0  # number of the last decision in turn; None: the stream no longer has its beginning
-    unread: int = 0  # decisions since, which only a newer version can know
+    unread: int = 0  # later decisions that only a newer version can know
 
     def expected(self, event: Recorded) -> int | None:
-        """Take one event in. Return the number that a decision out of turn should have had; None: everybody passes it, or it
-        is no decision."""
+        """Add one event. Return the number that a decision out of turn should have had; None: it is in turn, or is no
+        decision."""
         fact = event.fact
         if isinstance(fact, Skipped):
             self.unread += fact.unknown and fact.decided

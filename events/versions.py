@@ -1,8 +1,8 @@
 """Kinds of facts and versions of deciders: what this release knows, and what a mixed fleet may use.
 
-A fleet is upgraded process by process. A reader of an older release stops at a kind that it does not know. So the leader
+A fleet is upgraded process by process, and a reader of an older release stops at a kind that it does not know. So the leader
 decides what is *in force*: the kinds that may be written, and the version of the deciders. `PolicyAdopted` carries it.
-A process announces what it knows (`Known`); one that announces nothing knows exactly what release 0.2.0 knew.
+A process announces what it knows (`Known`). One that announces nothing knows exactly what release 0.2.0 knew.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,13 +49,13 @@ BASE_KINDS = frozenset(_OF_0_2_0.split())
 """The kinds of release 0.2.0. They are always in force."""
 
 WITHOUT_STATEMENT: Mapping[int, frozenset[str]] = {5: frozenset(_OF_VERSION_5.split())}
-"""What a `PolicyAdopted` without `kinds` means, by its deciders version: the leader that wrote it wrote these kinds too.
-No other version was written without `kinds` after 0.2.0."""
+"""What a `PolicyAdopted` without `kinds` means, by its deciders version: the leader that wrote it also wrote these kinds.
+No other version after 0.2.0 was written without `kinds`."""
 
 
 @cache
 def new_kinds() -> frozenset[str]:
-    """Return what this release may write and 0.2.0 does not know: kinds, and words of older kinds under their `name`."""
+    """Return what this release may write and 0.2.0 does not know: kinds, and new words of older kinds by their `name`."""
     return frozenset(KINDS) - BASE_KINDS | {new.name for new in NEW_WORDS}
 
 
@@ -69,7 +69,7 @@ def release() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What one process knows, as it announces it."""
+    """What one process knows and announces."""
 
     kinds: frozenset[str] = frozenset()  # beyond those of 0.2.0
     deciders_version: int = 0  # 0: the process neither decides nor reads decisions
@@ -90,7 +90,7 @@ class Known:
 
     @classmethod
     def of_body(cls, body: Mapping[str, Any]) -> "Known":
-        """Return what `as_body` wrote. Raise KeyError, TypeError or ValueError."""
+        """Parse what `as_body` wrote. Raise KeyError, TypeError or ValueError."""
         return cls(names(body["kinds"]), int(body["deciders_version"]), str(body["release"])[:NAME_CHARS_MAX])
 
 
@@ -100,26 +100,24 @@ NAMES_MAX = 1000  # kinds in one announcement
 
 
 def names(found: Any) -> frozenset[str]:
-    """Return the names of kinds in a decoded message. Raise TypeError or ValueError if they are none."""
+    """Return the kinds' names in a decoded message. Raise TypeError or ValueError if it holds none."""
     if not isinstance(found, list | tuple) or len(found) > NAMES_MAX:
-        raise ValueError(f"a list of at most {NAMES_MAX} kinds is expected")
+        raise ValueError(f"expected a list of at most {NAMES_MAX} kinds")
     if not all(isinstance(name, str) and len(name) <= NAME_CHARS_MAX for name in found):
-        raise ValueError(f"a kind is a text of at most {NAME_CHARS_MAX} characters")
+        raise ValueError(f"expected kinds to be strings of at most {NAME_CHARS_MAX} characters")
     return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What the fleet may write and by which version it decides.
+    """The kinds that the fleet may write, and the version by which it decides.
 
-    `stated` is the field `kinds` of the decision that says so; None stands for a decision that has no such field.
+    `stated` is the field `kinds` of the `PolicyAdopted` decision; None stands for a decision without that field.
     """
 
     stated: tuple[str, ...] | None
     deciders_version: int
-    by: str = (
-        ""  # the operator who allowed it before every process knows it; empty: the leader found it known
-    )
+    by: str = ""  # operator that allowed it early; empty: the leader saw that every process knows it
     command: str = ""  # id of the operator's command
 
     @classmethod

@@ -1,11 +1,11 @@
-"""What a frontend and a worker say to each other: the request plane's frames.
+"""The frames of the request plane, between frontends and workers.
 
 One TCP connection per frontend-worker pair carries every stream between them. A frame is four bytes of length
-(little endian), then one msgpack value. A worker sends one frame per engine step with the new tokens of every stream
-of that frontend in it.
+(little endian), then one msgpack value. A worker sends one frame per engine step, with the new tokens of all streams
+of that frontend.
 
-A stream number belongs to one *attempt* of one request and is never used again on a connection, so that what a
-revived worker still says about an old attempt is recognised and dropped.
+A stream number belongs to one *attempt* of one request and is never reused on a connection. So late output of a
+revived worker for an old attempt is recognised and dropped.
 """
 
 import re
@@ -18,18 +18,20 @@ import msgspec
 from events.errors import HoldfastError
 
 VERSION = 1
-Why: TypeAlias = Literal["gone", "elsewhere", "drained", "complete"]  # why a frontend reads a stream no more
+Why: TypeAlias = Literal[
+    "gone", "elsewhere", "drained", "complete"
+]  # why a frontend stopped reading a stream
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _HEADER = 4
 _SIZE = struct.Struct("<I")
 
 
 class BadFrame(HoldfastError):
-    """The other side of the request plane sent something that is not a frame. The connection is closed."""
+    """The peer on the request plane sent something that is not a frame. The connection is closed."""
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """How to choose tokens, and when to stop. `seed` keys the random numbers together with the position."""
+    """Sampling parameters and stop conditions. `seed` keys the random numbers together with the position."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -42,13 +44,11 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int = 0  # top-k logprobs wanted with each token; 0: none
+    logprobs: int = 0  # top-k logprobs requested with each token; 0: none
     min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not drawn; 0: all may be
     logit_bias: dict[int, float] = {}  # by token: added to its logit
-    prompt_logprobs: int | None = None  # top-k logprobs wanted of the prompt's own tokens; None: none
-    unset: list[
-        str
-    ] = []  # fields above that the client left out: a server with defaults of its own is not sent them
+    prompt_logprobs: int | None = None  # top-k logprobs requested for the prompt's own tokens; None: none
+    unset: list[str] = []  # fields above that the client omitted: not sent to a server with its own defaults
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -56,7 +56,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
     frontend: str
     version: int = VERSION
-    nonce: bytes = b""  # fresh, of a frontend that knows the fleet's key: `fleet_key`
+    nonce: bytes = b""  # fresh, from a frontend with the fleet's key: see `fleet_key`
 
 
 class Proof(msgspec.Struct, tag="proof", array_like=True):
@@ -66,36 +66,36 @@ class Proof(msgspec.Struct, tag="proof", array_like=True):
 
 
 class Generate(msgspec.Struct, tag="gen", array_like=True):
-    """Continue `tokens`. The first `prompt_tokens` of them are the prompt; the rest was generated elsewhere already
-    and is replayed: penalties count it, `max_tokens` and `min_tokens` have been reduced by it."""
+    """Continue `tokens`. The first `prompt_tokens` of them are the prompt. The rest was generated elsewhere and is
+    replayed: penalties count it, and `max_tokens` and `min_tokens` are already reduced by it."""
 
     stream: int
     request: str
     tokens: list[int]
     prompt_tokens: int
     sampling: Sampling
-    canary: bool = False  # bypass the prefix cache, count as nobody's request
+    canary: bool = False  # bypass the prefix cache, and count in no request metric
     cache_salt: str = ""
-    prompt_text: str = ""  # for engines that can only take text
+    prompt_text: str = ""  # for engines that accept only text
     guided: dict[str, Any] | None = None
-    traceparent: str = ""  # the client's trace, for engines that can go on with it
-    rank: int = 0  # the DP rank that was chosen
-    # Which of its worker's prefix caches may be used, where it outlives the worker: a new one with every conviction.
+    traceparent: str = ""  # the client's trace, for engines that can continue it
+    rank: int = 0  # the chosen DP rank
+    # Names the prefix cache to use, for caches that outlive the worker: every conviction starts a new one.
     cache_epoch: int = 0
-    priority: int = 0  # of those that wait at a worker the least goes first: how urgent its tier is
+    priority: int = 0  # the lowest waiting request is scheduled first: the urgency of its tier
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Nobody reads this stream any more here, and why: its client has gone, it goes on elsewhere, or its answer is complete.
+    """This stream has no reader here any more, and why: its client is gone, it continues elsewhere, or its answer is complete.
 
-    `drained` is elsewhere from a worker that the fleet drains, which may not have been told yet."""
+    `drained` means that it continues elsewhere because the fleet drains this worker, which may not have been notified yet."""
 
     stream: int
-    why: str = "gone"  # a Why; one that is not known is as good as gone
+    why: str = "gone"  # a Why; an unknown one is treated as gone
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
-    """To the target of a planned move: keep room for a request that will arrive with its KV cache, and start nothing.
+    """To the target of a planned move: reserve room for a request that will arrive with its KV cache, and start nothing.
 
     `request` is what a replay from here would be: the prompt and every token accepted so far, its limits reduced by
     them. `room_tokens` is the length expected at the commit, with a margin. Cancel frees the reservation."""
@@ -106,22 +106,22 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
 
 
 class Ship(msgspec.Struct, tag="ship", array_like=True):
-    """To the source of a planned move: send this stream's KV cache to the target that gave these grants, one per shard,
-    and go on decoding meanwhile. Grants are the target's own words, which nobody between the two reads; they say
-    from which block on."""
+    """To the source of a planned move: send this stream's KV cache to the target that issued these grants, one per shard,
+    and continue decoding meanwhile. Grants are opaque to everything between source and target; they say from which
+    block to send."""
 
     stream: int
     grants: list[bytes]
 
 
 class Stay(msgspec.Struct, tag="stay", array_like=True):
-    """To the source: break the shipment off and go on decoding here, even if the stream has stopped for it."""
+    """To the source: abort the shipment and continue decoding here, even if the stream has stopped for it."""
 
     stream: int
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The worker's first frame: whom the frontend has reached."""
+    """The worker's first frame: its identity."""
 
     worker: str
     instance: str
@@ -138,23 +138,23 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """What one step gave one stream. `finish`: stop, length, or another finish_reason of the engine; or None. `error` ends the
+    """One step's output for one stream. `finish`: stop, length, or another finish_reason of the engine; or None. `error` ends the
     stream: see `Fault`.
 
-    Where `prompt_logprobs` were asked for, the first chunk with tokens has one more logprob for each token of the prompt, before
-    those of its own tokens; that of the prompt's first token says nothing."""
+    If `prompt_logprobs` were requested, the first chunk with tokens has one more logprob per token of the prompt, before
+    those of its own tokens. The one of the prompt's first token is meaningless."""
 
     stream: int
     tokens: list[int]
     finish: str | None = None
-    error: str | None = None  # a reason of ERRORS, with ": detail" behind it
+    error: str | None = None  # one of ERRORS, followed by ": detail"
     logprobs: list[Logprob] | None = None
-    text: str | None = None  # from engines that give text and no tokens
+    text: str | None = None  # from engines that return text and no tokens
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
 
 
 def finish_reason(given: object) -> str:
-    """Return an engine's own finish_reason as clients get it; `stop` for what cannot be one."""
+    """Return an engine's own finish_reason as sent to clients; `stop` for a value that cannot be one."""
     if given == "length" or given == "stop":
         return given
     return given if isinstance(given, str) and _finish_reason(given) else "stop"
@@ -164,9 +164,10 @@ _finish_reason = re.compile(r"[a-z_]{1,40}").fullmatch
 
 
 def join(earlier: Chunk, later: Chunk) -> bool:
-    """Append a stream's later chunk to its earlier one, and return True; False, and nothing changed, where one chunk cannot
-    say both: the earlier one is the stream's last, one of them is text and the other tokens, or logprobs would come to stand
-    beside other tokens than their own."""
+    """Append a stream's later chunk to its earlier one, and return True.
+
+    Return False, and change nothing, where one chunk cannot carry both: the earlier one is the stream's last, one of them is text
+    and the other tokens, or logprobs would no longer match their tokens."""
     if earlier.finish is not None or earlier.error is not None:
         return False
     if later.logprobs or later.text is not None or earlier.text is not None:
@@ -180,7 +181,7 @@ def join(earlier: Chunk, later: Chunk) -> bool:
         if later.text is not None:
             earlier.text = (earlier.text or "") + later.text
     earlier.tokens.extend(later.tokens)
-    if later.finish is not None:  # to set a struct's field takes longer than to look
+    if later.finish is not None:  # setting a struct's field takes longer than this check
         earlier.finish = later.finish
     if later.error is not None:
         earlier.error = later.error
@@ -191,12 +192,12 @@ def join(earlier: Chunk, later: Chunk) -> bool:
 
 ERRORS = (
     "engine_error",  # the engine raised; the request may be tried elsewhere
-    "engine_shutdown",  # the worker is leaving; go elsewhere
-    "overloaded",  # this worker is full; go elsewhere
+    "engine_shutdown",  # the worker is shutting down; try another
+    "overloaded",  # this worker is full; try another
     "upstream_lost",  # the server behind the worker is gone, or its engine is
     "stream_incomplete",  # the upstream ended without a finish reason
     "non_finite",  # NaN or infinity in the logits
-    "invalid_request",  # the client's own mistake; nobody else would answer it better
+    "invalid_request",  # a client error; no other worker would answer better
     "not_serving",  # this worker does not serve this model or instance
 )
 
@@ -209,9 +210,9 @@ _QUOTING = re.compile(
 
 
 def without_quotes(error: str) -> str:
-    """Return an engine's error as it may be kept: without what a server behind it has said.
+    """Return an engine's error in a form that may be stored: without text from the server behind it.
 
-    That may quote a prompt, or the key by which we are known there. The client of the request is told all of it.
+    That text may quote a prompt, or the key that authenticates us to the server. The request's client receives the full error.
     """
     return _QUOTING.sub(r"\1 …", error)
 
@@ -224,11 +225,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     kv_used: int = 0  # blocks
     kv_total: int = 0
     active_tokens: int = 0
-    canaries: int = 0  # of those that run or wait: they take nobody's room
-    batch: int = 0  # that it runs at once now, where that adapts; 0: what it has registered
-    closed_s: float = (
-        0.0  # for so long it takes no new requests of users: the server behind it said when to retry
-    )
+    canaries: int = 0  # of those that run or wait: they take no room from users' requests
+    batch: int = 0  # the current batch limit of an adaptive worker; 0: the registered one
+    closed_s: float = 0.0  # seconds without new requests of users: the Retry-After of the server behind it
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
@@ -238,10 +237,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """Sent from the worker's loop, every second, and while streams are open every 0.25 s, or 0.1 s after the last step.
+    """The worker's heartbeat: sent every second, and while streams are open every 0.25 s, or 0.1 s after the last step.
 
-    `phase` is idle, prefill or decode; `step_age_ms` how long the engine has been in its current step;
-    `prefill_tokens` how many prompt tokens that step works on: a long prefill earns a longer allowance.
+    `phase` is idle, prefill or decode. `step_age_ms` is how long the engine has been in its current step.
+    `prefill_tokens` is how many prompt tokens that step processes: a long prefill gets a longer allowance.
     """
 
     phase: str
@@ -253,7 +252,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """The target keeps the room. `cached_tokens` (whole blocks) are in its prefix cache and need not be sent."""
+    """The target has reserved the room. `cached_tokens` (whole blocks) are in its prefix cache and need not be sent."""
 
     stream: int
     grants: list[bytes]
@@ -261,26 +260,26 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Declined(msgspec.Struct, tag="declined", array_like=True):
-    """It cannot be moved so. From the target it ends the stream; at the source the stream goes on decoding."""
+    """The move is impossible. From the target it ends the stream; at the source the stream continues decoding."""
 
     stream: int
     reason: str
 
 
 class Committed(msgspec.Struct, tag="committed", array_like=True):
-    """The target has everything and decodes. `tokens` are those after the reserved request's: what the source said
-    meanwhile. Whoever asked compares them with what it accepted, before it takes the first chunk that follows."""
+    """The target has everything and decodes. `tokens` follow those of the reserved request: the source generated them
+    meanwhile. The frontend compares them with what it accepted, before it accepts the first chunk that follows."""
 
     stream: int
     tokens: list[int]
-    bytes: int = 0  # that travelled, over all shards
+    bytes: int = 0  # transferred, over all shards
     blocks: int = 0
-    link: str = ""  # over what they travelled: shm, unix, tcp, nixl
+    link: str = ""  # of the transfer: shm, unix, tcp, nixl
     stopped_ms: float = 0.0  # from the tail's first byte until the target decodes
 
 
 class Challenge(msgspec.Struct, tag="challenge", array_like=True):
-    """Before a Welcome, from a worker that knows the fleet's key: here is the proof, prove it too."""
+    """Before a Welcome, from a worker with the fleet's key: it proves the key, and requests a proof."""
 
     nonce: bytes
     proof: bytes = b""
@@ -295,7 +294,7 @@ to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
 
 def encode(frame: ToWorker | ToFrontend) -> bytes:
-    """Return a frame as bytes, its length before it."""
+    """Return a frame as bytes, preceded by its length."""
     body = _encoder.encode(frame)
     return len(body).to_bytes(_HEADER, "little") + body
 
@@ -307,11 +306,11 @@ class Splitter:
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
-        self._rest = bytearray()  # the beginning of a frame
-        self._wanted = 0  # bytes without which nothing can be done about it
+        self._rest = bytearray()  # the beginning of an incomplete frame
+        self._wanted = 0  # bytes needed before it can be processed further
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the body of every frame that `data` completes. Raise BadFrame if a length is absurd."""
+        """Yield the body of every frame that `data` completes. Raise BadFrame if a length exceeds the limit."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:

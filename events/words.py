@@ -1,7 +1,7 @@
-"""Words that a field of an older kind did not allow, each with the older word that stands in for it.
+"""New words in fields of older kinds, and the older word that replaces each until it is in force.
 
 A reader of an older release stops at a word that it does not know, as at an unknown kind. So a new word is announced and put in
-force like a kind, under its `name`; until then an observation carries the older word. A new word in a decision needs a new
+force like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs a new
 version of the deciders instead.
 """
 
@@ -19,22 +19,24 @@ class NewWord:
     kind: str
     field: str
     word: str
-    instead: str  # what older releases know; it may be a new word of an earlier release, which is listed behind this one
+    instead: (
+        str  # a word that older releases know; or a new word of an earlier release, listed after this one
+    )
 
     @property
     def name(self) -> str:
-        """Return what stands for it among the kinds in force."""
+        """The word's name among the kinds in force."""
         return f"{self.kind}.{self.field}={self.word}"
 
 
 NEW_WORDS: tuple[NewWord, ...] = ()
-"""The newest first. Empty: no kind of 0.2.0 has gained a word yet, and `tests/events/facts/test_words.py` finds the first."""
+"""The newest first. Empty: no kind of 0.2.0 has gained a word yet; `tests/events/facts/test_words.py` detects the first one."""
 
 
 def older(
     fact: Observation, in_force: frozenset[str], new_words: Iterable[NewWord] = NEW_WORDS
 ) -> Observation:
-    """Return a fact with words that are in force only."""
+    """Return a fact in which every word is in force."""
     for new in new_words:
         if new.kind == fact.kind() and getattr(fact, new.field) == new.word and new.name not in in_force:
             fact = replace(fact, **{new.field: new.instead})

@@ -1,4 +1,4 @@
-"""Any fact of any kind, for property tests: all fields arbitrary, names from a small world so that facts meet."""
+"""Random facts of any kind, for property tests: arbitrary fields, with few names so that they interact."""
 
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ MEETING = {
     "routed_under": SMALL,
     "sent_under": SMALL,
     "failures_in_a_row": SMALL,
-    "by": None,  # a name or a tuple of names: by its type
+    "by": None,  # a name or a tuple of names, depending on the type
     "policy": st.dictionaries(st.text(max_size=5), JSON, max_size=3),
 }
 

@@ -1,4 +1,4 @@
-"""Certificates for tests, as openssl makes them."""
+"""Certificates for tests, created by openssl."""
 
 import subprocess
 from pathlib import Path

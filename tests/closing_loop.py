@@ -1,7 +1,7 @@
-"""uvloop, which says what a test has left open instead of waiting for it.
+"""A uvloop that reports what a test has left open, instead of waiting for it.
 
-As its loop closes it warns of what is open, and closes it. Where warnings are errors it comes no further than the warning, and
-waits for the rest to be closed: for ever, and in C, where no timeout of a test reaches it.
+When a loop closes, it warns of everything that is open, and closes it. Where warnings are errors it stops at the warning, and
+waits for the rest to be closed: forever, and in C, where no timeout of a test reaches it.
 """
 
 import warnings
@@ -13,7 +13,7 @@ class ClosingLoop(uvloop.Loop):
     """One loop."""
 
     def close(self) -> None:
-        """Close all that is open. Raise ResourceWarning if there was anything."""
+        """Close everything that is open. Raise ResourceWarning if there was anything."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             super().close()

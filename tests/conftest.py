@@ -1,4 +1,4 @@
-"""Real servers for the tests: on random ports, in directories of their own."""
+"""Real servers for the tests: on random ports, in their own directories."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ from controller.adapters.embedded.servers import EmbeddedServer, start_nats, sta
 from events.journal import broker
 from events.nats import connection
 
-TOGETHER = (  # on one tester: they share a fleet, what was parsed, or another fixture of their module
+TOGETHER = (  # on one xdist worker: they share a fleet, parsed files, or another fixture of their module
     *("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py"),
     *("test_house.py", "test_kv_feed.py"),
     *("test_replay_cli.py", "test_trace_chat.py", "test_trace_synthesis.py"),
@@ -28,19 +28,19 @@ TOGETHER = (  # on one tester: they share a fleet, what was parsed, or another f
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
-POLL_S_MAX = 0.02  # after 0.2 s: to look may be most of the work
-# No test trusts anybody's certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
+POLL_S_MAX = 0.02  # after 0.2 s: the check itself may be most of the work
+# No test trusts an external certificate, and each of hundreds of processes would load this machine's trusted ones (45 ms).
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
-# What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
+# rich's tracebacks, with the sources and all variables in colours, cost 100 ms, and tests do not use them.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
-# A busy machine may keep a server waiting for seconds: who means to find one away says how long he waits.
+# A busy machine may keep a server waiting for seconds: a test that expects an unreachable one sets its own timeout.
 connection.CONNECT_TIMEOUT_S = broker.API_DEADLINE_S = 10
-# These take a core for ten seconds each; most others wait for servers. Spread among them, they use the time for which those wait.
+# These take a core for ten seconds each; most others wait for servers. Spread among them, they use that waiting time.
 COMPUTING = ("test_every_invariant_holds_in_", "test_mypy_finds_nothing")
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(
-    "any machine",  # one that is busy takes its time over an example, and nothing is wrong
+    "any machine",  # a busy machine may take long for an example, and nothing is wrong
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -48,7 +48,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 class OneByOne(LoadScopeScheduling):  # type: ignore[misc]  # xdist publishes no types
-    """Hands tests out one after another. Those that share something go to one tester, so that it is made once."""
+    """Schedules tests one after another. Tests that share a fixture go to one xdist worker, so that it is created once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -57,14 +57,14 @@ class OneByOne(LoadScopeScheduling):  # type: ignore[misc]  # xdist publishes no
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let transcripts be recorded anew: see `frontend/request/test_request_transcripts.py`."""
+    """Add the option to record transcripts again: see `frontend/request/test_request_transcripts.py`."""
     parser.addoption(
         "--rewrite-transcripts", action="store_true", help="record the effects in all transcripts anew"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have each tester collect all tests from another file on, for none to prepare files (once) that others are preparing."""
+    """Let each xdist worker collect from another file on, so that they do not all prepare the same files (once) at a time."""
     own = getattr(config, "workerinput", None)
     if own and config.args == config.getini("testpaths"):
         files = [str(file) for file in sorted(Path(__file__).parent.rglob("test_*.py"))]
@@ -74,8 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring what was collected into the order that all testers share. Many files' tests all wait, or all compute: they are
-    mixed, and what computes for long lies evenly among the rest.
+    """Sort the tests into the order that all xdist workers share. Tests of many files only wait, or only compute: they are
+    mixed, and long computations are spread evenly.
     """
     items.sort(key=lambda item: crc32(item.nodeid.encode()))
     computing = [item for item in items if item.name.startswith(COMPUTING)]
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what is collected, half a million objects, out of every later search for garbage."""
+    """Exclude the collected tests, half a million objects, from every later garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -98,12 +98,12 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneByOne | None:
-    """Let `make test` hand its tests out so; who names another way (--dist) gets that."""
+    """Use this scheduler in `make test`, unless another one is selected (--dist)."""
     return OneByOne(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 class Background:
-    """A thread with a loop of its own, for the session: servers die with the thread that started them."""
+    """A thread with its own loop for the session: servers die with the thread that started them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -123,7 +123,7 @@ class Background:
 
 @pytest.fixture(autouse=True)
 def own_settings() -> Iterator[None]:
-    """What a test, or a command that it runs in this process, sets up about logs and the rights of new files ends with it."""
+    """Reset logging and the umask after each test, also when a command that it ran in this process changed them."""
     mask = os.umask(0o022)
     yield
     os.umask(mask)
@@ -132,7 +132,7 @@ def own_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def background() -> Iterator[Background]:
-    """A place to run coroutines from fixtures that are not async themselves."""
+    """Runs coroutines for fixtures that are not async themselves."""
     made = Background()
     yield made
     made.close()
@@ -140,7 +140,7 @@ def background() -> Iterator[Background]:
 
 @pytest.fixture(scope="session")
 def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A nats-server with JetStream for the whole session, for tests that leave nothing behind. Others want `nats_url`."""
+    """A nats-server with JetStream for the whole session, for tests that leave nothing behind. Others use `nats_url`."""
     server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
     yield server
     background.run(server.kill())
@@ -148,7 +148,7 @@ def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def own_nats(background: Background, tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A nats-server of the test's own in tmp_path/nats, to kill and restart (30 ms)."""
+    """A nats-server for one test in tmp_path/nats, to kill and restart (30 ms)."""
     server = background.run(start_nats(tmp_path / "nats", monitor=0))
     yield server
     background.run(server.kill())
@@ -156,13 +156,13 @@ def own_nats(background: Background, tmp_path: Path) -> Iterator[EmbeddedServer]
 
 @pytest.fixture
 def nats_url(own_nats: EmbeddedServer) -> str:
-    """The test's own nats-server, with nothing on it. Deleting a shared server's stream is neither faster nor safe."""
+    """A nats-server for one test, without any stream. Deleting a shared server's stream is neither faster nor safe."""
     return own_nats.url
 
 
 @pytest.fixture(scope="session")
 def databases(background: Background, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """`first_database.lay` may be called."""
+    """Allows the use of `first_database.lay`."""
     first_database.make_once(tmp_path_factory.getbasetemp(), background.run)
 
 
@@ -170,7 +170,7 @@ def databases(background: Background, tmp_path_factory: pytest.TempPathFactory) 
 def postgres_server(
     background: Background, databases: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EmbeddedServer]:
-    """A PostgreSQL for the whole session. `first_database.NAME` is migrated, for all to clone."""
+    """A PostgreSQL for the whole session. Its database `first_database.NAME` is migrated, to be cloned."""
     directory = first_database.lay(tmp_path_factory.mktemp("postgres") / "server")
     server = background.run(start_postgres(directory))
     yield server

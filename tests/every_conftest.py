@@ -1,4 +1,7 @@
-"""Imports the `conftest` of each folder by its full name, for mypy: it checks only one module of a name. No test imports this."""
+"""Imports the `conftest` of each folder by its full name, so that mypy checks all of them.
+
+No test imports this module.
+"""
 
 # ruff: noqa: F401
 import tests.adapters.conftest

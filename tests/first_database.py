@@ -1,4 +1,4 @@
-"""A database as a fleet's first start leaves it, made once for all testers and copied: a quarter of the work of a first start."""
+"""A database as a fleet's first start creates it, made once and copied, in a quarter of the time."""
 
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -14,14 +14,14 @@ from controller.adapters.embedded.servers import EmbeddedServer, start_postgres
 from controller.adapters.postgres import migrate
 
 NAME = "holdfast"  # the migrated database
-TESTER = "tester"  # a superuser, as no fleet has one: to clone databases, and to damage them
+TESTER = "tester"  # a superuser, which no fleet has: to clone databases, and to damage them
 ACCOUNTS = "accounts.json"
 
 _made: list[Path] = []
 
 
 def make_once(own: Path, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-    """Make it, unless another tester has. `own`: this one's folder, in that of all testers of this run."""
+    """Create it, unless another xdist worker has. `own`: this worker's folder, inside that of all workers of this run."""
     _made[:] = [made_once(own, "first-database", lambda directory: run(_make(directory)))]
 
 
@@ -35,7 +35,7 @@ async def _make(directory: Path) -> None:
 
 
 async def as_superuser(directory: Path, *statements: str, database: str = "postgres") -> str:
-    """Do to a database that nobody serves what only its superuser may; return what is printed."""
+    """Run statements that only the superuser may run, on a database without a server; return what is printed."""
     async with opened(directory) as place:
         return await cluster.administer(place, statements, database=database)
 
@@ -46,14 +46,14 @@ def urls(server: EmbeddedServer) -> DatabaseUrls:
 
 
 def tester_url(server: EmbeddedServer, database: str = "postgres") -> str:
-    """Return the URL of who may do anything to a server whose directory was laid."""
+    """Return the URL of the superuser of a server with a laid directory."""
     return f"postgresql://{TESTER}:{TESTER}@127.0.0.1:{server.port}/{database}"
 
 
 def lay(directory: Path, accounts: Path | None = None) -> Path:
-    """Lay a copy of it where a server will start, unless one has started there before. Return the directory.
+    """Copy the database to where a server will start, unless one has started there before. Return the directory.
 
-    `accounts` is where its passwords are wanted, if not beside it.
+    `accounts` is the folder for its passwords, if not beside it.
     """
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -66,5 +66,5 @@ def lay(directory: Path, accounts: Path | None = None) -> Path:
 
 
 def lay_in_fleet(data: Path) -> None:
-    """Lay a copy of it where `holdfast up --data` will find it."""
+    """Copy the database to where `holdfast up --data` expects it."""
     lay(data / "postgres", data / "secrets" / "postgres.json")

@@ -1,4 +1,4 @@
-"""Where a journal ends, also while its broker comes and goes."""
+"""Reads the end of a journal, also while its broker restarts."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from events.journal.port import JournalUnavailable
 
 
 async def last_seq(journal: NatsJournal, deadline_s: float = 20.0) -> int:
-    """Ask as often as the connection breaks. It still stands, as far as anybody knows, right after its broker was killed."""
+    """Retry while the connection breaks. Right after the broker was killed it may still appear connected."""
     async with asyncio.timeout(deadline_s):
         while True:
             try:

@@ -1,7 +1,7 @@
-"""Histories for tests: a fleet whose facts and decisions are made on the spot and land on a MemoryStream.
+"""Histories for tests: a fleet with generated facts and real decisions on a MemoryStream.
 
-Decisions come from the real deciders, decided on what the controller had read: `decide(lag=2)` plays a controller
-whose append lost the race against two observations.
+Decisions come from the real deciders, based on what the controller had read: `decide(lag=2)` simulates a controller
+with an append that lost the race against two observations.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ PROFILE = o.Profile(
 
 @dataclass
 class History:
-    """A fleet that tests drive by hand. Every fact is a second after the last."""
+    """A fleet that tests drive by hand. Every fact is a second after the last one."""
 
     policy: FleetPolicy = field(default_factory=FleetPolicy)
     now: datetime = EPOCH
@@ -89,7 +89,7 @@ class History:
         self.stream.wake()
 
     def repeat(self, event: Recorded) -> None:
-        """Let a fact land on the stream a second time, as after a lost acknowledgement and a passed window."""
+        """Publish a fact a second time, as after a lost acknowledgement and an expired deduplication window."""
         again = replace(event, seq=len(self.events) + 1, at=self.now)
         self.stream.events.append(again)
 
@@ -112,7 +112,7 @@ class History:
         return decided
 
     def absorb(self) -> None:
-        """Say that nothing was due."""
+        """Append that nothing was due."""
         number = self.latest.position.number + 1
         self.append([Absorbed(number=number, decided_at=self.now)], through=len(self.events))
 
@@ -129,7 +129,7 @@ class History:
     def passed(
         self, worker: str, instance: str = "", canary: str = "c0", check: str = "scheduled"
     ) -> o.CanaryPassed:
-        """Return a good probe's outcome."""
+        """Return a successful probe."""
         return o.CanaryPassed(
             worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary=canary, check_type=check,  # type: ignore[arg-type]
             sent_under=self.latest.position.number, sent_at=self.now, latency_ms=12.0,
@@ -138,7 +138,7 @@ class History:
     def failed(
         self, worker: str, instance: str = "", *, confirmed: bool = False, reason: str = "timeout"
     ) -> o.CanaryFailed:
-        """Return a bad probe's outcome."""
+        """Return a failed probe."""
         return o.CanaryFailed(
             worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary="c0", check_type="scheduled",
             sent_under=self.latest.position.number, sent_at=self.now, latency_ms=12.0, reason=reason,  # type: ignore[arg-type]
@@ -154,13 +154,13 @@ class History:
         )  # fmt: skip
 
     def exposed(self, request: str, worker: str) -> o.RequestExposed:
-        """Return what a convicted worker may have altered."""
+        """Return a request's exposure to a convicted worker."""
         return o.RequestExposed(
             frontend="frontend-0", request=request, model="llama", worker=worker, instance=f"{worker}-a", first=3, last=19,
             finished=False, action="continue",
         )  # fmt: skip
 
-    # --- whole stories ----------------------------------------------------------------------------------------------
+    # --- complete scenarios -----------------------------------------------------------------------------------------
 
     def start(self, workers: int = 3) -> "History":
         """Let workers join and become healthy."""
@@ -172,7 +172,7 @@ class History:
         return self
 
     def corruption(self, worker: str = "w2") -> "History":
-        """Let a worker be convicted, its requests move, and the worker come back."""
+        """Convict a worker, move its requests, and let the worker recover."""
         self.say(self.failed(worker, confirmed=True, reason="token_mismatch"))
         self.decide()
         self.say(self.migrated("req-1", worker, "w0"), self.exposed("req-1", worker), source="frontend-0")
@@ -185,7 +185,7 @@ class History:
         return self
 
     def recovery(self, worker: str = "w2") -> "History":
-        """Let a worker that came back answer until all is well again."""
+        """Let a recovered worker answer until the incident is closed."""
         for _ in range(6):
             self.say(self.passed(worker))
             self.decide(seconds=30)
@@ -193,7 +193,7 @@ class History:
 
 
 async def publish(url: str, events: Sequence[Recorded]) -> int:
-    """Put a made history on a real stream as it is, and return the last sequence."""
+    """Publish a generated history to a real stream unchanged, and return the last sequence."""
     client = await nats.connect(url)
     try:
         decided = await _last_decided(client)

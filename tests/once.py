@@ -1,4 +1,4 @@
-"""What takes long to make is made by one tester, and used by all of this run."""
+"""Creates expensive files once, by one xdist worker, for all workers of this run."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def made_once(own: Path, name: str, make: Callable[[Path], object]) -> Path:
-    """Return the folder of this name, which is made unless another tester has. `own`: this one's folder, in that of all."""
+    """Return the folder of this name, created unless another xdist worker has. `own`: this one's folder, in that of all."""
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""A fleet's directory as release 0.1.0 left it: one superuser without a password, whom everybody on the host could be."""
+"""A fleet's directory as release 0.1.0 left it: with one superuser without a password."""
 
 import gzip
 from pathlib import Path
@@ -17,7 +17,7 @@ OWNER = "holdfast"  # its superuser
 
 
 async def lay_journal(directory: Path) -> None:
-    """Leave the recorded journal where the fleet's broker will find it."""
+    """Put the recorded journal where the fleet's broker will find it."""
     server = await start_nats(directory)
     client = await nats.connect(server.url)
     await restore(client, (RELEASE / "journal.snapshot").read_bytes())
@@ -26,7 +26,7 @@ async def lay_journal(directory: Path) -> None:
 
 
 async def lay_database(directory: Path) -> None:
-    """Leave the recorded database where the fleet's server will find it, as 0.1.0 made it."""
+    """Put the recorded database where the fleet's server will find it, as 0.1.0 made it."""
     port = free_port()
     options = [
         "-A",

@@ -1,4 +1,4 @@
-"""A fleet of one worker beside which a rogue one serves, and what is reported of it."""
+"""A fleet of one worker with a rogue worker beside it, and the reports about that one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ FLAGS = ("--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff
 async def with_rogue(
     tmp_path: Path, *flags: str, environment: dict[str, str] | None = None, workers: int = 1, **about: Any
 ) -> AsyncIterator[tuple[DemoFleet, RogueWorker]]:
-    """A fleet of `workers`, and a rogue worker that serves beside it. `about`: what the rogue one is made of."""
+    """A fleet of `workers`, with a rogue worker that serves beside it. `about`: the rogue worker's arguments."""
     flags = ("--workers", str(workers), *FLAGS, *flags)
     async with running(tmp_path / "fleet", *flags, environment=environment) as fleet:
         await fleet.healthy(workers)
@@ -35,7 +35,7 @@ async def refused(fleet: DemoFleet) -> list[IntrusionRefused]:
 
 
 async def reported(fleet: DemoFleet, words: str, within_s: float = 20.0) -> IntrusionRefused:
-    """Wait for the report of an attempt that has these words."""
+    """Wait for the report of an attempt with these words."""
     async with asyncio.timeout(within_s):
         while True:
             for fact in await refused(fleet):
@@ -45,7 +45,7 @@ async def reported(fleet: DemoFleet, words: str, within_s: float = 20.0) -> Intr
 
 
 async def ejected(fleet: DemoFleet, worker: str, within_s: float = 20.0) -> HealthChanged:
-    """Wait until a worker is taken out of service for what it tried."""
+    """Wait until a worker is taken out of service for its attempts."""
     async with asyncio.timeout(within_s):
         while True:
             for event in await fleet.events():
@@ -56,11 +56,11 @@ async def ejected(fleet: DemoFleet, worker: str, within_s: float = 20.0) -> Heal
 
 
 async def instances(fleet: DemoFleet) -> dict[str, str]:
-    """Return the present life of each worker."""
+    """Return the current life of each worker."""
     return {worker["id"]: worker["instance"] for worker in (await fleet.status())["workers"]}
 
 
 async def addresses(fleet: DemoFleet) -> dict[str, str]:
-    """Return where each worker listens."""
+    """Return the address of each worker."""
     facts = [event.fact for event in await fleet.events()]
     return {fact.worker: fact.url for fact in facts if isinstance(fact, WorkerJoined)}

@@ -1,4 +1,4 @@
-"""Processes for the length of a test: one of anything, or several roles of `holdfast` on one data directory."""
+"""Processes for the length of a test: any command, or roles of `holdfast` on one data directory."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ R = TypeVar("R", bound="Roles")
 
 @asynccontextmanager
 async def process(*command: str, **options: Any) -> AsyncIterator[Process]:
-    """A process that is gone when the block ends, however it ends."""
+    """A process that is ended with the block, however the block ends."""
     child = await asyncio.create_subprocess_exec(*command, **options)
     try:
         yield child
@@ -35,7 +35,7 @@ async def end(child: Process) -> None:
 
 
 class Roles:
-    """Processes of roles, and an HTTP client to ask them."""
+    """Processes of roles, and an HTTP client for requests to them."""
 
     def __init__(self, data: Path, http: aiohttp.ClientSession) -> None:
         self.data, self.http = data, http
@@ -45,7 +45,7 @@ class Roles:
     @classmethod
     @asynccontextmanager
     async def on(cls: type[R], data: Path) -> AsyncIterator[R]:
-        """None run yet; all of them are gone when the block ends."""
+        """Start with no process; all of them are ended with the block."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
             made = cls(data, http)
             try:
@@ -55,7 +55,7 @@ class Roles:
                     await end(child)
 
     async def start(self, *words: str, **settings: str) -> Process:
-        """Start a role, without our own settings, but with these in its environment."""
+        """Start a role, without this process's settings, but with these in its environment."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")} | settings
         with self.log.open("ab") as log:
             child = await asyncio.create_subprocess_exec(
@@ -65,5 +65,5 @@ class Roles:
         return child
 
     def admin(self, name: str) -> str:
-        """Return the URL of a role's admin port; nothing while it is not there."""
+        """Return the URL of a role's admin port; empty while it is not up."""
         return next((p.url for p in present(self.data) if p.name == name), "")

@@ -1,4 +1,4 @@
-"""Stores and databases for tests: each test its own, cloned from one that was migrated once (25 ms instead of 300)."""
+"""Stores and databases for tests: one per test, cloned from a migrated one (25 ms instead of 300)."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ def on(url: str, database: str) -> str:
 
 
 async def execute(url: str, statement: str, *arguments: object) -> Any:
-    """Run one statement on a connection of its own and return what it gives."""
+    """Run one statement on a new connection and return its result."""
     connection = await asyncpg.connect(url, timeout=10)
     try:
         return await connection.fetch(statement, *arguments)
@@ -35,7 +35,7 @@ async def execute(url: str, statement: str, *arguments: object) -> Any:
 
 
 async def tamper(tester_url: str, statement: str, *arguments: object) -> None:
-    """Run one statement as nobody in a fleet could: no trigger sees it."""
+    """Run one statement as no role of a fleet could: no trigger sees it."""
     connection = await asyncpg.connect(tester_url, timeout=10)
     try:
         await connection.execute("SET session_replication_role = replica")
@@ -45,7 +45,7 @@ async def tamper(tester_url: str, statement: str, *arguments: object) -> None:
 
 
 async def clone(server: EmbeddedServer, template: str = first_database.NAME) -> str:
-    """Make a fresh copy of a database, of which its owner is the owner, and return his URL."""
+    """Make a fresh copy of a database, with the same owner, and return the owner's URL."""
     name = f"t{next(_numbers)}"
     tester = first_database.tester_url(server)
     await execute(tester, f"CREATE DATABASE {name} TEMPLATE {template}")
@@ -64,7 +64,7 @@ async def drop(server: EmbeddedServer, url: str) -> None:
 
 @pytest.fixture
 def database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[str]:
-    """A migrated database of the test's own, as its owner sees it."""
+    """A migrated database for one test, as its owner sees it."""
     url = background.run(clone(postgres_server))
     yield url
     background.run(drop(postgres_server, url))
@@ -72,13 +72,13 @@ def database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[s
 
 @pytest.fixture
 def tester_url(postgres_server: EmbeddedServer, database_url: str) -> str:
-    """The same database, as who may do anything sees it."""
+    """The same database, as a superuser sees it."""
     return first_database.tester_url(postgres_server, database_url.rpartition("/")[2])
 
 
 @pytest.fixture
 def empty_database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[str]:
-    """An empty database of the test's own."""
+    """An empty database for one test."""
     url = background.run(clone(postgres_server, "template1"))
     yield url
     background.run(drop(postgres_server, url))
@@ -86,13 +86,13 @@ def empty_database_url(postgres_server: EmbeddedServer, background: Any) -> Iter
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.servers)])
 def place_to_store(request: pytest.FixtureRequest) -> str | MemoryTables:
-    """Where the test's own store is: a database's URL, or tables in memory."""
+    """The place of one test's store: a database's URL, or tables in memory."""
     return request.getfixturevalue("database_url") if request.param == "postgres" else MemoryTables()
 
 
 @pytest.fixture
 async def open_store(place_to_store: str | MemoryTables) -> AsyncIterator[OpenStore]:
-    """`open_store(snapshot_every=…)` gives one more handle on the test's own store."""
+    """`open_store(snapshot_every=…)` opens one more handle on the test's store."""
     opened: list[AnyStore] = []
 
     def make(snapshot_every: int = 5_000) -> AnyStore:

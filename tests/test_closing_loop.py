@@ -1,4 +1,4 @@
-"""A test that leaves something open is told so, and the next one begins."""
+"""A test that leaves something open is reported, and the next one begins."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 from closing_loop import ClosingLoop
 
 
-def test_a_server_that_was_left_open_is_closed_and_told_of() -> None:
+def test_a_server_that_was_left_open_is_closed_and_reported() -> None:
     loop = ClosingLoop()
     server = loop.run_until_complete(loop.create_server(asyncio.Protocol, "127.0.0.1", 0))
     port = server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]  # uvloop's has them, as asyncio's
@@ -16,7 +16,7 @@ def test_a_server_that_was_left_open_is_closed_and_told_of() -> None:
         asyncio.run(asyncio.open_connection("127.0.0.1", port))
 
 
-def test_a_loop_of_which_nothing_is_left_closes_in_peace() -> None:
+def test_a_loop_with_nothing_open_closes_without_a_warning() -> None:
     loop = ClosingLoop()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()

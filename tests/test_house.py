@@ -1,7 +1,6 @@
-"""The house is a test too: how long, wide and alike things may be, which words are not used, what tests may reach into.
+"""Checks limits on the code's structure: sizes, duplicate names, private access, forbidden words.
 
-A limit stands in LIMITS, and what it is held against is measured by the function of that name. It may be lowered, never
-raised.
+The function of the same name measures each limit in LIMITS. A limit may be lowered, never raised.
 """
 
 import ast
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 OURS = ("controller", "events", "workers")
 PURE = ("controller/deciders/", "controller/migration/")
 WORDS = {
-    word.title()  # as classes had them; so that who looks for them does not find this list
+    word.title()  # former class names; in lower case here, so that a search for them does not find this list
     for word in (
         *("desk", "voice", "passage", "crossing", "departures"),
         *("mover", "obedience", "seat", "feeding", "wishes"),
@@ -40,11 +39,11 @@ LIMITS = {
     "public_things_that_say_nothing": 0,
 }
 
-TWICE = {"Scheduler"}  # a frontend's and an engine's: each field calls its own so
+TWICE = {"Scheduler"}  # a frontend's and an engine's: the usual name in both fields
 
 
 class Found(NamedTuple):
-    """How much of something there is, and where."""
+    """A measured size, and its place."""
 
     size: int
     where: str
@@ -55,13 +54,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def parsed(folder: str) -> list[tuple[str, ast.Module]]:
-    """Return every file of a folder, understood."""
+    """Return every file of a folder, parsed."""
     paths = sorted((ROOT / folder).rglob("*.py"))
     return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
 
 
 def source(*folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield every file of these folders, understood."""
+    """Yield every file of these folders, parsed."""
     for folder in folders:
         yield from parsed(folder)
 
@@ -71,7 +70,7 @@ KINDS = (ast.Attribute, ast.Call, ast.ClassDef, ast.If, ast.FunctionDef, ast.Asy
 
 @cache
 def nodes(folder: str) -> dict[type, list[tuple[str, ast.AST]]]:
-    """Return all nodes of the kinds that are asked for, each with its place. One walk for all limits takes seconds."""
+    """Return all nodes of these kinds, each with its place. Cached: one walk for all limits takes seconds."""
     found: dict[type, list[tuple[str, ast.AST]]] = {kind: [] for kind in KINDS}
     for name, tree in source(folder):
         for node in ast.walk(tree):
@@ -89,11 +88,11 @@ def every(*kinds: type[ast.AST], of: tuple[str, ...] = OURS) -> Iterator[tuple[s
 
 
 def all_of(places: list[str]) -> list[Found]:
-    """Return as one what only counts in all."""
+    """Return one measure: the total number of places."""
     return [Found(len(places), ", ".join(places))]
 
 
-# --- how long and how wide --------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def lines_of_a_function() -> Iterator[Found]:
@@ -127,7 +126,7 @@ def modules_of_a_folder() -> Iterator[Found]:
     yield from (Found(count, folder) for folder, count in modules.items())
 
 
-# --- names and who knows whom -----------------------------------------------------------------------------------------
+# --- names and dependencies -------------------------------------------------------------------------------------------
 
 
 def classes_of_one_name() -> Iterator[Found]:
@@ -167,7 +166,7 @@ def called(node: ast.Call) -> str:
 
 
 def calls_through_another_object() -> list[Found]:
-    """`a.b.c.d()` asks others on the way. Of one's own part, what is mere data may be asked: `self.table.known.get(name)`."""
+    """`a.b.c.d()` calls through other objects. On an object's own parts, methods of data are allowed: `self.a.b.get(name)`."""
     found = []
     for where, node in every(ast.Call):
         assert isinstance(node, ast.Call)
@@ -182,7 +181,7 @@ def calls_through_another_object() -> list[Found]:
 
 
 def unexplained_private_access() -> list[Found]:
-    """What is private to another class is reached for only where a comment beside it says why."""
+    """Private members of another class are accessed only with a comment that gives the reason."""
     found = []
     for name, tree in source(*OURS, "benchmarks"):
         lines = ["", *(ROOT / name).read_text().splitlines()]
@@ -198,7 +197,7 @@ def unexplained_private_access() -> list[Found]:
 
 
 def is_private(node: ast.Attribute) -> bool:
-    """Whether it is another object's own affair. Some names of the standard library only look so."""
+    """Return whether it is a private member of another object. Some public names of the standard library only look private."""
     if not node.attr.startswith("_"):
         return False
     public = node.attr.startswith("__") or node.attr in ("_exit", "_asdict", "_replace", "_fields")
@@ -208,7 +207,7 @@ def is_private(node: ast.Attribute) -> bool:
 
 @cache
 def own_names(definition: ast.ClassDef) -> set[str]:
-    """Return what a class defines or sets itself: its methods may ask another of its kind."""
+    """Return the names that a class defines or sets itself: its methods may access them on other instances."""
     return {
         one.name if isinstance(one, Function) else one.attr
         for one in ast.walk(definition)
@@ -217,7 +216,7 @@ def own_names(definition: ast.ClassDef) -> set[str]:
 
 
 def uses_of_a_forbidden_word() -> list[Found]:
-    """They were ours alone; docs/glossary.md says what the field calls these things."""
+    """These were our own inventions; docs/glossary.md has the field's terms."""
     found = [
         f"{name}: {word}"
         for name, _ in source("controller", "workers", "tests")
@@ -227,7 +226,7 @@ def uses_of_a_forbidden_word() -> list[Found]:
     return all_of(found)
 
 
-# --- what tests reach into --------------------------------------------------------------------------------------------
+# --- tests' access to internals ---------------------------------------------------------------------------------------
 
 
 def patches_in_tests() -> list[Found]:
@@ -253,7 +252,7 @@ def private_attributes_in_tests() -> list[Found]:
     )
 
 
-# --- what is said of things -------------------------------------------------------------------------------------------
+# --- docstrings -------------------------------------------------------------------------------------------------------
 
 
 def silent_things() -> list[str]:
@@ -287,17 +286,17 @@ def test_every_limit_is_measured() -> None:
     assert LIMITS.keys() == MEASURES.keys()
 
 
-def test_whatever_is_pure_says_what_it_is() -> None:
+def test_pure_modules_have_docstrings() -> None:
     assert not [where for where in silent_things() if where.startswith(PURE)]
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_house_keeps_its_limits(name: str) -> None:
+def test_the_code_keeps_its_limits(name: str) -> None:
     over = [f"{found.size}: {found.where}" for found in MEASURES[name]() if found.size > LIMITS[name]]
     assert not over, f"{name.replace('_', ' ')}: {LIMITS[name]} at most\n" + "\n".join(sorted(over))
 
 
-if __name__ == "__main__":  # what there is now
+if __name__ == "__main__":  # print the current values
     for limit, bound in LIMITS.items():
         largest = max(MEASURES[limit]())
         print(f"{limit}: {largest.size} (bound {bound}): {largest.where[:200]}")

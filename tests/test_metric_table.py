@@ -1,4 +1,4 @@
-"""A table of metrics: rows in a class's body, and what counts them in its instances."""
+"""A table of metrics: rows in a class body, and counters in its instances."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -7,7 +7,7 @@ from controller.metric_table import MetricTable, counter, gauge, histogram, scra
 
 
 class Queues(MetricTable):
-    """Three of one kind each."""
+    """Three metrics, one of each kind."""
 
     waiting = gauge("q_waiting", "Requests that wait.", "model")
     taken = counter("q_taken", "Requests that were taken.")
@@ -15,7 +15,7 @@ class Queues(MetricTable):
 
 
 class Look(MetricTable):
-    """What is known when somebody scrapes."""
+    """Metrics that are computed at scrape time."""
 
     depth = scraped("q_depth", "How deep it is.", "model")
 
@@ -38,7 +38,7 @@ def test_each_table_counts_for_itself() -> None:
     assert (one.get_sample_value("q_taken_total"), other.get_sample_value("q_taken_total")) == (1, 0)
 
 
-def test_a_name_that_is_there_already_is_refused() -> None:
+def test_a_duplicate_name_is_refused() -> None:
     registry = CollectorRegistry()
     Queues(registry)
     with pytest.raises(ValueError, match="q_waiting"):
@@ -50,7 +50,7 @@ def test_metrics_are_found_by_their_kind() -> None:
     assert table.of_kind(Gauge) == [table.waiting] and table.of_kind(Counter) == [table.taken]
 
 
-def test_a_table_without_a_registry_is_filled_for_one_scrape() -> None:
+def test_a_table_without_a_registry_is_used_for_one_scrape() -> None:
     look = Look()
     look.depth.add_metric(["m"], 3)
     assert [sample.value for sample in look.depth.samples] == [3] and not Look().depth.samples

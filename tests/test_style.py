@@ -1,4 +1,4 @@
-"""The style is a test: lint, format, types, who may import what, and whose names are ours."""
+"""Checks the style: lint, format, types, import contracts, and unique top-level names."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ DEADLINE_S = 300.0
 
 
 def run(*command: str) -> None:
-    """Run a tool of the environment; show what it says if it is not content."""
+    """Run a tool of the environment; show its output if it fails."""
     tool = BIN / command[0]
     ended = subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
@@ -44,7 +44,7 @@ def test_mypy_checks_each_conftest() -> None:
     assert {*listed} == found - {"tests.conftest"}
 
 
-def test_nobody_imports_what_he_may_not() -> None:
+def test_the_import_contracts_hold() -> None:
     run("lint-imports", "--no-cache")
 
 

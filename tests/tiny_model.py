@@ -1,4 +1,4 @@
-"""The tiny real model, made once for all testers: its vocabulary takes 4 s of a processor."""
+"""The tiny real model, built once for all xdist workers: its vocabulary takes 4 s of a processor."""
 
 import shutil
 from pathlib import Path
@@ -7,14 +7,14 @@ from once import made_once
 
 
 def whole(own: Path) -> Path:
-    """Return a folder with the tiny model. `own`: this tester's folder, in that of all of this run."""
+    """Return a folder with the tiny model. `own`: this xdist worker's folder, in that of all of this run."""
     from workers.engines.tiny import build_tiny
 
     return made_once(own, "tiny", build_tiny)
 
 
 def half(own: Path) -> Path:
-    """Return a folder with half of it: two layers of the same shapes, for whoever wants many tokens of a real model."""
+    """Return a folder with half of it: two layers of the same shapes, for tests that need many tokens of a real model."""
     from workers.engines.tiny import CONFIG, write_model
 
     def build(folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""`holdfast` commands as a user types them, each in a process of its own, but without half a second of imports each.
+"""Runs `holdfast` commands as a user types them, each in its own process, with their imports preloaded.
 
-The processes are forked from one that has imported what commands need and has done nothing else.
+The processes are forked from one that has imported the commands' modules and has done nothing else. That saves half a second
+of imports per command.
 """
 
 import multiprocessing
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WITHIN_S = 60.0
-LOST = 255  # multiprocessing's exit code of a process whose status its fork server could not tell
+LOST = 255  # multiprocessing's exit code if its fork server could not report a process's status
 IMPORTS = (
     "controller.cli",
     "controller.demo.cli",

@@ -1,1 +1,1 @@
-"""What strangers, clients and machines may do to a fleet, one after another."""
+"""Attacks on a fleet by strangers, clients and machine faults, one after another."""

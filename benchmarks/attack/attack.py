@@ -1,12 +1,13 @@
-"""`make attack`: does Holdfast stand all that we know to do to it?
+"""`make attack`: runs every known attack and fault against Holdfast, and checks the bounds.
 
     python -m benchmarks attack [PART …] [--seed 1] [-o json] [--keep DIR]
 
-One part after another (`parts.py`), each in its own time, in 18 minutes at most: whole fleets under attack, a random walk of
-faults, abuse, odd requests, long simulations. All of it on 127.0.0.1. Says what runs and how it ended (on stderr), then a
-table, or with `-o json` one JSON object a part; what failed is named, with the command that does it again alone. Ctrl-C ends
-the part that runs, and what there is so far is shown. Nothing is left behind: what a part writes lies in one folder, and
-whatever process still has that afterwards is ended, and counted against the part. Returns 1 if a part failed, 130 after Ctrl-C.
+Runs one part after another (`parts.py`), each with its own time limit, in 18 minutes at most: whole fleets under attack, a random
+walk of faults, abuse, odd requests, long simulations. All of it runs on 127.0.0.1. Reports each part and its result on
+stderr, then prints a table, or with `-o json` one JSON object per part. A failed part is shown with the command that repeats
+it alone. Ctrl-C ends the current part, and the results so far are shown. Nothing is left behind: a part writes into one
+folder, and any process that still uses it afterwards is ended, and counted against the part. Returns 1 if a part failed, 130
+after Ctrl-C.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from controller.columns import USUAL, columns, fitted
 from controller.processes.children import die_with
 
 ROOT = Path(__file__).parents[2]
-STOPS_WITHIN_S = 20.0  # a part that is told to end
-GONE_WITHIN_S = 10.0  # what it had started
-LINES_SHOWN = 15  # of what a part that failed said last
+STOPS_WITHIN_S = 20.0  # for a part that is asked to end
+GONE_WITHIN_S = 10.0  # for the processes that it had started
+LINES_SHOWN = 15  # last lines of a failed part's output
 POLL_S = 0.1
 HOLDS, INTERRUPTED = "holds", "interrupted"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -44,10 +45,10 @@ EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one part ended."""
+    """The result of one part."""
 
     part: str
-    verdict: str  # holds, or why not
+    verdict: str  # "holds", or why not
     seconds: float
     tried: str
     times: str
@@ -57,13 +58,13 @@ class Ended:
 
     @property
     def holds(self) -> bool:
-        """Whether all was as it should be."""
+        """Whether all bounds held."""
         return self.verdict == HOLDS
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield a flag that Ctrl-C and SIGTERM set. No exception, which may come anywhere, also where Python drops it."""
+    """Yield a flag that Ctrl-C and SIGTERM set. (An exception could occur anywhere, also where Python drops it.)"""
     flag = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: flag.set()) for number in (signal.SIGINT, signal.SIGTERM)
@@ -76,7 +77,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def run(name: str, part: Part, folder: Path, seed: int, interrupted: threading.Event) -> Ended:
-    """Run one part to its end, to its deadline, or until it is interrupted."""
+    """Run one part until it ends, its deadline passes, or it is interrupted."""
     own = folder / name
     own.mkdir()
     began = time.monotonic()
@@ -89,7 +90,7 @@ def run(name: str, part: Part, folder: Path, seed: int, interrupted: threading.E
     if verdict == HOLDS and left:
         verdict = f"left {', '.join(left)} behind"
     if verdict == HOLDS and not seen.times:
-        verdict = "said nothing that can be read"
+        verdict = "printed no readable result"
     again = () if verdict == HOLDS else seen.again or (part.again(seed),)
     return Ended(name, verdict, round(seconds, 1), part.tries, seen.times, seen.found, part.bound, again)
 
@@ -106,7 +107,7 @@ def _ended(
             env=os.environ | {"TMPDIR": str(own)},
             stdout=out,
             stderr=err,
-            start_new_session=True,  # the terminal's Ctrl-C is for us
+            start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             preexec_fn=die_with(os.getpid()),
         )
         deadline = time.monotonic() + within_s
@@ -122,7 +123,7 @@ def _ended(
 
 
 def _stop(process: "subprocess.Popen[bytes]", own: Path) -> None:
-    """Press Ctrl-C, where it still runs; then end all that has not ended."""
+    """Interrupt the process if it still runs; then end all processes that remain."""
     if process.poll() is not None:
         return
     try:
@@ -136,9 +137,9 @@ def _stop(process: "subprocess.Popen[bytes]", own: Path) -> None:
 
 
 def end_all(own: Path) -> Sequence[str]:
-    """End every process that has this folder for what it writes, and return their names. Those that are about to end may."""
+    """End every process that writes to this folder, and return their names. Processes that are about to end are left alone."""
     deadline = time.monotonic() + GONE_WITHIN_S
-    while (found := _having(own)) and time.monotonic() < deadline:
+    while (found := _processes_using(own)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -147,10 +148,10 @@ def end_all(own: Path) -> Sequence[str]:
     return [process.info["name"] for process in found]
 
 
-def _having(own: Path) -> list[psutil.Process]:
+def _processes_using(own: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["name"]):
-        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or belongs to another user
             if process.environ().get("TMPDIR") == str(own) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -164,12 +165,12 @@ def _seen(part: Part, folder: Path, name: str) -> Seen:
         ValueError,
         KeyError,
         SyntaxError,
-    ):  # it ended before it could say; bad XML is a SyntaxError
+    ):  # it ended before it could report; bad XML is a SyntaxError
         return Seen("", "")
 
 
 def show(ended: Sequence[Ended]) -> str:
-    """Return the table, within the columns that there are."""
+    """Return the table, fitted to the width of the terminal."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column, width in (
         ("what was tried", 20),
@@ -186,34 +187,34 @@ def show(ended: Sequence[Ended]) -> str:
         console.print(table)
     lines = [line.rstrip() for line in written.get().splitlines()]
     for one in ended:
-        lines += [fitted(f"{one.part}, that alone: {again}") for again in one.again]
+        lines += [fitted(f"{one.part}, repeat it alone: {again}") for again in one.again]
     return "\n".join(lines)
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell_end(ended: Ended, folder: Path) -> None:
-    _tell(f"      {ended.verdict}, {ended.seconds:.0f} s: {ended.times or 'nothing'}; {ended.found}")
+def _report_end(ended: Ended, folder: Path) -> None:
+    _report(f"      {ended.verdict}, {ended.seconds:.0f} s: {ended.times or 'nothing'}; {ended.found}")
     if not ended.holds and ended.verdict != INTERRUPTED:
         for kind in ("out", "err"):
             said = (folder / f"{ended.part}.{kind}").read_text(errors="replace").splitlines()
             for line in said[-LINES_SHOWN:]:
-                _tell(f"      | {line[:500]}")
+                _report(f"      | {line[:500]}")
 
 
 def attack(names: Sequence[str], parts: Mapping[str, Part], seed: int, keep: Path | None) -> list[Ended]:
-    """Run these parts; return how each ended, as far as nobody interrupts."""
+    """Run these parts, and return their results up to an interruption."""
     ended: list[Ended] = []
     folder = Path(tempfile.mkdtemp(prefix="holdfast-attack-"))
     try:
         with interruptible() as interrupted:
             for number, name in enumerate(names, 1):
                 part = parts[name]
-                _tell(f"[{number}/{len(names)}] {name}: {part.tries}; {part.within_s} s at most")
+                _report(f"[{number}/{len(names)}] {name}: {part.tries}; {part.within_s} s at most")
                 ended.append(run(name, part, folder, seed, interrupted))
-                _tell_end(ended[-1], folder)
+                _report_end(ended[-1], folder)
                 if interrupted.is_set():
                     break
     finally:
@@ -224,19 +225,24 @@ def attack(names: Sequence[str], parts: Mapping[str, Part], seed: int, keep: Pat
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
-    """Run the parts that are named, or all."""
+    """Run the named parts, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
     parser.add_argument(
-        "--seed", type=int, default=1, help="of the walk, the odd requests and the simulations"
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the walk, the odd requests and the simulations (default: 1)",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep there what the parts have said")
-    parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to report")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the parts' output in this folder")
+    parser.add_argument(
+        "-o", dest="output", choices=("text", "json"), default="text", help="output format (default: text)"
+    )
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.parts if name not in parts]:
-        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(parts)}")
+        parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(parts)}")
     if args.seed < 1:
-        parser.error(f"--seed {args.seed}: give a number from 1 on")
+        parser.error(f"--seed {args.seed}: must be 1 or more")
     names = args.parts or list(parts)
     ended = attack(names, parts, args.seed, args.keep)
     if args.output == "json":

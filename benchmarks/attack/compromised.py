@@ -1,13 +1,13 @@
-"""What do other clients notice while a worker that was taken over floods the fleet?
+"""Measures what other clients notice while a compromised worker floods the fleet.
 
     python -m benchmarks compromised [--seconds 5]
 
-A whole fleet (`holdfast up`, 2 workers) and honest clients that ask for short streams, first alone. Then one rogue worker after
-another joins (`rogue.py`), each in a process and with an account of its own, and floods the fleet in one way: frames to the
-frontend, KV events, facts, heartbeats, connections to the other workers. Measured: time to first token, the broker's memory,
-whether the attempt was reported and its sender ejected. Exit 1 if the 99th percentile under a flood is more than `TIMES_MAX`
-times the undisturbed one (or `FLOOR_MS`), an honest request failed, the broker has more than `BROKER_MB_MAX`, or a sender was not
-ejected.
+A whole fleet (`holdfast up`, 2 workers) and honest clients that request short streams, first alone. Then one rogue worker after
+another joins (`rogue.py`), each in its own process and with its own account, and floods the fleet in one way: frames to the
+frontend, KV events, facts, heartbeats, connections to the other workers. Measured: time to first token, the broker's memory, and
+whether the attempt was reported and its sender ejected. Exits with 1 if the 99th percentile under a flood is more than
+`TIMES_MAX` times the undisturbed one (or `FLOOR_MS`), an honest request failed, the broker uses more than `BROKER_MB_MAX`, or a
+sender was not ejected.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from controller.demo.fleet import DemoFleet
 from events.observations import IntrusionRefused, WorkerJoined
 
 TIMES_MAX = 3.0
-FLOOR_MS = 300.0  # a p99 below it is no harm, whatever it is times the undisturbed one
+FLOOR_MS = 300.0  # a p99 below it is acceptable, whatever its ratio to the undisturbed one
 BROKER_MB_MAX = 300.0
-UNREPORTED = ("connections",)  # the other workers count it: a worker reports no intrusions
+UNREPORTED = ("connections",)  # the other workers count these: a worker reports no intrusions
 AFTER_S = 2.0  # from a rogue worker's registration to its flood
 REPORTED_S = 20.0
 
@@ -45,7 +45,7 @@ def memory_mb(pid: int) -> float:
 
 
 async def most_mb(pid: int, over: asyncio.Event) -> float:
-    """Return the most that a process has until it is over."""
+    """Return the maximum resident memory of a process until the event is set."""
     most = 0.0
     while not over.is_set():
         most = max(most, memory_mb(pid))
@@ -56,7 +56,7 @@ async def most_mb(pid: int, over: asyncio.Event) -> float:
 async def flood(
     fleet: DemoFleet, kind: str, name: str, seconds: float, targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Let one rogue worker join and flood; return what others saw."""
+    """Let one rogue worker join and flood; return what the other clients saw."""
     (broker,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "nats")
     command = [sys.executable, "-m", "benchmarks.attack.rogue", "--data", str(fleet.data), "--name", name]
     command += ["--flood", kind, "--seconds", str(seconds), "--after", str(AFTER_S)]
@@ -81,14 +81,16 @@ async def flood(
         "ttft_ms": quantiles_ms(times),
         "failed": sum(time == float("inf") for time in times),
         "broker_mb": round(await watching),
-        "sent": int(said.split()[-1]) if said.split() else None,  # None: it was cut off before it could tell
+        "sent": int(said.split()[-1])
+        if said.split()
+        else None,  # None: it was disconnected before it could report
         "reported": sum(fact.times for fact in reports),
         "ejected": any(fact.eject for fact in reports),
     }
 
 
 async def reported(fleet: DemoFleet, name: str, kind: str) -> list[IntrusionRefused]:
-    """Return the reports of one worker, once there is one."""
+    """Return the reports about one worker, once there is one."""
     found: list[IntrusionRefused] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.0 if kind in UNREPORTED else REPORTED_S):
@@ -133,7 +135,7 @@ async def measure(seconds: float) -> dict[str, Any]:
 
 
 def holds(found: Mapping[str, Any]) -> bool:
-    """Whether the bounds hold."""
+    """Return whether the bounds hold."""
     most_ms = max(TIMES_MAX * found["alone_ms"]["p99"], FLOOR_MS)
     floods: Mapping[str, Mapping[str, Any]] = found["floods"]
     return (
@@ -146,9 +148,9 @@ def holds(found: Mapping[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Measure, print one JSON object, and say by the exit code whether the bounds hold."""
+    """Measure, print one JSON object, and exit with 1 if a bound is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each flood")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each flood (default: 5)")
     args = parser.parse_args()
     found = asyncio.run(measure(args.seconds))
     print(json.dumps({"benchmark": "compromised", **found}))

@@ -1,13 +1,13 @@
-"""Does anything that a client may say break a fleet?
+"""Sends odd requests to a fleet and checks that none of them breaks it.
 
     python -m benchmarks fuzz [--requests 1000] [--seed 1] [--at-once 16]
     python -m benchmarks fuzz --seed 1 --only 417              that one alone
 
-A whole fleet (`holdfast up`, 2 simulated workers, flat out) is told odd requests (`odd_requests.py`): heads that are none, bodies
-with bytes changed, every field of the API with values that are wrong, of another type or at an edge, clients that leave.
-Meanwhile an honest client asks without a pause. Each odd request must be answered, or closed where it is no HTTP, within 30 s,
-and with no 5xx but 503; every honest answer must be the undisturbed one; afterwards every process must be the one that it was,
-and all workers HEALTHY, with their full weight and nothing in flight. Prints one JSON object; returns 1 if anything was wrong.
+A whole fleet (`holdfast up`, 2 simulated workers, flat out) receives odd requests (`odd_requests.py`): malformed heads, bodies
+with bytes changed, every field of the API with values that are wrong, of another type or at an edge, clients that disconnect.
+Meanwhile an honest client sends requests without a pause. Each odd request must be answered, or closed if it is no HTTP, within
+30 s, and with no 5xx but 503. Every honest answer must equal the undisturbed one. Afterwards every process must be the same as
+before, and all workers HEALTHY, with full weight and nothing in flight. Prints one JSON object; returns 1 if anything was wrong.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from events.observations import RequestFailed, RequestSuspected
 
 WORKERS = 2
 FLAGS = ("--workers", str(WORKERS), "--itl-ms", "0", "--canary-interval", "1")
-SHORT = {  # so that requests without an end are told so before ANSWERS_WITHIN_S
+SHORT = {  # so that requests without an end time out before ANSWERS_WITHIN_S
     "HOLDFAST_FRONTEND__CONNECTIONS__HEAD_S": "2",
     "HOLDFAST_FRONTEND__CONNECTIONS__IDLE_S": "2",
     "HOLDFAST_FRONTEND__ADMISSION__BODY_S": "3",
@@ -44,7 +44,7 @@ HONEST_PAUSE_S = 0.05
 ANSWER_BYTES_MAX = 64 * 2**20
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 CODE = re.compile(rb'"code": ?"(\w+)')
-# what only a fault of ours, or of an engine, is called; as status, or in a stream that has begun
+# Error types that only a fault of ours or of an engine can cause; as status, or in a stream that has begun
 BROKEN = {"internal", "engine_error", "non_finite", "disconnected", "stream_incomplete", "corrupt_output"}
 BROKEN |= {"upstream_lost", "stalled", "request_poisonous"}
 HONEST = {"model": "sim", "prompt": [300, 301, 302], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -54,7 +54,7 @@ Address = tuple[str, int]
 
 @dataclass
 class Told:
-    """What became of the requests."""
+    """The outcome of the requests."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -68,14 +68,15 @@ class Told:
 async def exchanged(
     address: Address, said: bytes, leaves_after: int | None = None, within_s: float = ANSWERS_WITHIN_S
 ) -> bytes:
-    """Say this on a connection of its own; return what comes until the server closes, or until we leave. Raise TimeoutError."""
+    """Send this on a new connection; return what arrives until the server closes, or the client disconnects. Raise
+    TimeoutError."""
     async with asyncio.timeout(within_s):
         reader, writer = await asyncio.open_connection(*address)
         got = bytearray()
         try:
             with contextlib.suppress(
                 ConnectionError
-            ):  # an answer may come before all is said, and then an end
+            ):  # an answer may arrive before all is sent, and then the connection closes
                 writer.write(said)
                 await writer.drain()
             with contextlib.suppress(ConnectionError):
@@ -89,7 +90,7 @@ async def exchanged(
 
 
 def judged(odd: Odd, got: bytes, told: Told) -> str:
-    """Count an answer; return what is wrong with it, or nothing."""
+    """Count an answer; return what is wrong with it, or an empty string."""
     statuses = [status.decode() for status in STATUS.findall(got)]
     codes = [code.decode() for code in CODE.findall(got)]
     told.statuses.update(statuses[-1:] or ["left" if odd.leaves_after is not None else "closed"])
@@ -102,7 +103,7 @@ def judged(odd: Odd, got: bytes, told: Told) -> str:
 
 
 async def tell(address: Address, odd: Odd, told: Told, within_s: float = ANSWERS_WITHIN_S) -> None:
-    """Tell one request and judge what comes."""
+    """Send one request and judge its answer."""
     told.kinds[odd.kind] += 1
     if odd.kind == "value":
         told.about.add(odd.about)
@@ -117,7 +118,7 @@ async def tell(address: Address, odd: Odd, told: Told, within_s: float = ANSWERS
 
 
 async def honest_text(address: Address) -> str:
-    """Ask as clients do; return the answer's text. Raise NotAsExpected if there is none."""
+    """Send a normal request; return the answer's text. Raise NotAsExpected if there is none."""
     try:
         got = await exchanged(address, posted("/v1/completions", json.dumps(HONEST).encode()))
         return str(json.loads(got.partition(b"\r\n\r\n")[2])["choices"][0]["text"])
@@ -126,7 +127,7 @@ async def honest_text(address: Address) -> str:
 
 
 async def ask_on(address: Address, undisturbed: str, told: Told, over: asyncio.Event) -> None:
-    """Be the honest client until it is over, and once more afterwards."""
+    """Send honest requests until the event is set, and once more afterwards."""
     last = False
     while not last:
         last = over.is_set()
@@ -142,7 +143,7 @@ async def ask_on(address: Address, undisturbed: str, told: Told, over: asyncio.E
 
 
 async def tell_all(address: Address, requests: Sequence[Odd], at_once: int) -> Told:
-    """Tell all of them, so many at once, beside an honest client. Raise NotAsExpected if that is not answered before."""
+    """Send all of them, so many at once, beside an honest client. Raise NotAsExpected if that gets no answer before."""
     told, over, waiting = Told(), asyncio.Event(), iter(requests)
     undisturbed = await honest_text(address)
 
@@ -161,7 +162,7 @@ async def tell_all(address: Address, requests: Sequence[Odd], at_once: int) -> T
 
 
 def lives(fleet: DemoFleet) -> dict[int, tuple[float, str]]:
-    """Return what `up` has started, by pid: when each began, and what it is. A database's own processes come and go."""
+    """Return the processes that `up` has started, by pid, with start time and name. A database's own processes vary."""
     found = {}
     for process in psutil.Process(fleet.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -170,7 +171,7 @@ def lives(fleet: DemoFleet) -> dict[int, tuple[float, str]]:
 
 
 def well(status: dict[str, Any]) -> bool:
-    """Whether all workers are in full service, and have nothing left to do."""
+    """Return whether all workers are in full service and idle."""
     return len(status["workers"]) == WORKERS and all(
         (w["health"], w["weight"], w["breaker"], w["in_flight"]) == ("HEALTHY", 1, "closed", 0)
         for w in status["workers"]
@@ -178,7 +179,7 @@ def well(status: dict[str, Any]) -> bool:
 
 
 async def fuzzed(fleet: DemoFleet, requests: Sequence[Odd], at_once: int) -> dict[str, Any]:
-    """Do it to a fleet that is ready; return what was found."""
+    """Send the requests to a fleet that is ready; return the result."""
     await fleet.until(
         lambda status: well(status) and status["projector"]["lag"] == 0
     )  # the migrations are over
@@ -209,13 +210,13 @@ async def fuzzed(fleet: DemoFleet, requests: Sequence[Odd], at_once: int) -> dic
 
 
 def came_through(found: dict[str, Any]) -> bool:
-    """Whether nothing was wrong."""
+    """Return whether nothing was wrong."""
     bad = found["wrong"] or found["honest_wrong"] or found["restarted"] or found["blamed_on_workers"]
     return not bad and found["well_afterwards"] and found["honest"] > 0
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start a fleet and do it; return what was found."""
+    """Start a fleet, send the requests, and return the result."""
     numbers = range(args.requests) if args.only is None else [args.only]
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
         fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, environment=SHORT)
@@ -233,8 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=16, help="so many at once")
-    parser.add_argument("--only", type=int, metavar="N", help="the one with this number alone")
+    parser.add_argument("--at-once", type=int, default=16, help="requests in flight at once (default: 16)")
+    parser.add_argument("--only", type=int, metavar="N", help="send only the request with this number")
     args = parser.parse_args(arguments)
     found = asyncio.run(measure(args))
     print(json.dumps({"benchmark": "fuzz", **found}), flush=True)

@@ -1,8 +1,10 @@
-"""What may a client say that makes no sense? Odd requests, each made of the seed and its own number alone.
+"""Generates odd requests, each from the seed and its own number alone.
 
-A `head` is odd before its body begins; `bytes` are a good body with bytes changed; a `value` is one field of the API, all of
-them in turn, with a value that is wrong, of another type, or at an edge; `values` are several of them; a `left` one is good, and
-its client goes away.
+- `head`: odd before its body begins.
+- `bytes`: a good body with bytes changed.
+- `value`: one field of the API (all of them in turn) with a value that is wrong, of another type, or at an edge.
+- `values`: several such fields.
+- `left`: a good request, but its client disconnects.
 """
 
 import json
@@ -31,9 +33,7 @@ ROUND: Sequence[Kind] = (
 )
 
 _MESSAGES = [{"role": "user", "content": "hi"}]
-_GOOD: Mapping[
-    str, tuple[str, dict[str, Any]]
-] = {  # by the name of its schema: where it goes, and what is served
+_GOOD: Mapping[str, tuple[str, dict[str, Any]]] = {  # by schema name: the path, and an accepted body
     "ChatBody": ("/v1/chat/completions", {"model": "sim", "messages": _MESSAGES, "max_tokens": 4}),
     "CompletionBody": ("/v1/completions", {"model": "sim", "prompt": "once", "max_tokens": 4}),
     "TokenizePromptBody": ("/tokenize", {"prompt": "once"}),
@@ -115,8 +115,9 @@ _BODIES: Sequence[bytes] = (
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """One request. `about`: the field of the API that has the odd value, or the path. One that is not `whole` may be no HTTP, or
-    have no end: it may be closed without an answer. A client stays until it is answered, or leaves after so many bytes."""
+    """One request. `about`: the field of the API with the odd value, or the path. A request that is not `whole` may be no
+    HTTP, or have no end: it may be closed without an answer. A client waits for the answer, or disconnects after so many
+    bytes."""
 
     number: int
     kind: Kind
@@ -127,22 +128,22 @@ class Odd:
 
 
 def odd_request(seed: int, number: int) -> Odd:
-    """Return one of them."""
+    """Return the request with this number."""
     turn, place = divmod(number, len(ROUND))
     kind = ROUND[place]
-    before = turn * ROUND.count(kind) + ROUND[:place].count(kind)  # of its kind
+    before = turn * ROUND.count(kind) + ROUND[:place].count(kind)  # earlier requests of its kind
     return _MAKERS[kind](Random(f"{seed} {number}"), number, before)
 
 
 @cache
 def fields() -> Sequence[tuple[str, str]]:
-    """Return each field of the API, with the name of the schema that has it."""
+    """Return each field of the API, with the name of its schema."""
     schemas = document(ROUTES)["components"]["schemas"]
     return [(name, field) for name in _GOOD for field in schemas[name]["properties"]]
 
 
 def posted(path: str, body: bytes, *headers: bytes) -> bytes:
-    """Return a request that ends its connection."""
+    """Return a request that closes its connection."""
     lines = [f"POST {path} HTTP/1.1".encode(), b"Host: x", b"Content-Length: %d" % len(body), *headers]
     return b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body
 
@@ -203,7 +204,7 @@ def _head(dice: Random, number: int, before: int) -> Odd:
     if dice.random() < 0.1:
         lines.pop(dice.randint(1, 2))
     said = b"\r\n".join([*lines, b"", b""]) + body
-    if dice.random() < 0.1:  # and no more comes
+    if dice.random() < 0.1:  # incomplete: nothing follows
         said = said[: dice.randrange(len(said))]
     return Odd(number, "head", "line and headers", said, whole=False)
 

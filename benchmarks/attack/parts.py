@@ -1,6 +1,6 @@
-"""What does `make attack` do to Holdfast, for how long, and what did each part see?
+"""The parts of `make attack`: their commands, time limits and results.
 
-A part is a command that says by its exit code whether its bounds hold; the words about it are for people.
+A part is a command that reports by its exit code whether its bounds hold; the texts about it are for its readers.
 """
 
 import json
@@ -22,7 +22,7 @@ TESTS_XML = "tests.xml"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one part saw, in a few words, and the commands that do again what failed alone."""
+    """The result of one part in a few words, and the commands that repeat what failed."""
 
     times: str
     found: str
@@ -31,8 +31,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. `command` takes the folder for what it writes, the seed and the number of cores; `again` the seed; `seen` what it
-    has printed, and that folder. Beyond `within_s` seconds it has failed."""
+    """One part. `command` gets the output folder, the seed and the number of cores; `again` gets the seed; `seen` gets the
+    printed output and that folder. After `within_s` seconds the part has failed."""
 
     tries: str
     bound: str
@@ -62,7 +62,7 @@ def _benchmark(module: str, *flags: str) -> Sequence[str]:
 
 
 def last_object(printed: str) -> dict[str, Any]:
-    """Return the JSON object of the last line. Raise ValueError where there is none."""
+    """Return the JSON object of the last line. Raise ValueError if there is none."""
     lines = printed.strip().splitlines()
     found = json.loads(lines[-1]) if lines else None
     if not isinstance(found, dict):
@@ -75,7 +75,7 @@ def _walk_seen(printed: str, folder: Path) -> Seen:
     back_s = found["all well again after, s"]
     needless = found["503 not needed"] + found["other errors not needed"]
     needed = found["503"] + sum(found["other errors"].values()) - needless
-    back = "not all well again" if back_s is None else f"all well after {back_s:g} s"
+    back = "workers not all recovered" if back_s is None else f"all recovered after {back_s:g} s"
     seen = f"{len(found['altered'])} altered, {needless} needless errors ({needed} needed), {back}"
     return Seen(f"{sum(found['faults'].values())} faults, {found['streams']} streams", seen)
 
@@ -103,7 +103,7 @@ def _fuzz_seen(printed: str, folder: Path) -> Seen:
     wrong, others, restarted = found["wrong"], found["honest_wrong"], found["restarted"]
     seen = f"{len(wrong)} wrong, {len(others)} of {found['honest']} honest ones wrong, {len(restarted)} restarted"
     if not found["well_afterwards"]:
-        seen += ", not well afterwards"
+        seen += ", not healthy afterwards"
     again = "python -m benchmarks fuzz --seed {} --only {}"
     numbers = [one.partition(" ")[0] for one in wrong]
     return Seen(
@@ -116,7 +116,7 @@ def _fuzz_seen(printed: str, folder: Path) -> Seen:
 def _simulation_seen(printed: str, folder: Path) -> Seen:
     runs = [json.loads(line) for line in printed.splitlines()]
     if not runs:
-        raise ValueError("no seed was played")
+        raise ValueError("no seed was run")
     broken = [run for run in runs if run["violation"]]
     faults = sum(sum(run["faults"].values()) for run in runs)
     invariants = len({name for run in runs for name in run["checks"]})
@@ -149,7 +149,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "walk": Part(
         "random faults on 4 workers with 24 users",
-        "0 altered, 0 needless errors, all well within 20 s",
+        "0 altered, 0 needless errors, all recovered within 20 s",
         360,
         lambda folder, seed, cores: _benchmark(
             "failures.walk", "--seconds", str(WALK_S), "--seed", str(seed), "--keep", str(folder / "walk")
@@ -158,7 +158,7 @@ PARTS: Mapping[str, Part] = {
         _walk_seen,
     ),
     "abuse": Part(
-        "strangers that cost more than they are worth",
+        "requests by strangers that cost far more than they should",
         f"≤ {TTFT_TIMES_MAX:g} times, ≤ {MEMORY_TIMES_MAX:g} times, 0 failed",
         140,
         lambda folder, seed, cores: _benchmark("serving.abuse"),
@@ -166,7 +166,7 @@ PARTS: Mapping[str, Part] = {
         _abuse_seen,
     ),
     "compromised": Part(
-        "floods by a worker that was taken over",
+        "floods by a compromised worker",
         f"≤ {TIMES_MAX:g} times or {FLOOR_MS:g} ms, ≤ {BROKER_MB_MAX:g} MB, 0 failed, senders ejected",
         120,
         lambda folder, seed, cores: _benchmark("attack.compromised"),
@@ -175,7 +175,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "fuzz": Part(
         "malformed and odd requests to a whole fleet",
-        "0 wrong, 0 restarted, well afterwards",
+        "0 wrong, 0 restarted, healthy afterwards",
         80,
         lambda folder, seed, cores: _benchmark(
             "attack.fuzz", "--requests", str(FUZZ_REQUESTS), "--seed", str(seed)

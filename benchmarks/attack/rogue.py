@@ -1,10 +1,10 @@
-"""A compromised worker: a real worker of a running fleet, which an attacker has taken over.
+"""A compromised worker: a real worker of a running fleet under an attacker's control.
 
     python -m benchmarks.attack.rogue --data DIR --name x0 --flood frames --seconds 5
 
-It joins by the fleet's directory, with a broker account of its own and the fleet's key, registers, beats and answers canaries as
-any worker does. `spoil` changes what it gives to users' requests, `changed` what it registers, and the floods send as much as
-fits. Tests drive it in their own process; for figures it has one.
+It joins through the fleet's directory, with its own broker account and the fleet's key, and registers, sends heartbeats and
+answers canaries as any worker does. `spoil` changes its output for users' requests, `changed` changes its registration, and
+the floods send as much as possible. Tests run it in their own process; benchmarks start one for it.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Change = Callable[[WorkerJoined], WorkerJoined]
 
 
 class RogueEngine(SimulatedEngine):
-    """The simulated engine, which spoils what it gives to users' requests. Canaries get what they expect."""
+    """The simulated engine with spoiled output for users' requests. Canaries get correct answers."""
 
     spoil: Spoil | None = None
 
@@ -78,11 +78,11 @@ class RogueEngine(SimulatedEngine):
 
 @dataclass
 class RogueWorker:
-    """One worker that was taken over. `async with` runs it."""
+    """One compromised worker. `async with` runs it."""
 
     data: Path
     name: str = "x0"
-    itl_s: float = 0.001  # as fast as its peers, or canaries call it slow
+    itl_s: float = 0.001  # as fast as its peers, otherwise canaries find it slow
     changed: Change = lambda joined: joined
     instance: str = field(default_factory=new_id)
 
@@ -127,16 +127,16 @@ class RogueWorker:
                     await close()
 
     def observe(self, fact: Observation, **about: Any) -> str:
-        """Publish a fact; of a registration, what `changed` makes of it."""
+        """Publish a fact; of a registration, the version that `changed` returns."""
         if isinstance(fact, WorkerJoined):
             fact = self.changed(fact)
         return self.journal.observe(fact, **about)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else a journal has."""
+        """Return any other attribute of the journal."""
         return getattr(self.__dict__["journal"], name)
 
-    # --- what an attacker does with it
+    # --- attacks
 
     def claim(self, *prompts: Sequence[int]) -> None:
         """Claim the KV blocks of these prompts, which it has not computed."""
@@ -146,7 +146,8 @@ class RogueWorker:
         self.kv.flush()
 
     async def flood(self, kind: str, seconds: float, targets: Sequence[str] = ()) -> int:
-        """Send as much of one kind as fits; return how many. `targets`: URLs of other workers, for connections."""
+        """Send as many messages of one kind as possible; return their number. `targets`: URLs of other workers, for
+        connections."""
         sent, until = 0, time.monotonic() + seconds
         one = {
             "frames": self._frames,
@@ -214,7 +215,7 @@ class RogueWorker:
 
 
 def _nothing() -> None:
-    """Heed no change."""
+    """Ignore a change."""
 
 
 def main() -> int:
@@ -223,7 +224,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--name", default="x0")
     parser.add_argument("--flood", choices=FLOODS, required=True)
-    parser.add_argument("--after", type=float, default=2.0, help="seconds from its registration to the flood")
+    parser.add_argument(
+        "--after", type=float, default=2.0, help="seconds from its registration to the flood (default: 2)"
+    )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument(
         "--target", action="append", default=[], help="URL of another worker, for connections"

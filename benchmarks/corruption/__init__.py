@@ -1,1 +1,1 @@
-"""What canaries catch of silent data corruption."""
+"""Detection of silent data corruption by canaries."""

@@ -1,11 +1,11 @@
-"""What do users notice of a flipped bit? Random harmful single-bit faults in a live fleet of transformers engines.
+"""Injects harmful bit flips into a live fleet of transformers engines, and measures what users see.
 
     python -m benchmarks bitflips [--trials 50] [--model DIR]
 
 Three workers with the tiny model, a canary every second, streams all the time. A fault is one bit of one weight of one
-worker, drawn at random among those that alter what these users are told (found beforehand, on a copy of the model). For
-each: how long until no request is routed there any more, is every altered stream named by `RequestExposed`, and is
-every stream right that began afterwards? Prints one JSON object.
+worker, drawn at random among those that alter these users' answers (found beforehand, on a copy of the model). Measured for
+each: the time until no request is routed to the worker, whether `RequestExposed` names every altered stream, and whether
+every stream that began afterwards is right. Prints one JSON object.
 """
 
 import argparse
@@ -50,7 +50,7 @@ FLAGS = ("--engine", "transformers", "--workers", str(WORKERS), "--chaos", "--ca
 
 
 def harmful(folder: Path, first: int) -> Iterator[tuple[int, str]]:
-    """Yield the seeds of bit flips that alter what these users are told, and where they strike, in order of seeds."""
+    """Yield the seeds and places of bit flips that alter these users' answers, in order of seeds."""
     torch.set_num_threads(1)
     model = load_model(folder, device="cpu", dtype="float32", context_tokens=4096)
     bench = Bench(
@@ -76,7 +76,7 @@ class Trials:
         self._names = itertools.count()
 
     async def begin(self) -> None:
-        """Wait until the tolerance has been calibrated, and take down the undisturbed answers."""
+        """Wait until the tolerance has been calibrated, and record the undisturbed answers."""
         async with asyncio.timeout(CALIBRATED_WITHIN_S):
             while await self._passed() < SAMPLES:  # noqa: ASYNC110 (the fleet is another process)
                 await asyncio.sleep(1)
@@ -101,7 +101,7 @@ class Trials:
         except NotAsExpected:
             fenced_s = None
         after = await self._round() if fenced_s is not None else []
-        # A breaker may be quicker than the canary; what the worker said is exposed once a canary has convicted it.
+        # A breaker may open before the canary fails; the worker's output is exposed once a canary has convicted it.
         with contextlib.suppress(NotAsExpected):
             await self._fleet.until(_convicted, WITHIN_S)
         await self._chaos("heal", 0)
@@ -139,7 +139,7 @@ class Trials:
 
 
 def _show(events: Sequence[Recorded]) -> None:
-    """Print what was said of the victim meanwhile: somebody must find out why a stream was not named."""
+    """Print the events about the victim, to find out why a stream was not named."""
     for event in events:
         if getattr(event.fact, "worker", getattr(event.fact, "source", None)) == VICTIM:
             print(f"  {event.seq} {event.at.time()} {event.fact}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""How many canary intervals pass from a fault to the conviction? The controller's own order of questions, over all phases of it.
+"""Computes the canary intervals from a fault to the conviction, over all phases of the schedule.
 
-A fault is there for good and greedy answers repeat, so the first question that notices it convicts, at once: the repetition
-that confirms it is asked within the same slot. A sampled canary takes a slot and does not count here.
+The schedule is the controller's own. A fault is permanent and greedy answers repeat, so the first question that detects it
+convicts, at once: the confirming repetition runs within the same slot. A sampled canary takes a slot and does not count here.
 
-What a reader would get wrong: a fault is counted just after a slot, its worst moment in that interval. One that comes later
-is found that much sooner.
+Note: a fault is placed right after a slot, its worst moment in that interval. A later one is detected that much sooner.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import CheckType, Profile, TopK, WorkerJoined, canary_key
 from events.wire import Chunk, Generate, Logprob
 
-ROUNDS = 4  # of the schedule: it repeats itself sooner
-SAMPLED = ""  # a slot whose canary is drawn at random
+ROUNDS = 4  # of the schedule, which repeats itself earlier
+SAMPLED = ""  # a slot with a sampled canary
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Question:
 
 
 class RightAnswers:
-    """A prober whose worker always answers rightly. It keeps which question was asked in each slot."""
+    """A prober with a worker that always answers correctly. It records the question of each slot."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._by_prompt = {one.prompt: one for one in questions}
@@ -62,7 +61,7 @@ class RightAnswers:
 
 
 class Unmeasured:
-    """A meter that keeps nothing."""
+    """A meter that discards its input."""
 
     def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
         """Count nothing."""
@@ -75,7 +74,7 @@ class Unmeasured:
 
 
 def schedule(questions: Sequence[Question], settings: CanarySettings) -> list[str]:
-    """Return the ids of the questions that a worker is asked, slot after slot, as the controller's runner chooses them."""
+    """Return the ids of a worker's questions, slot after slot, as the controller's runner chooses them."""
     return asyncio.run(_asked(questions, settings))
 
 
@@ -122,7 +121,7 @@ def _joined() -> WorkerJoined:
 
 
 def delays(slots: Sequence[str], noticing: Collection[str]) -> list[int]:
-    """Return for each phase of the first half of the schedule how many intervals pass until a question in `noticing` is asked."""
+    """Return, for each phase of the schedule's first half, the intervals until a question in `noticing` is sent."""
     assert any(one in noticing for one in slots[len(slots) // 2 :])
     return [
         next(n for n, one in enumerate(slots[phase:], 1) if one in noticing)
@@ -148,10 +147,10 @@ def compared(
     noticed: Sequence[tuple[Collection[str], Collection[str]]],
     settings: CanarySettings,
 ) -> dict[str, Any]:
-    """Compare the delay by today's rules with that of 0.2.0.
+    """Compare the delay under the current rules with that of 0.2.0.
 
-    `noticed`: for each fault the questions that notice it, by the rules of 0.2.0 and by today's. Only faults that both catch have
-    both delays; those that one alone catches are counted.
+    `noticed`: for each fault, the questions that detect it under the rules of 0.2.0 and under the current ones. Only faults that
+    both detect have both delays; faults that only one detects are counted.
     """
     before = schedule(questions, settings.model_copy(update={"sampled_every": 0}))
     today = schedule(questions, settings)
@@ -177,7 +176,7 @@ def compared(
 def table(result: Mapping[str, Any]) -> str:
     """Return the delays as markdown."""
     if "today" not in result:
-        return "no fault was caught by both rules: no delays"
+        return "no fault was detected under both rules: no delays"
     lines = ["| conviction delay, intervals (s) | p50 | p99 | largest |", "|---|---|---|---|"]
     for name in ("0.2.0", "today", "difference"):
         cells = (

@@ -1,14 +1,14 @@
-"""How often do near ties convict a correct worker? Simulated worker-years of canaries, for several rates of flips.
+"""Counts convictions of correct workers by near ties, in simulated worker-years of canaries.
 
     python -m benchmarks near_ties [--years 30] [--rates 0.001 0.01 0.05 0.2] [--seed 1]
 
 Three things that could convict a correct worker, each for at least `--years` worker-years at a canary every 30 s:
 
-- tokens: goldens with near ties in them, as an earlier version recorded them. Every ask draws a flip at each near tie and
-  noise on every logprob, and the answer is judged by the controller's own comparison (`CanarySet.judge`). Outcomes are drawn
+- tokens: goldens with near ties in them, as an earlier version recorded them. Every probe draws a flip at each near tie and
+  noise on every logprob, and the controller's own comparison judges the answer (`CanarySet.judge`). Outcomes are drawn
   in bulk; each distinct one is judged once.
-- blind: an engine without logprobs. Fleets of two workers, each with a controller that restarts once a week and forgets the ties
-  that it had found; recording and confirmation are the controller's own code (`ask_until_sure`, `HiddenTies`).
+- blind: an engine without logprobs. Fleets of two workers, each with a controller that restarts once a week and then forgets the
+  ties that it had found. Recording and confirmation are the controller's own code (`ask_until_sure`, `HiddenTies`).
 - sampled: sampled canaries of a correct sampler, judged by `SamplingCheck.ask` until chance is excluded or explains them. The
   expected number follows from the setting (`sampled_chance`); the simulation checks the rate at a far larger chance.
 
@@ -39,12 +39,12 @@ INTERVAL_S = 30.0
 PER_YEAR = int(365.25 * 86_400 / INTERVAL_S)
 PER_WEEK = int(7 * 86_400 / INTERVAL_S)
 TOKENS, LISTED = 32, 5
-QUESTIONS = 200  # different ones, each with near ties of its own
+QUESTIONS = 200  # different ones, each with its own near ties
 TIES = (1, 2, 3)  # near ties of a question
 TIE_MAX = 0.05  # of logprobs: a lead up to this is a near tie, and may flip
 NOISE = 0.002  # of a logit, either way
 VARIANTS = 24  # of the noise, per question and outcome
-FIRST, OTHER = 1000, 2000  # ids of the expected tokens, and of what comes where a tie falls the other way
+FIRST, OTHER = 1000, 2000  # ids of the expected tokens, and of the tokens after a flipped tie
 
 
 def row(lead: float, place: int, draw: random.Random, noise: float = 0.0) -> TopK:
@@ -69,10 +69,10 @@ class Question:
         self.golden = Golden("key", self.canary.id, "agreed", (1, 2, 3), tokens, top_k)
 
     def answer(self, flipped: int | None, draw: random.Random) -> tuple[tuple[int, ...], tuple[TopK, ...]]:
-        """Return the engine's answer where the tie at this position is the first to fall the other way."""
+        """Return the engine's answer if the tie at this position is the first to flip."""
         tokens = [FIRST + place for place in range(TOKENS)]
         top_k = [row(lead, place, draw, NOISE) for place, lead in enumerate(self.leads)]
-        if flipped is not None:  # everything behind it is another text
+        if flipped is not None:  # all later tokens are another text
             tokens[flipped] = OTHER + flipped
             for place in range(flipped + 1, TOKENS):
                 tokens[place], top_k[place] = 7000 + place, row(3.0, 4000 + place, draw)
@@ -80,7 +80,7 @@ class Question:
 
 
 def canary_set(questions: Sequence[Question], draw: random.Random, tie_margin: float) -> CanarySet:
-    """Return what the controller knows of these questions, with a tolerance calibrated from correct answers."""
+    """Return the controller's canary set of these questions, with a tolerance calibrated from correct answers."""
     settings = CanarySettings(tie_margin=tie_margin)
     made = CanarySet("key", settings, (), tuple(q.canary for q in questions), open_calibration(settings))
     while not made.calibration.enough:
@@ -101,7 +101,7 @@ def by_tokens(
     variants: int = VARIANTS,
     tie_margin: float = 0.1,
 ) -> dict[str, Any]:
-    """Judge goldens that have near ties in them: of so many questions, with so many draws of the noise for each outcome."""
+    """Judge goldens with near ties in them: so many questions, with so many draws of the noise for each outcome."""
     draw, luck = random.Random(f"{seed}/{rate}"), np.random.default_rng([seed, int(rate * 1e6)])
     questions = [Question(one, draw) for one in range(number)]
     known = canary_set(questions, draw, tie_margin)
@@ -120,7 +120,7 @@ def by_tokens(
                 wrong += known.judge(one.canary, one.golden, answer).reason is not None
             evidence += int(
                 luck.binomial(count, (wrong / variants) ** 2)
-            )  # a repetition must be wrong as well
+            )  # the repetition must be wrong as well
     return {
         "worker_years": round(asked * number / PER_YEAR, 1),
         "asked": asked * number,
@@ -145,7 +145,7 @@ class BlindQuestion:
         return self.other if self.draw.random() < self.rate else self.usual
 
     async def ask(self, again: bool) -> ProbeResult:
-        """Answer a probe whose first answer departs from the golden."""
+        """Answer a probe that first deviated from the golden."""
         departing = self.other if self.golden == self.usual else self.usual
         return ProbeResult(1.0, CanaryAnswer(self.say() if again else departing))
 
@@ -155,7 +155,7 @@ class BlindQuestion:
 
 
 async def blindly(rate: float, years: float, seed: int) -> dict[str, Any]:
-    """Play weeks of fleets of two workers whose engines give no logprobs."""
+    """Simulate weeks of fleets of two workers with engines that return no logprobs."""
     draw, settings = random.Random(f"blind/{seed}/{rate}"), CanarySettings()
     weeks = math.ceil(years * 365.25 / 7)
     convicted = asked = 0
@@ -165,12 +165,12 @@ async def blindly(rate: float, years: float, seed: int) -> dict[str, Any]:
             one = BlindQuestion(rate, draw)
             if any(one.say() != one.golden for _ in range(settings.blind_repeats - 1)):
                 asked += settings.blind_repeats
-                continue  # found while it was recorded: the golden ends before the tie
+                continue  # detected during recording: the golden ends before the tie
             departs = rate if one.golden == one.usual else 1 - rate
             for ask in range(PER_WEEK * 2 // settings.canaries):
                 asked += 1
                 if draw.random() >= departs:
-                    continue  # the expected answer came
+                    continue  # the expected answer
                 verdict = await ask_until_sure(
                     one.ask, one.judge, settings.max_retries, settings.blind_repeats
                 )
@@ -178,7 +178,7 @@ async def blindly(rate: float, years: float, seed: int) -> dict[str, Any]:
                 place = verdict.worst.position
                 found = verdict.both_ways and place is not None
                 if found and ties.note(f"c{canary}", place or 0, f"w{ask % 2}", alone=False):
-                    break  # compared up to there from now on
+                    break  # from now on compared only up to the tie
     return {"worker_years": round(weeks * 2 * 7 / 365.25, 1), "asked": asked, "false_convictions": convicted}
 
 
@@ -233,9 +233,13 @@ def main() -> int:
         "--years", type=float, default=30, help="simulated worker-years at each rate (default: 30)"
     )
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[0.001, 0.01, 0.05, 0.2], help="of near-tied tokens"
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[0.001, 0.01, 0.05, 0.2],
+        help="flip rates of near-tied tokens",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of all draws (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all draws (default: 1)")
     args = parser.parse_args()
     result = measured(args.rates, args.years, args.seed)
     print(json.dumps(result, indent=1))

@@ -1,16 +1,18 @@
-"""What do canaries catch of silent data corruption? Single-weight faults in a real model, hundreds of each kind.
+"""Measures how canaries detect silent data corruption, with single-weight faults in a real model.
+
+Hundreds of faults of each kind are injected.
 
     python -m benchmarks sdc [--faults 200] [--seed 1] [--probes 10000] [--model DIR] [--json FILE]
 
-For each fault: did it alter what users were told (16 prompts × 48 tokens), and did the canaries notice (4 prompts × 32
-tokens, by tokens, by top-5 logprobs within the calibrated tolerance)? Canaries are chosen, compared and calibrated by
-the very code that the controller runs (`controller.runtime.canary.goldens`). How many canary intervals pass until a fault
-convicts, by the rules of 0.2.0 and by today's (`conviction_delay`; `--faults 25 --probes 0` shows it in a few minutes)? Then
-healthy probes by the thousand, through the real engine and under load: how many false alarms?
+Measured for each fault: whether it altered users' answers (16 prompts × 48 tokens), and whether the canaries detected it (4
+prompts × 32 tokens, by tokens, and by top-5 logprobs within the calibrated tolerance). Canaries are chosen, compared and
+calibrated by the controller's own code (`controller.runtime.canary.goldens`). Also computed: the canary intervals until a
+fault convicts, under the rules of 0.2.0 and the current ones (`conviction_delay`; `--faults 25 --probes 0` shows it in a few
+minutes). Then thousands of healthy probes, through the real engine and under load, give the number of false alarms.
 
-An answer is checked by reading the healthy answer through the faulty model in one pass: the first position where it
-would have said another token is where it would have diverged. That is what a free run would say, because this engine
-computes a replayed token with the same bits as a generated one; one fault in fifty is run freely as well, and compared.
+An answer is checked by reading the healthy answer through the faulty model in one pass. The answers diverge at the first position
+where the model would generate another token. A free run diverges at the same position, because this engine
+computes a replayed token with the same bits as a generated one. One fault in fifty is also run freely, and compared.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from workers.engines.tiny import build_tiny
 from workers.engines.transformers.weight_faults import KINDS, Surgeon, WeightFault, draw_fault
 
 FREE_RUN_EVERY = 50
-# engines.md, top-5 within 1e-3: faults caught, those of them that altered user tokens, faults that altered user tokens.
+# engines.md, top-5 within 1e-3: detected faults, those of them that altered user tokens, faults that altered user tokens.
 REFERENCE = {
     "any one bit": (65, 39, 40), "exponent top bit": (183, 183, 188), "other exponent bit": (173, 114, 120),
     "sign": (154, 112, 123), "top-4 mantissa bits": (134, 31, 35), "low mantissa bits": (11, 0, 0),
@@ -43,7 +45,7 @@ REFERENCE = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What one fault did, and who noticed."""
+    """The effect of one fault, and which canaries detected it."""
 
     fault: WeightFault
     harmful: bool
@@ -52,8 +54,8 @@ class Seen:
     exact: bool
     covering: bool
     checksum: bool
-    noticed_before: tuple[str, ...] = ()  # covering questions that notice it, by the rules of 0.2.0
-    noticed: tuple[str, ...] = ()  # and by today's
+    noticed_before: tuple[str, ...] = ()  # covering questions that detect it, under the rules of 0.2.0
+    noticed: tuple[str, ...] = ()  # and under the current ones
 
     @property
     def embedding(self) -> bool:
@@ -61,12 +63,12 @@ class Seen:
 
 
 def examined(bench: Bench, fault: WeightFault, surgeon: Surgeon, healthy: int, free_run: bool) -> Seen:
-    """Put one fault in, see what users and canaries see, and take it out."""
+    """Inject one fault, record what users and canaries see, and revert it."""
     surgeon.inflict(fault)
     try:
         harmful = bench.altered()
         if free_run and not bench.confirms(harmful):
-            raise SystemExit(f"{fault}: reading and running freely disagree; the benchmark cannot be trusted")
+            raise SystemExit(f"{fault}: replay and free run disagree; the benchmark cannot be trusted")
         plain = bench.differences(bench.plain)
         covering, before = bench.noticed()
         return Seen(
@@ -90,7 +92,7 @@ def _ids(bench: Bench, found: Sequence[GoldenDifference]) -> tuple[str, ...]:
 
 
 def delay(bench: Bench, seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return how long the faults that covering canaries notice stay unnoticed, by the rules of 0.2.0 and by today's."""
+    """Return the detection delays of the faults that covering canaries detect, under the rules of 0.2.0 and the current ones."""
     questions = [
         conviction_delay.Question(q.id, q.prompt, q.tokens, q.top_k)
         for q in (one.golden for one in bench.covering)
@@ -100,18 +102,18 @@ def delay(bench: Bench, seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def measured(bench: Bench, kind: str, faults: int, seed: int) -> Iterator[Seen]:
-    """Yield what each of `faults` faults of one kind did; other seeds draw other faults."""
+    """Yield the effect of each of `faults` faults of one kind; other seeds draw other faults."""
     weights = bench.stepper.model.parameters()
     surgeon, healthy, draw = Surgeon(weights), bench.checksum(), random.Random(f"{kind}/{seed}")
     for number in range(faults):
         fault = draw_fault(weights, kind, draw)
         yield examined(bench, fault, surgeon, healthy, free_run=number % FREE_RUN_EVERY == 0)
     if bench.checksum() != healthy or bench.altered():
-        raise SystemExit("the model did not heal; the benchmark cannot be trusted")
+        raise SystemExit("the model was not restored; the benchmark cannot be trusted")
 
 
 def summary(kind: str, seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return one row of the table: how many faults of which sort; `_harmful` counts those that altered user tokens."""
+    """Return one row of the table: the number of faults of each kind; `_harmful` counts those that altered user tokens."""
 
     def count(found: Callable[[Seen], bool]) -> int:
         return sum(found(one) for one in seen)
@@ -161,11 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=200, help="faults of each kind (default: 200)")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
-    parser.add_argument("--seed", type=int, default=1, help="which faults are drawn (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the faults (default: 1)")
     parser.add_argument("--probes", type=int, default=10_000, help="healthy probes (default: 10000; 0: none)")
     parser.add_argument("--model", type=Path, help="the tiny model's folder (default: built now)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write everything measured here")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or build_tiny(Path(scratch) / "tiny")

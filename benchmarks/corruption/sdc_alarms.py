@@ -1,4 +1,4 @@
-"""How often do canaries cry wolf? Thousands of probes of a healthy engine, under load."""
+"""Counts false alarms of canaries: thousands of probes of a healthy engine, under load."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from workers.engines.transformers.engine import TransformersEngine
 from workers.engines.transformers.settings import TransformersSettings
 
 PROBES_AT_ONCE = 8
-STREAMS = 8  # of users, beside the probes, all the time
+STREAMS = 8  # of users, besides the probes, all the time
 
 
 class Asker:
@@ -27,7 +27,7 @@ class Asker:
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, out: list[tuple[int, Chunk]]) -> None:
-        """Take a step's output, from the engine's thread."""
+        """Receive a step's output, from the engine's thread."""
         self._loop.call_soon_threadsafe(self._take, out)
 
     def _take(self, out: list[tuple[int, Chunk]]) -> None:

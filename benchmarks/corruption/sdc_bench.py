@@ -1,5 +1,7 @@
-"""A model whose right answers are known: canaries chosen as the controller chooses them, questions of users, and what
-the model as it is now says to either."""
+"""A model with known right answers, for fault injection.
+
+It has canaries chosen by the controller's code, users' questions, and its answers to both in its current state.
+"""
 
 import random
 import sys
@@ -24,7 +26,7 @@ from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
 
 USER_TOKENS = 48
-ROUNDING = 1e-4  # of logprobs: one answer, read and generated, differs by 2e-5 on some processors
+ROUNDING = 1e-4  # of logprobs: the same answer, replayed and generated, differs by 2e-5 on some processors
 USERS = (
     "How do I read a file line by line in Python without loading all of it into memory?",
     "Write a short poem about the sea in winter.",
@@ -53,18 +55,18 @@ class Asked:
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     id: str = ""  # of a canary
-    cut: int = 0  # tokens that the golden has: what stands before the first near tie; 0: all
+    cut: int = 0  # tokens of the golden: those before the first near tie; 0: all
 
     @property
     def golden(self) -> "Asked":
-        """The question with the part of its answer that the controller takes as the golden."""
+        """The question with the part of its answer that the controller uses as the golden."""
         cut = self.cut or len(self.tokens)
         return replace(self, tokens=self.tokens[:cut], top_k=self.top_k[:cut], cut=0)
 
 
 @dataclass
 class Bench:
-    """A model under the knife."""
+    """A model for fault injection, with its questions."""
 
     stepper: Stepper
     settings: CanarySettings
@@ -76,7 +78,7 @@ class Bench:
     users: list[Asked] = field(default_factory=list)
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Asked]:
-        """Let the model answer freely, all prompts in one batch."""
+        """Generate the model's free answers, all prompts in one batch."""
         sampling = Sampling(max_tokens=tokens, ignore_eos=True, logprobs=self.settings.top_k)
         chunks: list[list[Chunk]] = [[] for _ in prompts]
         for key, prompt in enumerate(prompts):
@@ -88,7 +90,7 @@ class Bench:
         return [Asked(tuple(p), a.tokens, a.top_k) for p, a in zip(prompts, answers, strict=True)]
 
     def replay(self, asked: Sequence[Asked]) -> list[goldens.CanaryAnswer]:
-        """Return what the model as it is now would say, by reading the healthy answers through it."""
+        """Return the answers of the model in its current state, by replaying the healthy answers through it."""
         works, blocks = [], self.stepper.blocks
         for one in asked:
             tokens = [*one.prompt, *one.tokens[:-1]]
@@ -106,7 +108,7 @@ class Bench:
         return answers
 
     def differences(self, asked: Sequence[Asked]) -> list[goldens.GoldenDifference]:
-        """Judge the model as it is now by these canaries, as the controller would."""
+        """Judge the model in its current state by these canaries, as the controller would."""
         tie_margin = max(self.tolerance, self.settings.tie_margin)
         return [
             self._judged(one, answer, tie_margin)
@@ -114,8 +116,8 @@ class Bench:
         ]
 
     def noticed(self) -> tuple[list[goldens.GoldenDifference], list[goldens.GoldenDifference]]:
-        """Judge the model as it is now by the covering canaries: as the controller does, and by the rules of 0.2.0, which
-        compared whole answers and counted each token that differs."""
+        """Judge the model in its current state by the covering canaries: under the controller's rules, and under those of 0.2.0,
+        which compared whole answers and counted each token that differs."""
         today, before = [], []
         for one, answer in zip(self.covering, self.replay(self.covering), strict=True):
             before.append(self._judged(one, answer, 0.0))
@@ -133,13 +135,13 @@ class Bench:
         )
 
     def altered(self) -> bool:
-        """Return whether any user is told something else than by a healthy model."""
+        """Return whether any user's answer differs from that of a healthy model."""
         answers = zip(self.users, self.replay(self.users), strict=True)
         return any(answer.tokens != one.tokens or not answer.finite for one, answer in answers)
 
     def confirms(self, altered: bool) -> bool:
-        """Say whether generating finds what reading has: `altered`. A fault may bring two tokens within rounding of
-        each other: which of them is said then depends on where a buffer lies in memory, and either finding is right."""
+        """Return whether generating confirms the result of replaying, `altered`. A fault may bring two tokens within rounding of
+        each other: then the generated token depends on a buffer's place in memory, and either result is right."""
         said = self.ask([one.prompt for one in self.users], USER_TOKENS)
         if any(one.tokens != other.tokens for one, other in zip(self.users, said, strict=True)) == altered:
             return True
@@ -189,7 +191,7 @@ def _chosen(bench: Bench, pool: Sequence[goldens.Canary], *, cover: bool) -> lis
 
 
 def _cut(asked: Asked, margin_min: float) -> Asked:
-    """Return a question that knows which part of its answer the controller takes as the golden."""
+    """Return a question with the part of its answer that the controller uses as the golden."""
     answer = goldens.CanaryAnswer(asked.tokens, asked.top_k)
     part = goldens.settled_part(answer, answer, margin_min)
     assert part is not None
@@ -197,7 +199,7 @@ def _cut(asked: Asked, margin_min: float) -> Asked:
 
 
 def _calibrated(bench: Bench) -> float:
-    """Return the tolerance as the controller finds it: from healthy samples, alone and in company."""
+    """Return the tolerance as the controller calibrates it: from healthy samples, alone and in a batch."""
     s = bench.settings
     found = open_calibration(s)
     draw = random.Random(2)
@@ -211,12 +213,12 @@ def _calibrated(bench: Bench) -> float:
 
 
 def _lead(top: TopK) -> float:
-    """Return by how much the likeliest token leads the next one."""
+    """Return the lead of the likeliest token over the next one."""
     return top[0][1] - top[1][1]
 
 
 def _answer(rows: torch.Tensor, healthy: tuple[int, ...], top_k: int) -> goldens.CanaryAnswer:
-    """Return the answer that these rows of logits give, up to the first token that differs."""
+    """Return the answer of these rows of logits, up to the first token that differs."""
     said = rows.argmax(dim=-1).tolist()
     wrong = next((n for n, (one, other) in enumerate(zip(said, healthy, strict=True)) if one != other), None)
     end = len(said) if wrong is None else wrong + 1

@@ -1,1 +1,1 @@
-"""What failures cost those who stream, and how soon they are found."""
+"""The cost of failures for streams, and how soon they are detected."""

@@ -1,13 +1,13 @@
-"""Does any stream lose, double or alter a token while its workers are killed, hung, drained, broken and emptied?
+"""Checks that no stream loses, doubles or alters a token while its workers fail, drain or are emptied.
 
     python -m benchmarks chaos [--streams 10000] [--seed 1] [--at-once 64] [--request-plane tcp|nats]
 
-Six simulated workers behind a whole frontend, all in this process (`benchmarks/serving/inside.py`). What every stream asks for,
-and which fault strikes which worker after how many streams, follows from the seed; how both meet is the machine's. Three
-workers at most are out at once: with none left, new requests would rightly be refused. Streams of workers that drain or are
-emptied travel with their KV cache.
+Six simulated workers behind a whole frontend, all in this process (`benchmarks/serving/inside.py`). Every stream's request,
+and the times and targets of all faults (counted in streams), follow from the seed; their interleaving is up to the machine.
+At most three workers are out at once: with none left, new requests would rightly be refused. Streams of workers that drain or
+are emptied move with their KV cache.
 
-Every token is compared with what an engine without faults says, every text and usage with what follows from it; at the end
+Every token is compared with that of an engine without faults, and every text and usage with what follows from it. At the end
 no worker, living or dead, may hold a block, and no shared memory may be left. Prints one JSON object; returns 1 if anything
 was wrong.
 """
@@ -50,13 +50,13 @@ OUT_MAX = 3  # workers that are killed, hung or drained at once; the next fault 
 SHAPE = EngineShape(context_tokens=1024, kv_blocks=640, batch_max=48)  # so small that requests must wait
 STEP_S = 0.002
 MOVES_MAX = 1000  # a stream may meet more faults than a fleet's limit of moves allows
-QUIET_S = 5.0  # until what was cancelled is gone
-FAMILIES = 16  # of prompts that begin alike
+QUIET_S = 5.0  # until cancelled streams are gone
+FAMILIES = 16  # groups of prompts with a common beginning
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one worker, `after_s` seconds after so many streams were asked for."""
+    """A fault of one worker, `after_s` seconds after so many streams were requested."""
 
     streams: int
     after_s: float
@@ -92,7 +92,7 @@ def asked(seed: int, number: int) -> dict[str, Any]:
 
 
 def undisturbed(body: dict[str, Any]) -> tuple[list[int], str]:
-    """Return the tokens of an answer that nothing befalls, and why it ends."""
+    """Return the tokens of an undisturbed answer, and its finish reason."""
     said = ("max_tokens", "min_tokens", "temperature", "seed", "ignore_eos", "presence_penalty",
             "frequency_penalty", "repetition_penalty")  # fmt: skip
     sampling = Sampling(**{name: body[name] for name in said if name in body})
@@ -109,7 +109,7 @@ def undisturbed(body: dict[str, Any]) -> tuple[list[int], str]:
 
 @dataclass
 class Found:
-    """What has been seen."""
+    """The results so far."""
 
     streams: int = 0
     tokens: int = 0
@@ -118,7 +118,7 @@ class Found:
     altered: int = 0
     wrong: list[str] = field(default_factory=list)  # requests and what was wrong with them
     faults: Counter[str] = field(default_factory=Counter)
-    missed: int = 0  # faults whose worker was dead
+    missed: int = 0  # faults of workers that were already dead
 
     def check(self, one: Inside, answer: Answer, body: dict[str, Any]) -> None:
         """Compare one answer with the undisturbed one."""
@@ -151,13 +151,13 @@ class Chaos:
         self._out = asyncio.Semaphore(OUT_MAX)
 
     async def run(self) -> None:
-        """Ask for every stream, let every fault strike, and wait until all is over."""
+        """Send every request, inject every fault, and wait until all is over."""
         due = faults(self._seed, self._streams)
         fault = next(due, None)
         async with asyncio.TaskGroup() as group:
             for number in range(self._streams):
                 while fault is not None and fault.streams <= number:
-                    group.create_task(self._strike(fault))
+                    group.create_task(self._inject(fault))
                     fault = next(due, None)
                 await self._places.acquire()
                 group.create_task(self._stream(number))
@@ -170,7 +170,7 @@ class Chaos:
             self._places.release()
         self.found.check(self._one, answer, body)
 
-    async def _strike(self, fault: Fault) -> None:
+    async def _inject(self, fault: Fault) -> None:
         await asyncio.sleep(fault.after_s)
         self.found.faults[fault.verb] += 1
         if fault.verb in ("error", "move"):
@@ -211,7 +211,7 @@ class Chaos:
                     commands.on_resume("", {})
 
     def leaks(self) -> list[str]:
-        """Return which workers, living or dead, hold something although every stream is over."""
+        """Return the workers, living or dead, that still hold something after every stream has ended."""
 
         lives = [(member.name, life) for member in self._one.members for life in member.lives]
         found = [f"{name} {life.instance}: {life.engine.load()}" for name, life in lives if not life.idle]
@@ -222,7 +222,7 @@ class Chaos:
 
 
 async def _left_behind(quiet_s: float) -> list[str]:
-    """Return the shared memory of workers that nobody removes: the last of it goes in a thread, when a worker has ended."""
+    """Return the shared memory that workers have left: a thread removes the last of it after a worker has ended."""
     left: list[str] = []
     for _ in range(100):
         left = [path.name for path in ROOT.glob(f"{PREFIX}*-{os.getpid()}-*")]
@@ -245,8 +245,8 @@ async def run(
     broker: str = "",
     quiet_s: float = QUIET_S,
 ) -> dict[str, Any]:
-    """Run once, on ports or behind the broker of this URL, and return what was found, when `quiet_s` were left for what was
-    cancelled to go."""
+    """Run once, on ports or behind the broker of this URL, and return the results, after `quiet_s` for cancelled streams to
+    end."""
     began = time.monotonic()
     settings = {"migration_limit": MOVES_MAX, "breaker": {"wait_s": 0.5}, "moving": METHODS["transfer"]}
     async with inside([made] * WORKERS, broker=broker, **settings) as one:
@@ -278,7 +278,7 @@ async def run(
 
 
 async def behind_a_broker(seed: int, streams: int, at_once: int) -> dict[str, Any]:
-    """Run once with all requests through a broker of our own."""
+    """Run once with all requests through our own broker."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         broker = await start_nats(Path(folder))
         try:

@@ -1,9 +1,9 @@
-"""How long do two transfers take that share one link, beside one that has it to itself, and what was predicted?
+"""Measures two KV transfers that share one link, compared with one alone and with the prediction.
 
     python -m benchmarks contention [--mb 64] [--mb-per-s 200] [--runs 5]
 
-Two sources and two targets, each a process; all KV goes through one more process that lets so many bytes a second pass,
-whoever's they are: a link that is the bottleneck, as a network is and a loopback is not. The prediction is that of
+Two sources and two targets, each a process. All KV passes one more process with a limited rate in bytes per second for
+all of them together: a bottleneck, as a network is and a loopback is not. The prediction is that of
 `controller/migration/cost.py` with this link's rate in its table, made before anything is measured. `loopback` is the same
 without that process, for comparison: there the transfers share processors and memory. Prints one JSON object; returns 1
 if a prediction is off by more than 30 %, or less than 1.9 times as long for two.
@@ -45,7 +45,7 @@ TIMES_MIN = 1.9
 
 
 def target() -> None:
-    """Answer each number of blocks on stdin with a grant over TCP, and then with whether it arrived."""
+    """Answer each number of blocks on stdin with a grant over TCP, and then with whether they arrived."""
     regions = Regions(f"contention-{os.getpid()}", spare_bytes_max=1 << 30)
     with closing(Receiver((KV,), regions, ReservationPolicy(bytes_max=1 << 30))) as receiver:
         for line in sys.stdin:
@@ -75,13 +75,13 @@ def source(blocks: int) -> None:
 
 
 class Bucket:
-    """How many bytes may pass, whoever's they are."""
+    """A rate limit on the bytes of all connections together."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
 
     def wait(self, size: int) -> None:
-        """Wait for the turn of so many bytes."""
+        """Wait until so many bytes may pass."""
         with self._lock:
             begins = max(self._free_at, time.perf_counter())
             self._free_at = begins + size / self._rate
@@ -89,7 +89,7 @@ class Bucket:
 
 
 def link(bytes_per_s: float) -> None:
-    """Answer each port on stdin with a port that leads there, at this rate for all of them together."""
+    """Answer each port on stdin with a port that forwards to it, with one rate limit for all of them together."""
     bucket = Bucket(bytes_per_s)
     for line in sys.stdin:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -98,7 +98,7 @@ def link(bytes_per_s: float) -> None:
 
 
 def _carry(listener: socket.socket, port: int, bucket: Bucket) -> None:
-    """Pass one connection on; what the target says goes back as it comes."""
+    """Forward one connection; the target's replies return without a limit."""
     with listener, listener.accept()[0] as near, socket.create_connection(("127.0.0.1", port)) as far:
         for one in (near, far):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -116,7 +116,7 @@ def _carry(listener: socket.socket, port: int, bucket: Bucket) -> None:
 
 
 class Child:
-    """One of these processes, which answers a line with a line."""
+    """One of these processes, which answers each line with a line."""
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
@@ -138,7 +138,7 @@ class Child:
         return self.process.stdout.readline().strip()
 
     def close(self) -> None:
-        """Let it end."""
+        """End the process."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
         self.process.wait(ANSWER_S)
@@ -160,7 +160,7 @@ class Bench:
             assert one.hear() == "ready"
 
     def move(self, at_once: int, *, shared: bool) -> float:
-        """Return the seconds that each of so many transfers at once took, in the mean."""
+        """Return the mean seconds of so many concurrent transfers."""
         grants = []
         for one in self.targets[:at_once]:
             one.say(self.blocks)
@@ -179,7 +179,7 @@ class Bench:
 
 
 def predicted_s(blocks: int, bytes_per_s: float, at_once: int) -> float:
-    """Return what the cost model says of one of so many transfers at once."""
+    """Return the cost model's prediction for one of so many concurrent transfers."""
     policy = MovingPolicy(links=LinkTable(tcp=LinkSpec(bytes_per_s=bytes_per_s, latency_s=0.0001)))
     profile = Profile(
         kv_blocks=blocks,

@@ -1,13 +1,13 @@
-"""Does an answer go on exactly, after it has moved?
+"""Checks that an answer continues exactly after it has moved.
 
     python -m benchmarks exact [sampling continuation] [--engines simulated transformers] [--methods transfer reprefill]
                                [--streams 200] [--cuts 3] [--seed 1]
 
-`sampling`: streams at temperature 0.8 behind a whole frontend, whose workers are emptied (`holdfast move`) when they have as
-many tokens as the seed says, twice each, beside the same streams undisturbed: tokens, texts and usages. `continuation`: the
-engine alone, each prompt cut in several places: by `reprefill` prompt and tokens are given to another engine, by `transfer`
-the KV cache is; tokens, and for the transformers engine the bits of the logits of every position, beside an answer without
-a cut. Prints one JSON object each; returns 1 if any was different or could not be moved.
+`sampling`: streams at temperature 0.8 behind a whole frontend. Their workers are emptied (`holdfast move`) when a stream has as
+many tokens as the seed says, twice each. Tokens, texts and usages are compared with the same streams undisturbed. `continuation`:
+the engine alone, with each prompt's answer cut in several places. With `reprefill` another engine gets prompt and tokens, with
+`transfer` it gets the KV cache. Tokens are compared with an uncut answer, and for the transformers engine also the bits of
+the logits of every position. Prints one JSON object each; returns 1 if any differed or could not be moved.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def transformers(folder: Path) -> Engine:
 
 @contextmanager
 def engines(kind: str) -> Iterator[Made]:
-    """Yield what makes engines of one kind; those of the tiny model all serve the same folder."""
+    """Yield a factory of engines of one kind; those of the tiny model all serve the same folder."""
     if kind == "simulated":
         yield simulated
         return
@@ -86,8 +86,8 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 
 async def sampling(made: Made, method: str, streams: int, seed: int) -> dict[str, Any]:
-    """Ask for every stream twice: undisturbed, and moved at two places."""
-    import_module("numpy")  # a source's first move does, and the first streams would be over before
+    """Send every request twice: undisturbed, and moved at two places."""
+    import_module("numpy")  # a source's first move imports it, and the first streams would end before that
     dice, asked = Random(f"cuts {seed}"), prompts(seed, streams)
     model = made().identity.model
     bodies = [
@@ -135,7 +135,7 @@ async def _move(one: Inside, request: str, cuts: Sequence[int]) -> None:
 
 @dataclass
 class Said:
-    """What an engine said for one key."""
+    """An engine's output for one key."""
 
     tokens: list[int] = field(default_factory=list)
     error: str = ""
@@ -144,12 +144,12 @@ class Said:
 
 
 class Rig:
-    """An engine, what it says, and the digests of the logits that it said it by, where it has any."""
+    """An engine, its output, and the digests of its logits, if it has any."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.said: dict[int, Said] = {}
-        self.logits: dict[int, dict[int, int]] = {}  # by key, and by how many tokens there were before
+        self.logits: dict[int, dict[int, int]] = {}  # by key, and by the number of tokens before
         self._keys = itertools.count(1)
 
     async def start(self) -> None:
@@ -160,7 +160,7 @@ class Rig:
             loop.call_soon_threadsafe(self._take, out)
 
         await self.engine.start(deliver)
-        if stepper := getattr(self.engine, "stepper", None):  # of engines that compute
+        if stepper := getattr(self.engine, "stepper", None):  # of engines that run a model
             self._watch(stepper.model)
 
     def _watch(self, model: Any) -> None:
@@ -187,13 +187,13 @@ class Rig:
                 said.over.set()
 
     def listen(self) -> int:
-        """Return a new key, whose answer is noted from now on."""
+        """Return a new key, and record its answer from now on."""
         key = next(self._keys)
         self.said[key] = Said()
         return key
 
     def submit(self, request: Generate) -> int:
-        """Ask the engine for an answer, and return its key."""
+        """Submit a request to the engine, and return its key."""
         key = self.listen()
         self.engine.submit(key, request)
         return key
@@ -214,14 +214,14 @@ class Rig:
 
 
 def continued(request: Generate, tokens: Sequence[int]) -> Generate:
-    """Return what another engine is asked for after these tokens of the answer."""
+    """Return the request for another engine after these tokens of the answer."""
     left = msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - len(tokens))
     return msgspec.structs.replace(request, tokens=[*request.tokens, *tokens], sampling=left)
 
 
 async def transfer(source: Rig, target: Rig, key: int, request: Generate) -> tuple[int, list[int]] | str:
-    """Move a request that decodes with its KV cache; return its key at the target and what the source had said, or why
-    it could not be moved."""
+    """Move a decoding request with its KV cache. Return its key at the target and the source's tokens, or why it
+    could not be moved."""
     begun = continued(request, source.said[key].tokens)
     export, to = source.engine.export(key), target.listen()
     if export is None:
@@ -248,7 +248,7 @@ async def transfer(source: Rig, target: Rig, key: int, request: Generate) -> tup
 
 
 async def continuation(made: Made, method: str, count: int, cuts: int, seed: int) -> dict[str, Any]:
-    """Cut the answer to each prompt in several places, and go on at another engine."""
+    """Cut the answer to each prompt in several places, and continue at another engine."""
     source, target = Rig(made()), Rig(made())
     await source.start()
     await target.start()
@@ -303,7 +303,7 @@ async def continuation(made: Made, method: str, count: int, cuts: int, seed: int
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one JSON object for each engine and method; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="sampling, continuation; both without")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="sampling, continuation (default: both)")
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=ENGINES[: 2 if find_spec("torch") else 1]
     )

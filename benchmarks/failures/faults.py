@@ -1,11 +1,11 @@
-"""What does a stream's user feel when its worker fails? The rows of the figures' table that are about faults.
+"""Measures the effect of a worker's failure on streams: the rows of the figures' table about faults.
 
     python -m benchmarks faults [kill hang blackhole error storm corrupt dark] [--trials N]
 
-Each scenario starts its own fleet (`holdfast up`, simulated workers, 20 ms a token), breaks it, and compares every
-stream with the undisturbed answer. Prints one JSON object a scenario. A resume is the time from the fault, at any
-moment of a step, to the next token that the client gets and that was not on its way already; it is given over the direct
-TTFT, measured in the same run by asking a worker without a frontend, also at any moment of a step.
+Each scenario starts its own fleet (`holdfast up`, simulated workers, 20 ms per token), breaks it, and compares every
+stream with the undisturbed answer. Prints one JSON object per scenario. A resume is the time from the fault, at any
+moment of a step, to the next token that the client receives and that was not in flight already. It is reported beyond the direct
+TTFT, measured in the same run by requests to a worker without a frontend, also at any moment of a step.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from events.observations import RequestExposed, RequestMigrated, WorkerJoined, W
 
 WORKERS, STREAMS, TOKENS = 3, 8, 100
 STEP_S = 0.02
-ON_ITS_WAY_S = STEP_S / 2  # what comes so soon is the dead worker's: another needs a whole step
+ON_ITS_WAY_S = STEP_S / 2  # an earlier token is the dead worker's: another worker needs a whole step
 FLAGS = (
     "--workers",
     str(WORKERS),
@@ -107,9 +107,9 @@ async def bench(*flags: str, environment: dict[str, str] | None = None) -> Async
 
 
 async def direct_ttft(b: Bench, rounds: int = 5, asks: int = 40) -> dict[str, float]:
-    """Return the TTFT (ms) of the same prompts, asked of a worker without a frontend, under the same load.
+    """Return the TTFT (ms) of the same prompts, sent to a worker without a frontend, under the same load.
 
-    `rounds` of `asks`: half of a TTFT is chance (where in its step the engine is), which only many asks even out.
+    `rounds` of `asks`: half of a TTFT is chance (the engine's position in its step), which only many requests even out.
     """
     joined = [e.fact for e in await b.fleet.events() if isinstance(e.fact, WorkerJoined)]
     host, port = joined[-1].url.removeprefix("tcp://").rsplit(":", 1)
@@ -206,7 +206,7 @@ async def hang(trials: int) -> dict[str, Any]:
 
 
 async def blackhole(trials: int) -> dict[str, Any]:
-    """The network swallows everything without closing."""
+    """The network drops all traffic without closing connections."""
     return await _resume("blackhole", "heal", trials)
 
 
@@ -216,7 +216,7 @@ async def error(trials: int) -> dict[str, Any]:
 
 
 async def storm(trials: int) -> dict[str, Any]:
-    """SIGKILL to one worker every 2 seconds for 2 minutes, with 8 streams in the air all the time."""
+    """SIGKILL to one worker every 2 seconds for 2 minutes, with 8 streams in flight all the time."""
     seconds = 4.0 * trials
     async with bench("--canary-interval", "0.5") as b:
         end, kills = time.monotonic() + seconds, 0

@@ -1,10 +1,10 @@
-"""How long until every request of a failed worker is on its way elsewhere?
+"""Measures how long until every request of a failed worker has been sent to another one.
 
     python -m benchmarks group [--how killed|unhealthy] [--requests 1000] [--tokens 2048] [--trials 5]
 
 One frontend's director and request plane in this process, sixteen simulated workers in others. All requests begin on one of
-them, which is killed, or becomes UNHEALTHY. Measured: SIGKILL, or the fold's showing it → the last byte of the last
-request has left for a survivor; and how evenly the tokens that must be computed again lie on the survivors.
+them, which is killed, or becomes UNHEALTHY. Measured: from SIGKILL, or from the change of the fold, to the last byte of the last
+request to a survivor; and how evenly the tokens to be computed again are spread over the survivors.
 """
 
 import argparse
@@ -52,7 +52,7 @@ FLAGS = {
     "waiting-max": 4096,
     "kv-blocks": PROFILE.kv_blocks,
     "context-tokens": 8192,
-    "prefill-tokens-per-s": 1e8,  # what is measured is the frontend
+    "prefill-tokens-per-s": 1e8,  # only the frontend is measured
     "admin-port": -1,
 }
 
@@ -67,14 +67,14 @@ def start_workers(folder: str, name: str, count: int, port: int) -> subprocess.P
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 (polled as seldom as the figure bears)
+        while not condition():  # noqa: ASYNC110 (polled as rarely as the figure allows)
             await asyncio.sleep(0.001)
 
 
 def _port(count: int) -> int:
-    """Return the first of `count` ports that are free."""
+    """Return the first of `count` free ports."""
     while True:
-        first = random.randrange(20_000, 32_000)  # above, the system gives ports to outgoing connections
+        first = random.randrange(20_000, 32_000)  # higher ports are used for outgoing connections
         with suppress(OSError), ExitStack() as stack:
             for number in range(count):
                 stack.enter_context(socket.create_server(("127.0.0.1", first + number)))
@@ -82,16 +82,16 @@ def _port(count: int) -> int:
 
 
 class MeasuredConnection(TcpConnection):
-    """A connection to a worker that says what it has not sent."""
+    """A connection to a worker that reports its unsent bytes."""
 
     @property
     def unsent_bytes(self) -> int:
-        """What the loop or the kernel has not taken yet."""
+        """Bytes that the loop or the kernel has not accepted yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
 
 class MeasuredDialer(TcpDialer):
-    """Makes such connections, and remembers them."""
+    """Makes such connections, and keeps a list of them."""
 
     def __init__(self) -> None:
         self.made: list[MeasuredConnection] = []
@@ -122,18 +122,18 @@ class Fleet:
         self._first = _port(SURVIVORS + 1)
 
     async def connect(self, numbers: range) -> None:
-        """Be connected to these workers, and route to them."""
+        """Connect to these workers, and route to them."""
         wanted = {f"w{n}": Address("", f"tcp://127.0.0.1:{self._first + n}") for n in numbers}
         self.plane.want(wanted)
         await until(lambda: len(self.plane.connected) == len(wanted))
         self.director.set_static([_joined(worker, life) for worker, life in self.plane.connected.items()])
 
     def sent(self) -> bool:
-        """Whether nothing waits to be sent any more."""
+        """Whether nothing is queued for sending."""
         return not any(connection.unsent_bytes for connection in self._dialer.made)
 
     async def trial(self, how: str, requests: int, tokens: int) -> dict[str, float]:
-        """Strike the worker that all requests are on, and return when they had left for others, and how evenly."""
+        """Break the worker of all requests, and return when they had been sent to others, and how evenly."""
         with tempfile.TemporaryDirectory(prefix="holdfast-group-") as folder:
             victim = start_workers(folder, "w0", 1, self._first)
             others = start_workers(folder, "w1", SURVIVORS, self._first + 1)
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5)
     args = parser.parse_args()
     if min(args.requests, args.tokens, args.trials) < 1:
-        parser.error("requests, tokens and trials are numbers from 1 up")
+        parser.error("requests, tokens and trials must be 1 or more")
     with quiet():
         runs = [uvloop.run(_trial(args.how, args.requests, args.tokens)) for _ in range(args.trials)]
     median = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}

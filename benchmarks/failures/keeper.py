@@ -1,8 +1,8 @@
-"""How long after SIGKILL does a process's connection end, with a keeper and without?
+"""Measures how long after SIGKILL a process's connection ends, with a keeper and without.
 
     python -m benchmarks keeper [--trials 21]
 
-Of a process with a simulated worker's imports, one with torch's and transformers' (where they are installed), and one
+For a process with a simulated worker's imports, one with torch's and transformers' (if installed), and one
 with a gigabyte of heap, each with three idle threads. Medians, in ms; `freed`: until the keeper has ended too.
 """
 
@@ -63,7 +63,7 @@ def _runs(pid: int) -> bool:
 
 
 def main() -> None:
-    """Print one JSON object a kind of process."""
+    """Print one JSON object per kind of process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=21)
     args = parser.parse_args()

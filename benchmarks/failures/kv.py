@@ -1,10 +1,10 @@
-"""How fast do KV blocks move between two processes of one host, beside plain shared memory?
+"""Measures the transfer rate of KV blocks between two processes, compared with plain shared memory.
 
     python -m benchmarks kv [--mb 64 1024] [--runs 7]
 
 `plain`: one copy into a file in /dev/shm that both processes have mapped and used before. `shared`, `unix`, `tcp`: a
 whole transfer, from connecting until the target has verified and committed it. All in turn in each run; GB/s, medians.
-`first`: into memory that neither process has touched, where the kernel makes the pages; with the reservation.
+`first`: into memory that neither process has used, where the kernel creates the pages; including the reservation.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from workers.kv_transfer.sender import Mappings, Sender
 
 BLOCK_BYTES = 1 << 20
 KV = Description("model", "main", "float16", 32, 8, 128, 16, BLOCK_BYTES)
-SPARE_BYTES_MAX = 4 << 30  # so that the largest is used again, too
+SPARE_BYTES_MAX = 4 << 30  # so that the largest is reused, too
 WAYS = ("shared", "unix", "tcp")
 
 
 def target() -> None:
-    """Answer each number of blocks on stdin with a grant, and then with whether it arrived."""
+    """Answer each number of blocks on stdin with a grant, and then with whether they arrived."""
     regions = Regions(f"bench-{os.getpid()}", spare_bytes_max=SPARE_BYTES_MAX)
     receiver = Receiver((KV,), regions, ReservationPolicy(bytes_max=8 << 30))
     try:
@@ -50,7 +50,7 @@ def target() -> None:
 
 
 class Target:
-    """A process that takes transfers in."""
+    """A process that receives transfers."""
 
     def __init__(self) -> None:
         """Start it."""
@@ -64,7 +64,7 @@ class Target:
         self.mappings = Mappings(SPARE_BYTES_MAX)
 
     def move(self, source: memoryview, way: str) -> tuple[float, float]:
-        """Return the seconds that a transfer took, without its reservation and with it."""
+        """Return the seconds of a transfer, without its reservation and with it."""
         assert self.process.stdin and self.process.stdout
         asked = time.perf_counter()
         print(len(source) // BLOCK_BYTES, file=self.process.stdin, flush=True)
@@ -89,7 +89,7 @@ class Plain:
     """Memory of /dev/shm that stays mapped."""
 
     def __init__(self, size: int) -> None:
-        """Make it; the first copy touches its pages."""
+        """Create it; the first copy touches its pages."""
         path = ROOT / f"holdfast-bench-{os.getpid()}"
         with path.open("xb+") as file:
             path.unlink()
@@ -104,7 +104,7 @@ class Plain:
 
 
 def measure(mb: int, runs: int) -> dict[str, Any]:
-    """Move this many megabytes in every way."""
+    """Move so many megabytes by every method."""
     size = mb << 20
     source = memoryview(bytearray(os.urandom(BLOCK_BYTES)) * mb)
     there = Target()
@@ -134,7 +134,7 @@ def measure(mb: int, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print one JSON object a size."""
+    """Print one JSON object per size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mb", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--runs", type=int, default=7)

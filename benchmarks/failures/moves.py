@@ -1,16 +1,16 @@
-"""How long does the user of a long stream wait when it moves: with its KV cache, and by a re-prefill?
+"""Measures a long stream's pause when it moves: with its KV cache, and by re-prefill.
 
     python -m benchmarks moves [--models tiny medium] [--lengths 1024 4096] [--runs 5]
 
 A fleet of two transformers workers on this host (`holdfast up`), one stream at a time, which is moved when it has about so
-many tokens: by `holdfast move` (its KV cache travels), and by an engine that raises (another worker computes it again). In
-turn, in one run; medians, without the first of each, which is shown beside them: it finds memory that nobody has touched.
+many tokens: by `holdfast move` (with its KV cache), and by an engine that raises (another worker computes it again). Both in
+turn, in one run; medians, without the first of each, which is shown beside them: it uses memory that is not mapped yet.
 
-`pause_ms` is the silence at the client between the last token of one worker and the first of the other, `frontend_ms` what
-the frontend saw of it, `usual_ms` the median time between tokens before it, `meanwhile_ms` that median from the operator's
-request to the pause: blocks were on their way, and the source went on decoding; `meanwhile_ms_max` is the longest of them. A
-pause has one step in it, the target's, which takes longer the longer the stream is; what comes on top is `over_usual_ms`.
-`tiny` has 4 KB of KV a token, `medium` 16 KB and 27 million parameters. Prints one JSON object for each model and length.
+`pause_ms` is the client's pause between the last token of one worker and the first of the other. `frontend_ms` is the pause that
+the frontend saw, `usual_ms` the median time between tokens before it. `meanwhile_ms` is that median from the operator's
+request to the pause, while blocks were in flight and the source continued decoding; `meanwhile_ms_max` is the longest of them. A
+pause includes one step of the target, which takes longer the longer the stream is; the excess over it is `over_usual_ms`.
+`tiny` has 4 KB of KV per token, `medium` 16 KB and 27 million parameters. Prints one JSON object for each model and length.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from events.observations import CanaryPassed, RequestMigrated
 from workers.engines import tiny
 
 CONTEXT = 8192
-TOKENS = 400  # of an answer: the move comes early in it
+TOKENS = 400  # of an answer: the move happens early in it
 BEFORE = 64  # tokens of the answer before the move
 CALM_S = 5.0  # without a canary
-STREAM_S = 120.0  # until a stream flows
+STREAM_S = 120.0  # until a stream has tokens
 METHODS = ("transfer", "reprefill")
 MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
 FLAGS = ("--engine", "transformers", "--workers", "2", "--chaos", "--canary-interval", "3600",
@@ -57,7 +57,7 @@ def build(folder: Path, kind: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What became of one move. Times are in ms."""
+    """The result of one move. Times are in ms."""
 
     pause: float
     usual: float
@@ -73,7 +73,7 @@ class Bench:
         self._names = itertools.count()
 
     async def calm(self) -> None:
-        """Wait until the fleet has learned what its canaries say: they would be in the way, and get the faults."""
+        """Wait until the fleet's goldens are agreed: until then canaries would interfere, and hit the faults."""
         async with asyncio.timeout(STREAM_S):
             before, seen = -1, 0
             while seen != before:
@@ -82,12 +82,12 @@ class Bench:
                 before, seen = seen, sum(isinstance(fact, CanaryPassed) for fact in facts)
 
     async def move(self, place: int, method: str) -> Move:
-        """Ask for a stream, and move it."""
+        """Request a stream, and move it."""
         name = f"{method}-{next(self._names)}"
         await self._busy(0)
         task = asyncio.ensure_future(self._users.ask(self._session, place, TOKENS, name))
         async with asyncio.timeout(STREAM_S):
-            while not (stream := self._stream(name)) or len(stream.pieces) < BEFORE:  # noqa: ASYNC110 (nobody says when)
+            while not (stream := self._stream(name)) or len(stream.pieces) < BEFORE:  # noqa: ASYNC110 (nothing signals it)
                 await asyncio.sleep(0.001)
         (worker,) = await self._busy(1)
         asked = time.monotonic()
@@ -100,13 +100,13 @@ class Bench:
         facts = [event.fact for event in await self._fleet.events()]
         moves = [fact for fact in facts if isinstance(fact, RequestMigrated) and fact.request == name]
         assert [(fact.method, fact.exact) for fact in moves] == [(method, True)], moves
-        return reckon(got.times, asked, moves[0])
+        return measured(got.times, asked, moves[0])
 
     def _stream(self, name: str) -> Received | None:
         return next((stream for stream in self._users.streams if stream.request == name), None)
 
     async def _busy(self, workers: int) -> list[str]:
-        """Wait until so many workers have blocks in use, as the frontend shows it, and return them."""
+        """Wait until so many workers have blocks in use, by the frontend's metrics, and return them."""
         async with asyncio.timeout(STREAM_S):
             while True:
                 text = (await self._session.ask("GET", "/metrics")).body.decode()
@@ -119,8 +119,8 @@ class Bench:
                 await asyncio.sleep(0.02)
 
 
-def reckon(times: Sequence[float], asked: float, fact: RequestMigrated) -> Move:
-    """Return what the client saw of a move: of each token `times` says when it came."""
+def measured(times: Sequence[float], asked: float, fact: RequestMigrated) -> Move:
+    """Return a move as the client saw it: `times` are the arrival times of its tokens."""
     gaps = [(late - early) * 1000 for early, late in itertools.pairwise(times)]
     before = [gap for late, gap in zip(times[1:], gaps, strict=True) if late <= asked]
     last = fact.tokens - 1  # of the source
@@ -182,7 +182,7 @@ def _row(length: int, found: dict[str, list[Move]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one JSON object a model and length."""
+    """Print one JSON object per model and length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", choices=("tiny", "medium"), default=["tiny", "medium"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])

@@ -1,18 +1,18 @@
-"""How long does a fleet take to recover, by kind of failure? The first document's table, measured.
+"""Measures a fleet's recovery times, by kind of failure: the first document's table.
 
     make recovery-table                    or: python -m benchmarks recovery [-o json] [FAILURE …]
 
-A whole fleet (`holdfast up`, two simulated workers of 5,000 prompt tokens/s, 20 ms a token, a canary every second); for each
-failure a third worker of two GPUs joins, whose driver is the tests' stand-in, and is struck while it serves its share of
+A whole fleet (`holdfast up`, two simulated workers of 5,000 prompt tokens/s, 20 ms per token, a canary every second). For each
+failure a third worker with two GPUs joins, with the tests' driver stand-in, and fails while it serves its share of
 24 streams.
 
     detection   the failure → the first fact on the journal about it, or a frontend's first move of a stream, whichever is first
-    migration   from there until the last stream of that worker has gone on elsewhere
+    migration   from there until the last stream of that worker has continued elsewhere
     total       the failure → the same
-    worst gap   the longest silence that a client of that worker saw, from its last token before the failure until the
+    worst gap   the longest pause of a client of that worker, from its last token before the failure until the
                 first from elsewhere
 
-What a reader would get wrong: of silent corruption and throttling nobody knows until somebody looks. Their detection is a
+Note: silent corruption and throttling are only detected by checking. Their detection time is a
 setting: the canaries' interval (30 s by default, 1 s here), and the 10 s for which clocks must be reduced.
 """
 
@@ -39,7 +39,7 @@ from controller.demo.fleet import DemoFleet
 from events.fact import Recorded
 from events.observations import RequestExposed, RequestMigrated
 
-STREAMS, STRUCK_AFTER, WITHIN_S = 24, 10, 60.0  # tokens of every stream; seconds
+STREAMS, STRUCK_AFTER, WITHIN_S = 24, 10, 60.0  # tokens of every stream before the failure; seconds
 PREFILL = {"HOLDFAST_WORKER_PREFILL_TOKENS_PER_S": "5000"}  # a 70B model at TP 8
 FLAGS = (
     "--workers",
@@ -63,18 +63,18 @@ ABOUT = {
     "worker_left",
 }
 LEGEND = """\
-moved      streams of the failed worker that went on elsewhere, with their KV cache (transfer) or computed again (reprefill)
+moved      streams of the failed worker that continued elsewhere, with their KV cache (transfer) or computed again (reprefill)
 lost       streams that ended with an error
-exposed    streams that may have been given wrong tokens; each is named on the journal
-detection  until the first fact about the failure, or the first move; migration: from there until the last stream went on
-worst gap  the longest silence of one of these streams, from its last token before the failure to the first from elsewhere"""
+exposed    streams that may have received wrong tokens; each is named on the journal
+detection  until the first fact about the failure, or the first move; migration: from there until the last stream continued
+worst gap  the longest pause of one of these streams, from its last token before the failure to the first from elsewhere"""
 MOVES = ("group_placed", "moves_wanted")  # lines in a frontend's log
 HOT = {"reasons": 0x20, "clock": 600}  # thermal slowdown
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One kind of failure, and for how many tokens streams must run so that they are struck."""
+    """One kind of failure, and how many tokens streams need so that it strikes them."""
 
     says: str
     tokens: int = 400
@@ -90,7 +90,7 @@ FAILURES = {
 }
 
 
-# Other prompts for each failure: a prefix cache that knew them would spare the survivors their work.
+# Other prompts for each failure: with a warm prefix cache the survivors would have less work.
 PROMPTS = [
     [300 + (7 * n + 13 * k + n * k) % 1500 for k in range(512)] for n in range(len(FAILURES) * STREAMS)
 ]
@@ -98,13 +98,13 @@ PROMPTS = [
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What one failure cost. Milliseconds; None: it did not come to that."""
+    """The cost of one failure. Milliseconds; None: it did not happen."""
 
     failure: str
-    moved: int  # streams of the worker; what is throttled may keep some
-    methods: Mapping[str, int]  # how they went on
+    moved: int  # streams of the worker; a throttled worker may keep some
+    methods: Mapping[str, int]  # number of streams by method of the move
     lost: int  # streams that ended with an error, of all
-    exposed: int  # streams that may have been given wrong tokens: each is named on the journal
+    exposed: int  # streams that may have received wrong tokens: each is named on the journal
     detection_ms: float | None
     migration_ms: float | None
     total_ms: float | None
@@ -112,16 +112,16 @@ class Recovery:
 
 
 class Bench:
-    """One fleet with its stand-in driver."""
+    """One fleet with its driver stand-in."""
 
     def __init__(self, fleet: DemoFleet, users: Users, folder: Path, gpus: Any) -> None:
         self.fleet, self.users, self.gpus = fleet, users, gpus
         self._driver = {"LD_LIBRARY_PATH": str(folder), "NVML_SHIM_STATE": str(folder / "gpus")}
 
     async def measure(self, name: str) -> Recovery:
-        """Let a worker join, strike it, and see what becomes of its streams."""
+        """Let a worker join, break it, and measure what happens to its streams."""
         failure, worker = FAILURES[name], f"g-{name}"
-        own = list(FAILURES).index(name) * STREAMS  # its prompts
+        own = list(FAILURES).index(name) * STREAMS  # its first prompt
         for gpu in self.gpus.gpu:
             gpu.set(reasons=0, clock=1800, ecc=0)
         process = self._start(worker)
@@ -142,7 +142,7 @@ class Bench:
             process.wait()
 
     async def _flowing(self, first: int) -> None:
-        """Wait until every stream has said some tokens."""
+        """Wait until every stream has some tokens."""
         async with asyncio.timeout(WITHIN_S):
             while sum(len(s.pieces) >= STRUCK_AFTER for s in self.users.streams[first:]) < STREAMS:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -227,7 +227,7 @@ class Bench:
         )
 
     def _moves(self) -> list[float]:
-        """Return when frontends began to move streams, by their own logs."""
+        """Return when frontends began to move streams, from their own logs."""
         logs = (self.fleet.data / "logs").glob("frontend*.log")
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         moves = [json.loads(line)["timestamp"] for line in lines if any(word in line for word in MOVES)]
@@ -239,8 +239,8 @@ def _worker(event: Recorded) -> str:
 
 
 def longest_gap_s(stream: Received, since: float, until: float) -> float:
-    """Return the longest silence from the last token before `since` on that had begun by `until`: later ones are the
-    usual life of its new worker, where a canary's prompt takes a tenth of a second of everybody's time."""
+    """Return the longest pause from the last token before `since` that had begun by `until`. Later pauses are normal on the new
+    worker, where a canary's prompt delays all streams by a tenth of a second."""
     first = max((n for n, at in enumerate(stream.times) if at <= since), default=0)
     silences = pairwise(stream.times[first:])
     return max((later - earlier for earlier, later in silences if earlier <= until), default=0.0)
@@ -270,7 +270,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def measure(names: Sequence[str], say: Callable[[str], None]) -> list[Recovery]:
-    """Strike once by each kind of failure."""
+    """Inject each kind of failure once."""
     found = []
     say("starting a fleet")
     async with bench() as one:
@@ -281,7 +281,7 @@ async def measure(names: Sequence[str], say: Callable[[str], None]) -> list[Reco
 
 
 def table(recoveries: Sequence[Recovery]) -> str:
-    """Return the table as people read it."""
+    """Return the table in readable form."""
     head = (
         "failure",
         "moved",
@@ -309,15 +309,17 @@ def _span(ms: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and what is being done on stderr. `argv`: as typed (default: this process's)."""
+    """Print the table, and the progress on stderr. `argv`: command line arguments (default: this process's)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "failures", nargs="*", metavar="FAILURE", help=f"one of {', '.join(FAILURES)} (default: all)"
     )
-    parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to print")
+    parser.add_argument(
+        "-o", dest="output", choices=("text", "json"), default="text", help="output format (default: text)"
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.failures if name not in FAILURES]:
-        parser.error(f"there is no failure {unknown[0]!r}; there are {', '.join(FAILURES)}")
+        parser.error(f"unknown failure {unknown[0]!r}; choose from {', '.join(FAILURES)}")
     began = time.monotonic()
     found = asyncio.run(
         measure(args.failures or list(FAILURES), lambda text: print(f"# {text}", file=sys.stderr, flush=True))

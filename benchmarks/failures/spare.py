@@ -1,12 +1,12 @@
-"""How long after a worker's failure does a spare serve its first request?
+"""Measures how long after a worker's failure a spare serves its first request.
 
     python -m benchmarks spare [kill hang xid] [--trials N] [--tp 8]
 
 A fleet of real processes (`holdfast up`, two simulated workers of eight ranks each, and one spare), with a new short request
-every 10 ms. A worker that serves is killed (SIGKILL), stopped (SIGSTOP), or raises a fatal Xid, at which it ends itself.
-Measured: until the first byte of the first answer that names the spare as its worker. The next trial begins once the lost one is
-back, and the spare. Every answer has to be complete. One JSON line for each fault; of a trial that takes more than a second the
-journal's lines are shown, too (on stderr).
+every 10 ms. A serving worker is killed (SIGKILL), stopped (SIGSTOP), or raises a fatal Xid, at which it ends itself.
+Measured: the time until the first byte of the first answer by the spare. The next trial begins once the failed worker has
+recovered, and the spare. Every answer must be complete. Prints one JSON line per fault. For a trial of more than a second the
+journal's lines are shown as well (on stderr).
 """
 
 import argparse
@@ -28,19 +28,19 @@ from controller.replay.sentences import line
 
 FAULTS = ("kill", "hang", "xid")
 EVERY_S = 0.01
-SETTLES_S = 3.0  # that a fleet's supervisor is busy for after it has begun
-SLOW_MS = 1000.0  # a trial that takes longer is told
-WITHIN_S = 60.0  # of one trial, until the lost worker is well again
+SETTLES_S = 3.0  # for which a fleet's supervisor is busy after its start
+SLOW_MS = 1000.0  # a trial that takes longer is reported in detail
+WITHIN_S = 60.0  # of one trial, until the failed worker is healthy again
 FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "5", "--canary-interval", "1", "--chaos", "--planner-mode", "off",
          "--breaker-wait", "1", "--breaker-backoff", "1")  # fmt: skip
 
 
 class Clients:
-    """Asks for two tokens again and again, and remembers when which worker answered first."""
+    """Requests two tokens repeatedly, and records each worker's first answer."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1/completions"
-        self.began: dict[str, float] = {}  # by worker: when its first answer came, since this was cleared
+        self.began: dict[str, float] = {}  # by worker: the time of its first answer since the last clear
         self.answers = self.failed = 0
         self._number = 0
 
@@ -65,14 +65,14 @@ class Clients:
 
 
 def _spares(status: dict[str, Any]) -> list[str]:
-    """Return the spares that are ready, if everybody else serves."""
+    """Return the spares that are ready, if all other workers serve."""
     well = [w for w in status["workers"] if w["health"] == "HEALTHY" and w["breaker"] == "closed"]
     ready = [w["id"] for w in well if w["spare"] and w["reasons"] == ["spare"]]
     return ready if len(well) == 3 and sum(w["weight"] == 1 for w in well) == 2 else []
 
 
 async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
-    """Break a worker that serves; return the milliseconds until the spare's first answer. Raise NotAsExpected."""
+    """Break a serving worker; return the milliseconds until the spare's first answer. Raise NotAsExpected."""
     status = await fleet.until(lambda one: bool(_spares(one)), WITHIN_S)
     (spare,) = _spares(status)
     serving = sorted((w for w in status["workers"] if w["id"] != spare), key=lambda w: str(w["id"]))
@@ -85,7 +85,7 @@ async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> 
         os.kill(lost["pid"], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     while spare not in clients.began:
         if time.monotonic() - began > WITHIN_S:
-            raise NotAsExpected(f"{spare} has served nobody after {WITHIN_S:g} s")
+            raise NotAsExpected(f"{spare} has served no request within {WITHIN_S:g} s")
         await asyncio.sleep(0.002)
     if fault == "hang":
         os.kill(lost["pid"], signal.SIGCONT)
@@ -93,7 +93,7 @@ async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> 
 
 
 async def told(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
-    """Return what `trial` does, and say what happened in one that took long."""
+    """Return the result of `trial`, and print the events of a slow one."""
     before = (await fleet.events())[-1].seq
     took_ms = await trial(fleet, clients, fault, number)
     if took_ms > SLOW_MS:
@@ -133,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures of each fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks spare", description=__doc__.splitlines()[0])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)} (default: all)")
-    parser.add_argument("--trials", type=int, default=30, metavar="N", help="of each (default: 30)")
+    parser.add_argument("--trials", type=int, default=30, metavar="N", help="trials per fault (default: 30)")
     parser.add_argument("--tp", type=int, default=8, metavar="T", help="ranks of a worker (default: 8)")
     args = parser.parse_args(argv)
     if unknown := [fault for fault in args.faults if fault not in FAULTS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(FAULTS)}")
+        parser.error(f"unknown fault {unknown[0]!r}; choose from {', '.join(FAULTS)}")
     for fault in args.faults or FAULTS:
         print(json.dumps(asyncio.run(measured(fault, args.trials, args.tp))), flush=True)
     return 0

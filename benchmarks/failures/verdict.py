@@ -1,9 +1,9 @@
-"""How long from a failed canary on the journal until the worker is out of every router's table?
+"""Measures how long after a failed canary on the journal the worker is out of every router's table.
 
     python -m benchmarks verdict [--trials 30]
 
-A whole fleet (`holdfast up`, three workers); we publish the failed canary ourselves and hold three views as routers
-hold them. Measured: observe() → the last of the views shows weight 0. The controller's decision lies between.
+A whole fleet (`holdfast up`, three workers). This process publishes the failed canary itself and holds three views as routers
+hold them. Measured: from observe() until the last of the views shows weight 0. The controller's decision is in between.
 """
 
 import argparse
@@ -59,7 +59,7 @@ async def out_after(journal: NatsJournal, views: Sequence[FleetView], name: str)
 
 
 async def measure(trials: int) -> dict[str, Any]:
-    """Convict workers in turn, and take each back before the next."""
+    """Convict workers in turn, and reverse each conviction before the next."""
     with tempfile.TemporaryDirectory(prefix="holdfast-verdict-") as folder:
         fleet = DemoFleet.start(Path(folder) / "data", *FLAGS)
         try:

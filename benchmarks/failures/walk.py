@@ -1,19 +1,20 @@
-"""Does a fleet come through a random walk of faults, unaided, and was every 503 needed?
+"""Runs a fleet through a random walk of faults, and checks that every 503 was necessary.
 
     python -m benchmarks walk [--seconds 90] [--every 0.8] [--workers 4] [--users 24] [--seed 1]
     python -m benchmarks walk --faults hang --endless 1 --every 9 --seconds 150      every hang ends by a death
 
-A whole fleet (`holdfast up`, simulated workers, 20 ms a token, a canary every second); every 0.8 s one worker, drawn by chance,
-is killed, hung, made to raise, cut off, slowed down, drained, emptied or restarted, whatever state it is in, while so many
-users ask without a pause and compare each answer with the undisturbed one. One hang in six has no end: those workers come
-back because the fleet holds them for dead. Nobody helps: what has a duration ends by itself, and who drains resumes.
+A whole fleet (`holdfast up`, simulated workers, 20 ms per token, a canary every second). Every 0.8 s one random worker
+is killed, hung, made to raise, disconnected, slowed down, drained, emptied or restarted, in any state. Meanwhile so many
+users send requests without a pause and compare each answer with the undisturbed one. One hang in six is endless: such workers
+recover because the fleet declares them dead. There is no intervention: faults with a duration end by themselves, and drained
+workers resume.
 
-A 503, or any other error, is needed if at one moment of the last 0.1 s before it nobody could serve, as the journal tells
-it: a worker can serve while the fold of the journal gives it a weight and no fault that keeps it from answering is in force:
-from `chaos_injected` until its duration is over and cut connections are made again (0.2 s), it has failed as many requests as
-it was told to, or its successor has joined. One that shuts down cannot serve from `shutdown_began` on. Prints one JSON
-object; returns 1 if an answer was altered, an error was not needed, or not all workers were HEALTHY with their full weight
-within 20 s after the last fault.
+A 503, or any other error, is necessary if at one moment of the last 0.1 s before it no worker could serve, by the journal.
+A worker can serve while the fold of the journal gives it a weight and no fault that keeps it from answering is in force.
+Such a fault is in force from `chaos_injected` until its duration is over and broken connections are re-established (0.2 s), it
+has failed as many requests as it was told to, or the worker's successor has joined. A worker that shuts down cannot serve from
+`shutdown_began` on. Prints one JSON object; returns 1 if an answer was altered, an error was not necessary, or not all workers
+were HEALTHY with full weight within 20 s after the last fault.
 """
 
 import argparse
@@ -43,9 +44,9 @@ from events.observations import CanaryFailed, ChaosInjected, RequestFailed, Shut
 from events.order import Order
 
 VERBS = ("kill", "hang", "error", "blackhole", "slow", "drain", "move", "restart")
-DISABLES = ("kill", "hang", "error", "blackhole")  # keeps a worker from answering
-CUTS = ("hang", "blackhole")  # breaks the connections that have lost something by it, when it ends
-CONNECTS_S = 0.2  # until they are made again
+DISABLES = ("kill", "hang", "error", "blackhole")  # faults that keep a worker from answering
+CUTS = ("hang", "blackhole")  # at its end, connections that have lost something by it break
+CONNECTS_S = 0.2  # until they are re-established
 FLAGS = (
     "--chaos",
     "--itl-ms",
@@ -59,12 +60,12 @@ FLAGS = (
 )
 PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(24)]
 TOKENS = 100
-LASTS_S = (0.5, 4.0)  # a fault that ends by itself
+LASTS_S = (0.5, 4.0)  # of a fault that ends by itself
 BACK_WITHIN_S = 20.0  # after the last fault
 FOREVER_BEFORE_S = (
-    50.0  # before the last fault: until an endless hang is found, its instance dead, its successor well
+    50.0  # before the last fault: until an endless hang is detected, its instance dead, its successor healthy
 )
-BEFORE_S = 0.1  # the answer of a 503: how long nobody may have known better
+BEFORE_S = 0.1  # before a 503: how long the fleet's state may have been unknown to the frontend
 ASK_S = 10.0
 
 Spans = list[tuple[float, float]]  # seconds since 1970
@@ -82,7 +83,7 @@ class Turned:
 
 @dataclass
 class Found:
-    """What has been seen."""
+    """The results so far."""
 
     faults: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -104,7 +105,7 @@ class Walk:
         self._over = False
 
     async def run(self) -> float | None:
-        """Walk; return how long it took after the last fault until all were well, in seconds, None: too long."""
+        """Run the walk; return the seconds from the last fault until all workers had recovered; None: too long."""
         async with self._users.session() as session:
             self._answers = await self._users.answers(session, TOKENS)
             async with asyncio.TaskGroup() as group:
@@ -140,7 +141,7 @@ class Walk:
             self.found.altered.append(got.request)
 
     async def _break(self) -> None:
-        """Play one fault after another."""
+        """Inject one fault after another."""
         names = [f"w{n}" for n in range(self._args.workers)]
         operator = await Operator.connect(self._fleet.data)
         began = time.monotonic()
@@ -209,7 +210,7 @@ class Walk:
                 for w in status["workers"]
             )
 
-        await asyncio.sleep(LASTS_S[1])  # who was just struck may look well still
+        await asyncio.sleep(LASTS_S[1])  # a worker that was just struck may still look healthy
         with contextlib.suppress(NotAsExpected):
             await self._fleet.until(well, BACK_WITHIN_S - LASTS_S[1])
             return time.monotonic() - began
@@ -217,7 +218,7 @@ class Walk:
 
 
 def able(events: Sequence[Recorded]) -> Mapping[str, Spans]:
-    """Return when each worker could serve, by what the journal says."""
+    """Return when each worker could serve, by the journal."""
     order, since = Order(evolve, Fleet()), dict[str, float]()
     spans: dict[str, Spans] = defaultdict(list)
     for event in events:
@@ -236,7 +237,7 @@ def able(events: Sequence[Recorded]) -> Mapping[str, Spans]:
 
 def struck(events: Sequence[Recorded]) -> Mapping[str, Spans]:
     """Return when a fault kept each worker from answering: until its time is over, it has failed all the requests that it was to
-    fail, or its successor has joined. One that shuts down has told frontends so, before the fold says it."""
+    fail, or its successor has joined. A worker that shuts down has notified frontends before the fold shows it."""
     joins: dict[str, list[float]] = defaultdict(list)
     raised: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -260,14 +261,14 @@ def struck(events: Sequence[Recorded]) -> Mapping[str, Spans]:
 
 
 def without(spans: Spans, gaps: Spans) -> Spans:
-    """Return what is left of spans of time without these gaps."""
+    """Return what remains of spans of time without these gaps."""
     for begin, end in gaps:
         parts = [((a, min(b, begin)), (max(a, end), b)) for a, b in spans]
         spans = [part for pair in parts for part in pair if part[0] < part[1]]
     return sorted(spans)
 
 
-def nobody(able: Mapping[str, Spans], begin: float, end: float) -> Spans:
+def without_worker(able: Mapping[str, Spans], begin: float, end: float) -> Spans:
     """Return when, between two moments, no worker could serve."""
     spans: Spans = [(begin, end)]
     for each in able.values():
@@ -278,9 +279,9 @@ def nobody(able: Mapping[str, Spans], begin: float, end: float) -> Spans:
 def report(
     walk: Walk, events: Sequence[Recorded], began: float, ended: float, back_s: float | None
 ) -> dict[str, Any]:
-    """Return what is printed."""
+    """Return the report to print."""
     found, can = walk.found, able(events)
-    needless = [one for one in found.turned if not nobody(can, one.at - BEFORE_S, one.at)]
+    needless = [one for one in found.turned if not without_worker(can, one.at - BEFORE_S, one.at)]
     refusals = [one for one in found.turned if one.status == "503"]
     return {
         "seconds": round(ended - began, 1),
@@ -295,14 +296,14 @@ def report(
         "503 not needed": sum(one.status == "503" for one in needless),
         "other errors": dict(Counter(one.status for one in found.turned if one.status != "503")),
         "other errors not needed": sum(one.status != "503" for one in needless),
-        "nobody could serve, s": round(sum(b - a for a, b in nobody(can, began, ended)), 2),
+        "no worker could serve, s": round(sum(b - a for a, b in without_worker(can, began, ended)), 2),
         "all well again after, s": None if back_s is None else round(back_s, 1),
         "examples": [f"{one.request}: {one.says}" for one in needless[:5]],
     }
 
 
 def came_through(found: Mapping[str, Any]) -> bool:
-    """Whether the bounds hold. A walk on which nobody was answered shows nothing."""
+    """Return whether the bounds hold. A walk without answers shows nothing."""
     bad = found["altered"] or found["503 not needed"] or found["other errors not needed"]
     return not bad and found["all well again after, s"] is not None and found["exact"] > 0
 
@@ -332,7 +333,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 def keep(
     folder: Path, fleet: DemoFleet, found: dict[str, Any], walk: Walk, events: Sequence[Recorded]
 ) -> None:
-    """Keep the logs, the journal and what users were told, to look into afterwards."""
+    """Keep the logs, the journal and the users' answers for later inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "journal.jsonl").write_text("".join(event_line(event, "json") + "\n" for event in events))
     shutil.copytree(fleet.data / "logs", folder / "logs", dirs_exist_ok=True)
@@ -344,14 +345,18 @@ def keep(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one JSON object; return 1 if the fleet did not come through."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long faults are played")
-    parser.add_argument("--every", type=float, default=0.8, help="seconds between two of them")
+    parser.add_argument("--seconds", type=float, default=90.0, help="seconds of faults (default: 90)")
+    parser.add_argument("--every", type=float, default=0.8, help="seconds between two faults (default: 0.8)")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--users", type=int, default=24)
-    parser.add_argument("--faults", nargs="+", choices=VERBS, default=VERBS, help="only these")
-    parser.add_argument("--endless", type=float, default=1 / 6, help="share of hangs that nobody ends")
+    parser.add_argument(
+        "--faults", nargs="+", choices=VERBS, default=VERBS, help="kinds of faults (default: all)"
+    )
+    parser.add_argument(
+        "--endless", type=float, default=1 / 6, help="share of hangs without an end (default: 1/6)"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the logs in this folder")
     args = parser.parse_args(arguments)
     found = asyncio.run(run(args))
     print(json.dumps(found), flush=True)

@@ -1,11 +1,11 @@
-"""How long from an Xid in the driver until no router sends anything there?
+"""Measures how long after an Xid in the driver no router sends requests to the worker.
 
     python -m benchmarks xid [--trials 30]
 
 A whole fleet (`holdfast up`, two workers), a third worker beside it, and a device watch for that one (`--watch-only`)
-whose driver is the tests' stand-in. Measured: the driver's event → the last of three tables, held as routers hold them,
-has no weight for the worker; the decision on it, as the last of them sees it; and, for workers that watch their own GPU
-and go with it, the driver's event → the end of the connection to a frontend.
+with the tests' driver stand-in. Measured from the driver's event, on three tables, held as routers hold them: the time until
+the last of them has no weight for the worker, and until it has the decision. For workers that watch their own GPU and end with
+it, also measured: the time until the connection to a frontend ends.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from events.observations import ResumeRequested
 SHIM = Path(__file__).parents[2] / "tests" / "workers" / "devices"
 NAME = "g0"
 BEATS_S = 3.0
-CODES = (48, 79)  # in turn: an Xid that stands already is no news
+CODES = (48, 79)  # in turn: an Xid that is reported already is no change
 
 
 class Routers:
@@ -151,7 +151,7 @@ def _core_s(pid: int) -> float:
 
 
 async def measure(trials: int) -> dict[str, Any]:
-    """Raise Xids, and take the worker back after each."""
+    """Raise Xids, and return the worker to service after each."""
     sys.path.insert(0, str(SHIM))
     shim: Any = __import__("shim")
     with tempfile.TemporaryDirectory(prefix="holdfast-xid-") as name:
@@ -166,7 +166,7 @@ async def measure(trials: int) -> dict[str, Any]:
             started.append(_worker(fleet.data, NAME, "--watch-only", "--gpus", "0", driver=driver))
             try:
                 await fleet.until(lambda s: "watch" in {p["role"] for p in s["processes"]})
-                await asyncio.sleep(BEATS_S)  # until it has heard whom it speaks for
+                await asyncio.sleep(BEATS_S)  # until it knows the worker it reports for
                 began, spent = time.monotonic(), _core_s(started[1].pid)
                 out, decided = await _trials(fleet.nats_url("controller"), gpu, trials)
                 share = (_core_s(started[1].pid) - spent) / (time.monotonic() - began)

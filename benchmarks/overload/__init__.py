@@ -1,1 +1,1 @@
-"""What becomes of requests when more come than there is room for."""
+"""Request handling under overload."""

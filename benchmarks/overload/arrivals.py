@@ -1,4 +1,4 @@
-"""Which requests come, and when: those of a trace, at its own arrivals, so many times as fast."""
+"""Arrivals of requests: those of a trace, at its own times, accelerated."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -26,21 +26,21 @@ class Arrivals:
     """The requests of one trace, with prompts of another size."""
 
     def __init__(self, rows: Sequence[TraceRow], block_tokens: int, reads_per_s: float) -> None:
-        """`block_tokens`: so many in place of each block's; `reads_per_s`: prompt tokens of a worker with nothing else to do."""
+        """`block_tokens`: tokens in place of each block's; `reads_per_s`: prompt tokens per second of an idle worker."""
         self.rows = [_scaled(row, block_tokens) for row in rows]
         self._block_tokens, self._reads_per_s = block_tokens, reads_per_s
 
     def prompt(self, number: int) -> Sequence[int]:
-        """Return the prompt of a row; behind the last one it begins again."""
+        """Return the prompt of a row; after the last row it starts again at the first."""
         row = self.rows[number % len(self.rows)]
         return tokens(row, self._block_tokens, VOCABULARY_USED) or [VOCABULARY_USED.start]
 
     def answer(self, number: int) -> int:
-        """Return how many tokens its answer has."""
+        """Return the number of tokens of its answer."""
         return max(1, self.rows[number % len(self.rows)].output_length)
 
     def coming(self, rate: float, seconds: float, seed: int, since_s: float = 0.0) -> Iterator[Coming]:
-        """Yield so many requests a second, for so long."""
+        """Yield requests at this rate per second, for so many seconds."""
         dice, rows = Random(seed), self.rows
         span = rows[-1].timestamp / 1e3
         speed = rate / (len(rows) / span)
@@ -57,7 +57,7 @@ class Arrivals:
 
 
 def both(first: Iterator[Coming], then: Iterator[Coming]) -> Iterator[Coming]:
-    """Yield the requests of one after those of the other."""
+    """Yield the requests of `first`, then those of `then`."""
     count = 0
     for one in first:
         count += 1
@@ -67,7 +67,7 @@ def both(first: Iterator[Coming], then: Iterator[Coming]) -> Iterator[Coming]:
 
 
 def _tier(draw: float) -> tuple[str, float]:
-    """Return a tier and its deadline, by a number from 0 to 1."""
+    """Return a tier and its deadline, for a number from 0 to 1."""
     for name, share, deadline_s in TIERS:
         if draw < share:
             return name, deadline_s
@@ -76,6 +76,6 @@ def _tier(draw: float) -> tuple[str, float]:
 
 
 def _scaled(row: TraceRow, block_tokens: int) -> TraceRow:
-    """Return a request with blocks of another size: as many of them, and the same ones."""
+    """Return a request with blocks of another size: the same number of blocks, with the same hashes."""
     length = max(1, row.input_length * block_tokens // BLOCK_TOKENS)
     return msgspec.structs.replace(row, input_length=length)

@@ -1,4 +1,4 @@
-"""Clients of a virtual frontend: when each request comes, what it wants, and how often it is asked again if it is refused."""
+"""Clients of a virtual frontend: their requests, arrival times, and retries of rejected requests."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.overload.world import VirtualFrontend
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
 
-RETRIES_MAX = 2  # of OpenAI's client, by default
+RETRIES_MAX = 2  # the default of OpenAI's client
 RETRY_AFTER_MAX_S = 60.0
 BACKOFF_S, BACKOFF_MAX_S = 0.5, 8.0
 AGAIN = (408, 409, 429)
@@ -20,7 +20,7 @@ AGAIN = (408, 409, 429)
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """One request that is to come."""
+    """One request before its arrival."""
 
     key: int
     at_s: float
@@ -31,7 +31,7 @@ class Coming:
     deadline_s: float
 
     def body(self, model: str) -> dict[str, Any]:
-        """Return what is asked of the API."""
+        """Return the body of the API request."""
         return {
             "model": model,
             "prompt": list(self.prompt),
@@ -44,28 +44,28 @@ class Coming:
 
 @dataclass(slots=True)
 class Attempt:
-    """What became of one attempt of it. Seconds, from when it was sent."""
+    """The outcome of one attempt. Seconds, from when it was sent."""
 
     coming: Coming
-    number: int  # 0: the first
+    number: int  # 0: the first attempt
     at_s: float
     status: int = 0
-    refused: str = ""  # by which reason
+    refused: str = ""  # the reason of its rejection
     first_s: float | None = None  # until its first token
     ended_s: float = 0.0
-    at_once: bool = False  # it was refused without a wait in line
-    took_s: float = 0.0  # real time that such a refusal took: the frontend, or until it was with the client
-    note: str = ""  # what a refusal said
+    at_once: bool = False  # it was rejected without waiting in the queue
+    took_s: float = 0.0  # real time of such a rejection: in the frontend, or until the client had it
+    note: str = ""  # the text of the rejection
     failed: bool = False  # it ended with an error after its first token
 
     @property
     def good(self) -> bool:
-        """Whether it was answered whole, and in time."""
+        """Whether it was answered completely, and in time."""
         return not self.failed and self.first_s is not None and self.first_s <= self.coming.deadline_s
 
 
 async def arrive(coming: Iterable[Coming], ask: Callable[[Coming, float], Coroutine[Any, Any, None]]) -> None:
-    """Let all requests come, each at its moment, and wait until the last one is over."""
+    """Start each request at its time, and wait until the last one has ended."""
     loop, asked = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     began = loop.time()
     for one in coming:
@@ -77,7 +77,7 @@ async def arrive(coming: Iterable[Coming], ask: Callable[[Coming, float], Corout
 
 
 class _Client(asyncio.Transport):
-    """A client that reads at once, and notes when the first token came."""
+    """A client that reads at once, and records the time of the first token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Client(asyncio.Transport):
 
 @dataclass
 class Clients:
-    """All of them, and what became of their requests."""
+    """All clients, and the outcomes of their requests."""
 
     frontends: Sequence[VirtualFrontend]
     retries: int = 0
@@ -110,7 +110,7 @@ class Clients:
     attempts: list[Attempt] = field(default_factory=list)
 
     async def run(self, coming: Iterable[Coming]) -> None:
-        """Let all requests come, and wait until the last one is over."""
+        """Send all requests at their times, and wait until the last one has ended."""
         await arrive(coming, partial(self._ask, dice=Random(self.seed)))
 
     async def _ask(self, coming: Coming, began: float, *, dice: Random) -> None:
@@ -125,7 +125,7 @@ class Clients:
     async def _attempt(
         self, frontend: VirtualFrontend, coming: Coming, body: bytes, number: int, began: float, dice: Random
     ) -> float | None:
-        """Ask once. Return after how long to ask again, were there attempts left; None: not at all."""
+        """Send one attempt. Return the seconds until a retry, if attempts are left; None: no retry."""
         loop, client = asyncio.get_running_loop(), _Client()
         sent = loop.time()
         attempt = Attempt(coming, number, sent - began)

@@ -1,4 +1,4 @@
-"""What a run under so much load comes to."""
+"""Figures of a run at one load."""
 
 import json
 from collections import Counter
@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 
 def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
-    """Return the figures of the requests that came in full seconds after the warm-up.
+    """Return the figures of the requests that arrived in full seconds after the warm-up.
 
-    `goodput`: answers within their deadline, a second. `admitted_p99`: the 99th percentile of the time to the first token of
-    what was answered, over its deadline. `refused_at_once`: the share of the refusals that came in no time but the computer's.
+    `goodput`: answers within their deadline, per second. `admitted_p99`: the 99th percentile of the time to the first token of
+    answered requests, divided by the deadline. `refused_at_once`: the share of rejections that took computing time only.
     """
     seen = [one for one in attempts if WARM_S <= one.coming.at_s < seconds]
     span = seconds - WARM_S
@@ -48,7 +48,7 @@ def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
 
 
 def recovery(attempts: Sequence[Attempt], fell_s: float) -> Row:
-    """Return how many were refused after the load fell, and how long after it the last one."""
+    """Return the number of rejections after the load fell, and the time of the last one after that."""
     late = [one.at_s for one in attempts if one.at_s >= fell_s and one.status != 200]
     return {"refusals": len(late), "last_refusal_s": max(late, default=fell_s) - fell_s}
 

@@ -1,20 +1,20 @@
-"""The same as `overload`, of real fleets: processes, sockets, and a client that does not wait.
+"""The `overload` benchmark with real fleets: processes, sockets, and open-loop clients.
 
     python -m benchmarks overload_fleet [--trace FILE] [--workers 64] [--loads 0.5 1 2 4] [--seconds 30] [--seed 1]
                                         [--controls none token-capacity deadline] [--dynamo] [--dynamo-python PATH]
 
-Each fleet is started anew for each way to let requests in: `holdfast up` with so many simulated workers in one process, and one
+Each fleet is started anew for each admission control: `holdfast up` with so many simulated workers in one process, and one
 frontend; with `--dynamo` NVIDIA Dynamo as well, without and with its thresholds (`make peer` installs it). Requests are those of
-the trace (Mooncake's, with 16 tokens in place of each block's 512, answers of 32 tokens at most, and none that no worker could
-hold), at its own arrivals, so many times as fast; tiers, deadlines and clients are those of `overload`. A client gives up who
-has no first token after 20 s. A load is a share of what that fleet completes a second while there are always more requests.
-Prints one JSON object a row:
+the trace (Mooncake's, with 16 tokens in place of each block's 512), at its own arrivals, accelerated. Answers have at most 32
+tokens, and requests that fit no worker are left out. Tiers, deadlines and clients are those of `overload`. A client gives up
+without a first token after 20 s. A load is a share of the fleet's throughput under saturation.
+Prints one JSON object per row:
 
-    capacity   requests a second that the fleet completes, without control
-    run        one load (`figures` says what the columns are); refusals are timed by the client, who has hundreds of requests to
-               look after, and by one who has nothing else to do (`alone_…`: benchmarks/overload/refusal_client.py)
-    step       from 4 times the capacity to half of it: seconds until the last refusal after that (Holdfast)
-    result     by fleet: goodput at 2 and 4 times the capacity, of that at 1
+    capacity   requests per second that the fleet completes, without control
+    run        one load (see `figures` for the columns); rejections are timed by the client, which serves hundreds of requests,
+               and by a client that does nothing else (`alone_…`: benchmarks/overload/refusal_client.py)
+    step       from 4 times the capacity to half of it: seconds until the last rejection after that (Holdfast)
+    result     by fleet: goodput at 2 and 4 times the capacity, relative to that at 1
 """
 
 import argparse
@@ -54,14 +54,14 @@ from controller.trace.rows import BadTrace, TraceRow
 from events.errors import HoldfastError
 
 PATIENCE_S = 20.0
-ANSWER_S = 120.0  # the longest that any answer takes
+ANSWER_S = 120.0  # the longest time for an answer
 ANSWER_MAX = 32
 READS_PER_S = 1000.0 / 0.015 * SPEED  # prompt tokens, by the polynomial's linear part
 FLOOD_S, FLOOD_WARM_S = 24.0, 8.0
 REST_S = 2.0
-WARM_UP_S = 15.0  # of a fleet, with as much as it takes: caches fill, and what is learnt is learnt
-RUNS = itertools.count()  # an id that was refused in an earlier run is no repeat in this one
-WAITED = "no worker became free"  # as who was not refused at once is told
+WARM_UP_S = 15.0  # of a fleet at full load: caches fill, and estimates converge
+RUNS = itertools.count()  # so that an id rejected in an earlier run is no repetition in this one
+WAITED = "no worker became free"  # the message of a rejection after waiting
 
 
 class RealClients:
@@ -74,11 +74,11 @@ class RealClients:
         self._number = next(RUNS)
 
     async def run(self, coming: Iterable[Coming]) -> None:
-        """Let all requests come, and wait until the last one is over."""
+        """Send all requests at their times, and wait until the last one has ended."""
         await arrive(coming, self.ask)
 
     async def ask(self, coming: Coming, began: float) -> None:
-        """Ask once."""
+        """Send one request."""
         sent = asyncio.get_running_loop().time()
         attempt = Attempt(coming, 0, sent - began)
         self.attempts.append(attempt)
@@ -123,7 +123,7 @@ class RealClients:
 
 
 class FleetTrial:
-    """What fleets are tried with."""
+    """The requests and settings for all fleets."""
 
     def __init__(self, rows: Sequence[TraceRow], args: argparse.Namespace) -> None:
         self._args = args
@@ -144,7 +144,7 @@ class FleetTrial:
         return said
 
     async def _flood(self, system: OverloadedSystem) -> Row:
-        """Let there always be more requests than places."""
+        """Keep more requests in flight than fit."""
         clients, arrivals, numbers = RealClients(system), self._arrivals, itertools.count()
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -180,7 +180,7 @@ class FleetTrial:
         coming = [*self._arrivals.coming(load * capacity, args.seconds, args.seed)]
         moments = sorted({one.at_s for one in coming if one.at_s >= WARM_S})
         gc.collect()
-        gc.disable()  # what its own collector takes is not the fleet's
+        gc.disable()  # the time of this process's collector is not the fleet's
         alone = await RefusalClient.start(system.url, system.serves, moments)
         await clients.run(coming)
         gc.enable()
@@ -191,7 +191,7 @@ class FleetTrial:
         return row | {"wall_s": time.perf_counter() - began}
 
     async def _step(self, system: OverloadedSystem, capacity: float) -> Row:
-        """Let the load fall from four times the capacity to half of it."""
+        """Drop the load from four times the capacity to half of it."""
         await asyncio.sleep(REST_S)
         clients, half, seed = RealClients(system), self._args.seconds / 2, self._args.seed
         high = self._arrivals.coming(4 * capacity, half, seed)
@@ -200,7 +200,7 @@ class FleetTrial:
 
 
 def _held(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
-    """Yield the requests that a worker can hold several of, with answers that are not too long."""
+    """Yield the requests of which a worker can hold several, with answers that are not too long."""
     for row in rows:
         answer = min(row.output_length, ANSWER_MAX)
         if row.input_length * BLOCK_TOKENS // 512 + answer <= KV_BLOCKS * BLOCK_TOKENS // 2:
@@ -208,7 +208,7 @@ def _held(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
 
 
 def result(rows: Sequence[Row]) -> Row:
-    """Return what is left of each fleet's goodput when more comes."""
+    """Return how much of each fleet's goodput remains under overload."""
     found: Row = {"row": "result"}
     for name in dict.fromkeys(row["system"] for row in rows):
         runs = {row["load"]: row for row in rows if row["row"] == "run" and row["system"] == name}
@@ -220,7 +220,7 @@ def result(rows: Sequence[Row]) -> Row:
 
 
 async def run(rows: Sequence[TraceRow], args: argparse.Namespace, folder: Path) -> None:
-    """Try all."""
+    """Run all fleets."""
     trial, said = FleetTrial(rows, args), list[Row]()
     capacities: dict[str, float] = {}
     for control in ("none", *(one for one in args.controls if one != "none")):
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = read(args.trace)
     except BadTrace as error:
-        parser.error(f"{error} (--trace names another)")
+        parser.error(f"{error} (set another with --trace)")
     try:
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -1,20 +1,20 @@
-"""How many requests are answered in time when more come than there is room for? Three ways to let them in, in virtual time.
+"""Compares admission controls under overload, in virtual time: requests answered in time.
 
     python -m benchmarks overload [--trace FILE] [--workers 8] [--loads 0.5 1 1.5 2 3 4] [--controls none token-capacity deadline]
                                   [--seconds 40] [--frontends 1] [--retries 0] [--batch 64] [--block-tokens 64] [--seed 1]
                                   [--plot overload.svg]
 
-The product's own frontend before simulated engines (`world`). Requests are those of the trace (Mooncake's, with so many tokens
-a block in place of 512), at its own arrivals, so many times as fast; a load is a share of what the fleet completes a second when
-all come at once. 7.5 % are premium, with a deadline to the first token of 1 s, 60 % standard with 2 s, the rest best_effort with
-4 s, or twice what reading the whole prompt takes, if that is more; 16 clients.
-`--retries 2` asks again as OpenAI's client does. Prints one JSON object a row:
+The product's own frontend with simulated engines (`world`). Requests are those of the trace (Mooncake's, with so many tokens
+per block in place of 512), at its own arrivals, accelerated. A load is a share of the fleet's throughput when
+all requests arrive at once. 7.5 % are premium, with a deadline to the first token of 1 s, 60 % standard with 2 s, the rest
+best_effort with 4 s, or twice the time of reading the whole prompt, if that is longer; 16 clients.
+`--retries 2` retries as OpenAI's client does. Prints one JSON object per row:
 
-    capacity   requests a second that the fleet completes when all come at once
-    run        one control at one load (`figures` says what the columns are); `idle`: of the moments in which somebody waited, the
-               share in which a worker had nothing to do
-    step       from 4 times the capacity to half of it: seconds until the last refusal after that
-    result     what was to be reached, and whether it was
+    capacity   requests per second that the fleet completes when all arrive at once
+    run        one control at one load (see `figures` for the columns); `idle`: of the moments with a waiting request, the
+               share in which a worker was idle
+    step       from 4 times the capacity to half of it: seconds until the last rejection after that
+    result     the targets, and whether they were reached
 """
 
 import argparse
@@ -39,7 +39,7 @@ from workers.engines.simulated.sequence import EngineShape
 
 CONTROLS = ("none", "token-capacity", "deadline")
 LOOK_S = 0.05
-KEPT_OF_PEAK = 0.9  # of the goodput at capacity, at twice and four times as much load
+KEPT_OF_PEAK = 0.9  # of the goodput at capacity, at twice and four times the load
 PREMIUM_KEPT = 0.99
 REFUSAL_MS = 5.0
 RECOVERS_S = 5.0
@@ -58,7 +58,7 @@ def virtual(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Trial:
-    """The fleet, and what it is tried with."""
+    """The fleet, its requests and its settings."""
 
     def __init__(self, rows: Sequence[TraceRow], args: argparse.Namespace) -> None:
         self._args = args
@@ -76,7 +76,7 @@ class Trial:
         return Machines(self._shape, SPEEDS[self._args.speed], self._args.workers)
 
     def capacity(self) -> float:
-        """Return how many requests a second are completed while there are always more."""
+        """Return the requests per second that are completed while the queue never empties."""
 
         async def flood() -> float:
             settings = FrontendSettings(
@@ -85,7 +85,7 @@ class Trial:
             machines = self._machines()
             async with world(machines, settings) as (one,):
                 clients = Clients([one])
-                count = self._args.workers * self._args.batch * 3  # the middle of them fills all places
+                count = self._args.workers * self._args.batch * 3  # the middle third fills all places
                 arrivals = self._arrivals
                 await clients.run(
                     Coming(n, 0.0, arrivals.prompt(n), arrivals.answer(n), "standard", "c", 1e5)
@@ -98,11 +98,11 @@ class Trial:
         return virtual(flood())
 
     def settings(self, control: str) -> FrontendSettings:
-        """Return a frontend's settings with this control; queues are as they come."""
+        """Return a frontend's settings with this control; queues have their defaults."""
         return FrontendSettings.model_validate({"admission_control": control})
 
     def run(self, control: str, load: float, capacity: float) -> Row:
-        """Let so much load come, and return the figures."""
+        """Run one load, and return the figures."""
         args, began = self._args, time.perf_counter()
 
         async def go() -> tuple[Clients, float, int]:
@@ -119,7 +119,7 @@ class Trial:
         return row | {"idle": idle, "contended_looks": looks, "wall_s": time.perf_counter() - began}
 
     def step(self, control: str, capacity: float) -> Row:
-        """Let the load fall from four times the capacity to half of it."""
+        """Drop the load from four times the capacity to half of it."""
         args = self._args
 
         async def go() -> Clients:
@@ -135,7 +135,8 @@ class Trial:
 
 
 async def _idle(frontends: Sequence[VirtualFrontend]) -> tuple[int, int]:
-    """Look until cancelled. Return in how many moments in which somebody waited a worker was idle, and how many there were."""
+    """Sample until cancelled. Return the number of samples with a waiting request and an idle worker, and with a waiting
+    request."""
     idle = looks = 0
     try:
         while True:
@@ -149,7 +150,7 @@ async def _idle(frontends: Sequence[VirtualFrontend]) -> tuple[int, int]:
 
 
 def result(rows: Sequence[Row]) -> Row:
-    """Return what was to be reached with deadlines, and whether it was."""
+    """Return the targets for `deadline`, and whether they were reached."""
     runs = {row["load"]: row for row in rows if row["row"] == "run" and row["control"] == "deadline"}
     steps = [row["last_refusal_s"] for row in rows if row["row"] == "step" and row["control"] == "deadline"]
     found: Row = {"row": "result"}
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = read(args.trace)
     except BadTrace as error:
-        parser.error(f"{error} (--trace names another)")
+        parser.error(f"{error} (set another with --trace)")
     trial = Trial(rows, args)
     capacity = trial.capacity()
     said = [say({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]

@@ -1,8 +1,8 @@
-"""A client that does nothing but be refused: how long does that take, where the client itself is not what is waited for?
+"""A client that only measures the time of rejections, so that it is not the bottleneck.
 
-A process of its own with one kept connection. At each moment at which requests of the trace come it sends one more, the bytes of
-which are ready, and waits for the answer, unless it is still waiting for the last one. What is let in, or has no answer within a
-second (it stands in line), is given up and not counted.
+It is a separate process with one kept-alive connection. At each arrival of the trace it sends one more request, with
+prepared bytes, and waits for the answer, unless it still waits for the last one. A request that is admitted, or has no answer
+within a second (it is queued), is cancelled and not counted.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from controller.demo.fleet import NotAsExpected
 
 AT_ONCE_S = 1.0
-LATE_S = 0.05  # a moment is over then
-ENDS_WITHIN_S = 30.0  # after the last moment
+LATE_S = 0.05  # after which an arrival is skipped
+ENDS_WITHIN_S = 30.0  # after the last arrival
 PROMPT_TOKENS, FIRST_TOKEN, TOKENS = 64, 300, 1700
 REFUSED = (429, 503, 529)
 TIER, DEADLINE_MS = "best_effort", 4000
@@ -31,7 +31,7 @@ class RefusalClient:
 
     @classmethod
     async def start(cls, url: str, model: str, moments: Sequence[float]) -> "RefusalClient":
-        """Start it; the moments, in seconds, count from now on."""
+        """Start it; `moments` are in seconds from now."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -46,15 +46,15 @@ class RefusalClient:
         return cls(process, moments[-1] if moments else 0.0)
 
     async def took_s(self) -> list[float]:
-        """Return how long each refusal took, when all are over. Raise NotAsExpected where the process does not end."""
+        """Return the seconds of each rejection, after the last one. Raise NotAsExpected if the process does not end."""
         try:
             async with asyncio.timeout(self._seconds + ENDS_WITHIN_S):
                 said, _ = await self._process.communicate()
         except TimeoutError:
             self._process.kill()
-            raise NotAsExpected("the client that is to be refused does not end") from None
+            raise NotAsExpected("the rejected client does not end") from None
         if self._process.returncode:
-            raise NotAsExpected(f"the client that is to be refused ended with {self._process.returncode}")
+            raise NotAsExpected(f"the rejected client ended with status {self._process.returncode}")
         return list(json.loads(said))
 
 
@@ -71,7 +71,7 @@ def _request(host: str, model: str, number: int) -> bytes:
 
 
 def _refused(connection: socket.socket, request: bytes) -> bool:
-    """Send a request and read its refusal to the end; False: it was not refused at once, and the connection is of no more use."""
+    """Send a request and read its rejection to the end; False: it was not rejected at once, and the connection is unusable."""
     connection.sendall(request)
     got = b""
     try:
@@ -86,7 +86,7 @@ def _refused(connection: socket.socket, request: bytes) -> bool:
         while len(body) < length:
             body += _some(connection)
         if status not in REFUSED:
-            raise SystemExit(f"{status} is no refusal: {body[:200]!r}")
+            raise SystemExit(f"{status} is not a rejection: {body[:200]!r}")
     except TimeoutError:
         return False
     return True
@@ -99,7 +99,7 @@ def _some(connection: socket.socket) -> bytes:
 
 
 def main() -> int:
-    """Be refused at the moments that the standard input tells, and print how many seconds each time took."""
+    """Send a request at each moment listed on standard input, and print the seconds of each rejection."""
     task = json.load(sys.stdin)
     url = urlsplit(task["url"])
     where, took = (url.hostname or "", url.port or 80), list[float]()

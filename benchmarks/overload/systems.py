@@ -1,7 +1,7 @@
-"""The fleets that `benchmarks.overload.fleet` lets more come to than there is room for, each started as its users start it.
+"""The fleets under overload in `benchmarks.overload.fleet`, each started as its users start it.
 
-Both have workers that play the same engine, Dynamo's mocker: so many times slower, so that a small machine bears many of them,
-with as large a batch and KV cache.
+Both have workers that simulate the same engine, Dynamo's mocker, slowed down so that a small machine can run many of them,
+with an equally large batch and KV cache.
 """
 
 import asyncio
@@ -17,24 +17,26 @@ BATCH, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
 SPEED = 0.25  # of the mocker's
 CONTROLS = ("none", "token-capacity", "deadline")
 STARTS_WITHIN_S = 120.0
-NICER = 10  # workers than what answers clients: they stand for machines of their own, and are not to be waited for here
+NICER = (
+    10  # niceness of workers above the frontend's: they stand for other machines, and must not delay it here
+)
 
 
 class OverloadedSystem(Protocol):
-    """One of them, with one way to let requests in."""
+    """One fleet, with one admission control."""
 
     name: str
     serves: str  # the model's name
 
     @property
     def url(self) -> str:
-        """Return where it serves."""
+        """Return its URL."""
 
     async def start(self) -> None:
         """Start it, and wait until all its workers serve. Raise NotAsExpected."""
 
     async def stop(self) -> None:
-        """End every process of it."""
+        """End all of its processes."""
 
 
 class HoldfastFleet:
@@ -80,13 +82,13 @@ class HoldfastFleet:
 
 
 def _let_others_first(pid: int) -> None:
-    """Let a process run with all its threads when nobody else wants to."""
+    """Let a process and all its threads run only when others are idle."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.setpriority(os.PRIO_PROCESS, int(thread), NICER)
 
 
 class DynamoFleet(Dynamo):
-    """NVIDIA Dynamo: one frontend, with its thresholds where a control is asked for, and its mocker's workers in one process."""
+    """NVIDIA Dynamo: one frontend, with its thresholds if a control is requested, and its mocker's workers in one process."""
 
     def __init__(self, folder: Path, python: Path, workers: int, control: str) -> None:
         super().__init__(folder, python, flat=True)

@@ -1,9 +1,11 @@
-"""A whole frontend before simulated engines, in virtual time: the product's own code from the parsed head to the client's bytes.
+"""A whole frontend with simulated engines, in virtual time.
 
-    answer ─▶ admission ─▶ router ─▶ plane ─▶ engines ─▶ plane ─▶ generation ─▶ the client's transport
+The code is the product's own, from the parsed head to the client's bytes.
 
-The plane here is the only thing of the frontend's that is not the product's: it hands frames over in place of sockets, half a
-millisecond later, and reports what engines hold every 100 ms, as workers' beats do.
+    request ─▶ admission ─▶ router ─▶ plane ─▶ engines ─▶ plane ─▶ generation ─▶ the client's transport
+
+Only the request plane is not the product's: it delivers frames without sockets, half a
+millisecond later, and reports the engines' load every 100 ms, as workers' heartbeats do.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ LIFE = "1"
 
 
 class LoopClock:
-    """The time of the loop that runs. Implements `controller.ports.Clock`."""
+    """The time of the running loop. Implements `controller.ports.Clock`."""
 
     def now(self) -> datetime:
         """Return the instant."""
@@ -60,7 +62,7 @@ class Machines:
     shape: EngineShape
     timing: Timing
     count: int
-    adaptive: bool = False  # they run fewer at once while their steps are late
+    adaptive: bool = False  # they run fewer requests at once while their steps are late
     engines: dict[str, Engine] = field(default_factory=dict)
     sinks: dict[int, tuple[str, "Plane", Sink]] = field(default_factory=dict)  # by stream
     dead: set[str] = field(default_factory=set)
@@ -77,14 +79,14 @@ class Machines:
             await engine.start(self._said)
 
     def joined(self) -> list[WorkerJoined]:
-        """Return what the workers register."""
+        """Return the workers' registrations."""
         return [
             registration(WorkerConfig(name=name, instance=LIFE), engine, "virtual:", (), kv_events=False)
             for name, engine in self.engines.items()
         ]
 
     def kill(self, name: str) -> None:
-        """Let a worker die with all that it runs."""
+        """Kill a worker with all its requests."""
         self.dead.add(name)
         lost = [stream for stream, (worker, _, _) in self.sinks.items() if worker == name]
         for stream in lost:
@@ -95,7 +97,7 @@ class Machines:
             sink.flush()
 
     def _said(self, out: list[tuple[int, Chunk]]) -> None:
-        """An engine's step has brought something: it is there a moment later."""
+        """Deliver the output of an engine's step a moment later."""
         asyncio.get_running_loop().call_later(NETWORK_S, self._heard, out)
 
     def _heard(self, out: list[tuple[int, Chunk]]) -> None:
@@ -125,7 +127,7 @@ class Plane(ConnectedWorkers):
         self._external: dict[str, Load] = {}
 
     def report(self) -> None:
-        """Hear from all workers how much they have to do."""
+        """Receive the load of all workers."""
         for name, engine in self._machines.engines.items():
             load = self._loads[name] = engine.load()
             others = max(0, load.running + load.waiting - self.own[name])
@@ -187,7 +189,7 @@ class Plane(ConnectedWorkers):
 
 @dataclass
 class VirtualFrontend:
-    """One frontend, and what it has said."""
+    """One frontend, and the facts that it has published."""
 
     name: str
     director: Director
@@ -196,7 +198,7 @@ class VirtualFrontend:
     facts: list[Observation] = field(default_factory=list)
 
     def waiting(self) -> int:
-        """Return how many requests stand in line."""
+        """Return the number of queued requests."""
         return sum(self.director.admission.waiting().values())
 
 
@@ -224,7 +226,7 @@ async def _tokens(name: str) -> Tokens:
 async def world(
     machines: Machines, settings: FrontendSettings, frontends: int = 1
 ) -> AsyncIterator[list[VirtualFrontend]]:
-    """Start the workers, and so many frontends before them."""
+    """Start the workers, and so many frontends for them."""
     await machines.start()
     made = [_frontend(f"f{number}", machines, settings) for number in range(frontends)]
 

@@ -1,1 +1,1 @@
-"""The same load and faults for NVIDIA Dynamo and for us."""
+"""The same load and faults for NVIDIA Dynamo and for Holdfast."""

@@ -1,14 +1,14 @@
-"""How do we compare with NVIDIA Dynamo, side by side on the same machine in one run?
+"""Compares Holdfast with NVIDIA Dynamo, side by side on the same machine in one run.
 
     python -m benchmarks peer [--dynamo-python PATH] [--runs 3] [--seconds 3]
 
 Both are started in turn (Dynamo, Holdfast, Dynamo, …), loaded by the same client with the same requests, and broken
-the same way. Prints a table: medians of the runs, faults counted and pauses pooled over all runs; then one JSON
-object with everything. Dynamo lives in an environment of its own: `make peer` installs it and runs this.
+in the same way. Prints a table: medians of the runs, with faults counted and pauses pooled over all runs; then one JSON
+object with everything. Dynamo has its own environment: `make peer` installs it and runs this.
 
-Each run asks a system twice. Flat out: two engines that wait for nothing. At 20 ms a token: three engines, first in
-peace, then struck. A stream is lost if it ended with an error or before its end; altered if it differs from the
-undisturbed answer; its pause is the longest silence after the fault, where a token is due every 20 ms.
+Each run measures a system twice. Flat out: two engines without delays. At 20 ms per token: three engines, first
+undisturbed, then with faults. A stream is lost if it ended with an error or before its end, and altered if it differs from the
+undisturbed answer. Its pause is the longest gap after the fault, where a token is due every 20 ms.
 """
 
 import argparse
@@ -37,13 +37,13 @@ PYTHON = Path(__file__).parents[2] / ".venv-peer" / "bin" / "python"
 TOKENS, SPOKEN = 100, 10
 KILLS = 2  # in each run
 PATIENCE_S = 20.0  # for streams of a worker that hangs
-MISSING = "Dynamo is not installed: `make peer` installs it into .venv-peer, or name its Python with --dynamo-python."
+MISSING = "Dynamo is not installed: run `make peer` to install it into .venv-peer, or set its Python with --dynamo-python."
 
-Results = dict[str, dict[str, list[Any]]]  # row, system → what each run gave
+Results = dict[str, dict[str, list[Any]]]  # row, system → results of each run
 
 
 async def load(system: System, seconds: float, concurrency: int, *flags: str) -> dict[str, Any]:
-    """Return what the load client measures."""
+    """Return the load client's results."""
     frontends = "+".join(map(str, await system.frontends()))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.serving.load", "--url", system.url, "--model", await system.model(), *flags,
@@ -59,7 +59,7 @@ async def load(system: System, seconds: float, concurrency: int, *flags: str) ->
 
 
 async def flat(system: System, seconds: float, note: Callable[[str, Any], None]) -> None:
-    """Relaying, flat out."""
+    """Measure relaying, flat out."""
     many = await load(system, seconds, 64, "--procs", "2")
     note("tokens per frontend-CPU-second, c=64", many["frontend"]["tok_per_cpu_s"])
     note("tokens/s, c=64", many["tok_s"])
@@ -68,7 +68,7 @@ async def flat(system: System, seconds: float, note: Callable[[str, Any], None])
 
 
 async def steady(system: System, seconds: float, note: Callable[[str, Any], None]) -> None:
-    """Latency at 20 ms a token."""
+    """Measure latency at 20 ms per token."""
     ttft = (await load(system, seconds, 16))["ttft_ms"]
     note("TTFT p50, c=16, 20 ms/token, ms", ttft["p50"])
     note("TTFT p99, c=16, 20 ms/token, ms", ttft["p99"])
@@ -77,7 +77,7 @@ async def steady(system: System, seconds: float, note: Callable[[str, Any], None
 
 
 class Struck:
-    """The streams of one system, in the middle of which one worker is broken."""
+    """The streams of one system, during which one worker is broken."""
 
     def __init__(self, system: System, users: Users, session: ReplayTarget) -> None:
         self._system, self._users, self._session = system, users, session
@@ -85,12 +85,12 @@ class Struck:
         self._rounds = 0
 
     async def learn(self) -> None:
-        """Note the undisturbed answers."""
+        """Record the undisturbed answers."""
         await self._system.workers()
         self._answers = await self._users.answers(self._session, TOKENS)
 
     async def under(self, strike: Callable[[int], Awaitable[None]]) -> dict[str, Any]:
-        """Break one worker while all streams speak, and return what their users got."""
+        """Break one worker while all streams run, and return what their users received."""
         victim = (await self._system.workers())[0]
         streams, tasks = await self._begin(TOKENS)
         async with asyncio.timeout(PATIENCE_S):
@@ -110,7 +110,7 @@ class Struck:
         return self._got(streams) | {"struck": len(names), "pauses_ms": pauses}
 
     async def ask(self) -> dict[str, Any]:
-        """Send new requests, and return what their users got."""
+        """Send new requests, and return what their users received."""
         streams, tasks = await self._begin(SPOKEN)
         _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
         for task in waiting:
@@ -124,7 +124,7 @@ class Struck:
             asyncio.create_task(self._users.ask(self._session, n, tokens, f"round-{self._rounds}-{n}"))
             for n in range(len(PROMPTS))
         ]
-        await asyncio.sleep(0)  # each of them notes its stream before it waits for anything
+        await asyncio.sleep(0)  # each task registers its stream before it waits
         return self._users.streams[before:], tasks
 
     def _got(self, streams: Sequence[Received]) -> dict[str, Any]:
@@ -140,13 +140,13 @@ class Struck:
 
 
 def pause(stream: Received, at: float) -> float:
-    """Return the longest silence that a user met after an instant, in seconds. (The next token may be on its way.)"""
+    """Return a user's longest pause after an instant, in seconds. (The next token may be in flight.)"""
     times = [at, *(t for t in stream.times if t > at)]
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 async def faults(system: System, note: Callable[[str, Any], None]) -> None:
-    """Streams whose worker is killed, raises at every step, or hangs."""
+    """Measure streams with a worker that is killed, raises at every step, or hangs."""
     users = Users(system.url, await system.model(), PROMPTS)
     async with users.session() as session:
         streams = Struck(system, users, session)
@@ -183,7 +183,7 @@ async def running(name: str, python: Path, *, flat: bool) -> AsyncIterator[Syste
 
 
 async def measure(python: Path, runs: int, seconds: float) -> Results:
-    """Ask both systems in turn, `runs` times."""
+    """Measure both systems in turn, `runs` times."""
     results: Results = defaultdict(lambda: defaultdict(list))
     for run in range(runs):
         for name in ("Dynamo", "Holdfast"):
@@ -202,7 +202,7 @@ async def measure(python: Path, runs: int, seconds: float) -> Results:
 
 
 def table(results: Results) -> str:
-    """Return the results as a table for people, in Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["| | Dynamo | Holdfast |", "|---|---|---|"]
     for row, of in results.items():
         if not isinstance(of["Dynamo"][0], dict):
@@ -235,12 +235,12 @@ def _counts(rounds: Sequence[dict[str, Any]]) -> str:
 def _pauses(rounds: Sequence[dict[str, Any]]) -> str:
     pauses = sorted(ms for r in rounds for ms in r["pauses_ms"])
     if not pauses:
-        return "none went on"
+        return "none continued"
     return f"{statistics.median(pauses):.1f} / {pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))]:.1f}"
 
 
 def installed(python: Path) -> bool:
-    """Whether Dynamo is there."""
+    """Return whether Dynamo is installed."""
     looks = (str(python), "-c", "from importlib.util import find_spec as f; exit(not f('dynamo.frontend'))")
     try:
         return subprocess.run(looks, capture_output=True, timeout=60, check=False).returncode == 0
@@ -249,11 +249,13 @@ def installed(python: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print. `argv`: as typed (default: this process's)."""
+    """Measure, and print. `argv`: command line arguments (default: this process's)."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--dynamo-python", type=Path, default=Path(os.environ.get("DYNAMO_PYTHON", PYTHON)))
     p.add_argument("--runs", type=int, default=3)
-    p.add_argument("--seconds", type=float, default=3.0, help="of each measurement under load")
+    p.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of each measurement under load (default: 3)"
+    )
     a = p.parse_args(argv)
     if not installed(a.dynamo_python):
         print(MISSING, file=sys.stderr)
@@ -262,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = asyncio.run(measure(a.dynamo_python.absolute(), a.runs, a.seconds))
     except (HoldfastError, TimeoutError) as error:
-        print(f"the comparison failed: {error or 'nothing moved for too long'}", file=sys.stderr)
+        print(f"the comparison failed: {error or 'no progress for too long'}", file=sys.stderr)
         return 1
     print(table(results))
     print(json.dumps({"cores": os.cpu_count(), "load_before": round(before, 2), **results}))

@@ -1,4 +1,4 @@
-"""Dynamo's side of `benchmarks.router.index`: the radix tree of its Python binding. Run by Dynamo's Python."""
+"""Dynamo's side of `benchmarks.router.index`, run by Dynamo's Python: its binding's radix tree."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from benchmarks.router.index_workload import Chain, run
 
 
 class Dynamo:
-    """The binding takes events as JSON, and looks up local hashes; an engine's own names of blocks may be anything."""
+    """The binding accepts events as JSON, and looks up local hashes; an engine's own block names are arbitrary."""
 
     def __init__(self) -> None:
         from dynamo.llm import RadixTree, compute_block_hash_for_seq

@@ -1,5 +1,7 @@
-"""Dynamo's side of `benchmarks.router.routing`: its router modes on its own mocker, by its own offline replay. Run by Dynamo's
-Python."""
+"""Dynamo's side of `benchmarks.router.routing`: its router modes on its mocker, replayed offline.
+
+Run by Dynamo's Python.
+"""
 
 import argparse
 import json
@@ -15,7 +17,7 @@ TUNED = {"overlap_score_credit": 5.0, "prefill_load_scale": 20.0}  # our prices,
 def replay(
     args: argparse.Namespace, mode: str, factor: float, config: dict[str, float] | None
 ) -> dict[str, Any]:
-    """Return the figures of one replay, the trace so many times as fast."""
+    """Return the figures of one replay, with the trace accelerated by `factor`."""
     from dynamo.llm import KvRouterConfig
     from dynamo.replay import run_trace_replay
 
@@ -64,7 +66,7 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", required=True)
     parser.add_argument("--block-tokens", type=int, required=True)
     args = parser.parse_args()
-    os.environ.setdefault("DYN_LOG", "error")  # what it writes for each request costs time, and is on stdout
+    os.environ.setdefault("DYN_LOG", "error")  # its log per request costs time, and goes to stdout
     offered = _offered(args.trace)
     most = replay(args, "round_robin", ALL_AT_ONCE, None)["completed_per_s"]
     for load in args.loads:
@@ -80,7 +82,7 @@ def main() -> int:
 
 
 def _offered(path: str) -> float:
-    """Return the requests a second of a trace."""
+    """Return the requests per second of a trace."""
     with open(path) as lines:
         stamps = [float(json.loads(line)["timestamp"]) for line in lines]
     return len(stamps) / stamps[-1] * 1e3

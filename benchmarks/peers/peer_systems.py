@@ -1,7 +1,7 @@
-"""The two systems that `benchmarks.peers.peer` compares, each started as its users start it, and broken the same way.
+"""The two systems that `benchmarks.peers.peer` compares, each started as its users start it.
 
-`flat`: two engines that wait for nothing (Dynamo's mocker, our simulated engine). Otherwise: three engines that say a
-token every 20 ms, and can be broken: `benchmarks/peers/peer_worker.py`, and again our simulated engine.
+`flat`: two engines without delays (Dynamo's mocker, our simulated engine). Otherwise: three engines with a
+token every 20 ms, which can be broken: `benchmarks/peers/peer_worker.py`, and again our simulated engine.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(24)
 
 
 class System(Protocol):
-    """One of the two. A worker is named by its PID."""
+    """One of the two systems. A worker is named by its PID."""
 
     name: str
 
@@ -41,11 +41,11 @@ class System(Protocol):
         """Start it, and wait until all its workers serve."""
 
     async def stop(self) -> None:
-        """End every process of it."""
+        """End all of its processes."""
 
     @property
     def url(self) -> str:
-        """Return where it serves."""
+        """Return its URL."""
 
     async def model(self) -> str:
         """Return the model's name."""
@@ -54,13 +54,13 @@ class System(Protocol):
         """Return the PIDs of its frontends."""
 
     async def workers(self) -> list[int]:
-        """Wait until it is whole again; return the PIDs of its workers."""
+        """Wait until it has recovered; return the PIDs of its workers."""
 
     async def fail(self, worker: int, broken: bool) -> None:
-        """Let a worker's engine raise at every step, or no longer."""
+        """Make a worker's engine raise at every step, or stop that."""
 
     async def struck(self, worker: int, streams: Sequence[Received]) -> set[str]:
-        """Return those of these requests that were running on a worker when it was struck."""
+        """Return the requests that were running on a worker when it failed."""
 
 
 class Holdfast:
@@ -75,7 +75,14 @@ class Holdfast:
 
     async def start(self) -> None:
         flags = ("--workers", str(self._workers), "--frontends", "2", "--itl-ms", self._itl)
-        soon = ("--canary-interval", "1", "--breaker-wait", "1", "--breaker-backoff", "1")  # healed soon
+        soon = (
+            "--canary-interval",
+            "1",
+            "--breaker-wait",
+            "1",
+            "--breaker-backoff",
+            "1",
+        )  # for a quick recovery
         environment = {"HOLDFAST_WORKER_BATCH_MAX": "512"}
         self._fleet = DemoFleet.start(self._folder, *flags, *soon, "--chaos", environment=environment)
         await self._fleet.ready()
@@ -150,12 +157,12 @@ class Dynamo:
     async def workers(self) -> list[int]:
         """Replace the workers that ended, and wait until the frontend lists all of them and no dead one.
 
-        What they were given until now is forgotten.
+        The records of their earlier requests are dropped.
         """
         wanted, deadline = ENGINES_FLAT if self._flat else ENGINES, time.monotonic() + STARTS_WITHIN_S
         while True:
             self._workers = [w for w in self._workers if w.poll() is None]
-            while len(self._workers) < wanted:  # now and then one ends while it starts
+            while len(self._workers) < wanted:  # occasionally one ends while it starts
                 self._workers.append(self._run(*self._engine()))
             if await self._listed() == wanted:
                 break
@@ -198,7 +205,7 @@ class Dynamo:
     def _run(self, *words: str) -> subprocess.Popen[bytes]:
         environment = {
             "DYN_FILE_KV": str(self._folder / "discovery"),
-            "DYN_LOG": "error",  # what it writes for each request costs time, and we write nothing
+            "DYN_LOG": "error",  # its log per request costs time, and we write none
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
         }
@@ -212,7 +219,7 @@ class Dynamo:
             )
 
     async def _listed(self) -> int:
-        """Return how many workers the frontend lists; 0 while it does not answer, or knows no model."""
+        """Return the number of workers that the frontend lists; 0 while it does not respond, or has no model."""
         timeout = aiohttp.ClientTimeout(total=2)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with aiohttp.ClientSession(self.url, timeout=timeout) as session:

@@ -1,12 +1,12 @@
-"""A worker of NVIDIA Dynamo that the benchmark can break. It runs in the peer's own environment, with nothing of ours.
+"""A worker of NVIDIA Dynamo that the benchmark can break; it runs in Dynamo's own environment.
 
     DYNAMO_PYTHON benchmarks/peers/peer_worker.py MODEL_DIR GIVEN_FILE
 
-Dynamo's mocker says random tokens and never fails, so no answer of it can be checked, and no error asked of it. Here a
-token is a function of all tokens so far, so that one lost, doubled or altered token changes what follows, and time
-passes as in our simulated engine: what arrives waits for the end of the step, a step in which someone decodes takes
-20 ms, and prompts are read at 200,000 tokens a second. SIGUSR1: every step fails from now on. SIGUSR2: no longer. The
-first token of each prompt that it was given is appended to GIVEN_FILE: it is not told the client's X-Request-Id.
+Dynamo's mocker generates random tokens and never fails, so its answers cannot be checked, and it cannot be made to fail. Here a
+token is a function of all tokens so far, so that one lost, doubled or altered token changes all that follow. Time
+passes as in our simulated engine: a new request waits for the end of the step, a step with decoding takes
+20 ms, and prompts are read at 200,000 tokens per second. SIGUSR1 makes every step fail from then on, SIGUSR2 stops that. The
+first token of each prompt is appended to GIVEN_FILE, because the worker does not get the client's X-Request-Id.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 STEP_S = 0.02
 LATE_S = 0.005
 PREFILL_TOKENS_PER_S = 200_000.0
-FIRST, SPAN = 259, 1789  # of the tokenizer's ids, those that are whole text by themselves
+FIRST, SPAN = 259, 1789  # the tokenizer's ids that are complete text by themselves
 
 
 class Sequence:
-    """One request that runs."""
+    """One running request."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.unread = len(prompt)  # tokens of the prompt
@@ -36,7 +36,7 @@ class Sequence:
         self._running = hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in prompt))
 
     def step(self) -> None:
-        """Say the next token."""
+        """Generate the next token."""
         token = FIRST + int.from_bytes(self._running.digest()[:8], "little") % SPAN
         self._running.update(token.to_bytes(4, "little"))
         self.unread = 0
@@ -44,7 +44,7 @@ class Sequence:
 
 
 class Engine:
-    """Runs all requests in steps, until it is told to fail."""
+    """Runs all requests in steps, until it is made to fail."""
 
     def __init__(self, given: Path) -> None:
         self._given = given
@@ -53,11 +53,11 @@ class Engine:
         self._work = asyncio.Event()
 
     def fail(self, broken: bool) -> None:
-        """Fail every step from now on, or do so no longer."""
+        """Fail every step from now on, or stop that."""
         self._broken = broken
 
     async def run(self) -> None:
-        """Make steps for as long as there are requests."""
+        """Run steps while there are requests."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -69,7 +69,7 @@ class Engine:
             due += sum(s.unread for s in batch) / PREFILL_TOKENS_PER_S
             due += STEP_S if any(not s.unread for s in batch) else 0.0
             await asyncio.sleep(max(0.0, due - loop.time()))
-            if loop.time() - due >= LATE_S:  # make up for nothing in a burst
+            if loop.time() - due >= LATE_S:  # do not catch up in a burst
                 due = loop.time()
             for sequence in batch:
                 if self._broken:

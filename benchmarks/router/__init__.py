@@ -1,1 +1,1 @@
-"""How fast and how well requests find their caches."""
+"""Speed and quality of KV-aware routing."""

@@ -1,12 +1,12 @@
-"""How long does a frontend take to choose a worker for one request, hashing its prompt included?
+"""Measures how long a frontend takes to choose a worker for one request, including hashing its prompt.
 
     python -m benchmarks choice [--workers 100 1000] [--tokens 12000] [--rounds 300]
 
-`choice`: microseconds from a list of token ids to the worker, and what they go into: hashing, looking up who has the prompt
-cached, and choosing: the cost of every candidate, with what others have there, and the filter with this frontend's own
+`choice`: microseconds from a list of token ids to the worker, and its parts: hashing, looking up the cached prefix, and choosing.
+Choosing computes the cost of every candidate, with others' load, and applies this frontend's own
 breakers and caps.
-Prompts begin with a system prompt that every worker has, go on as one of 1,000 conversations that few have, and end new; each
-worker has four requests of such prompts in flight. `sent` is what the tracker takes in afterwards, before a request leaves.
+Prompts begin with a system prompt that every worker has cached, continue as one of 1,000 conversations that few have, and end
+new. Each worker has four such requests in flight. `sent` is the update of the tracker afterwards, before a request is sent.
 `modes`: the same for the other modes, without hashing. Prints one JSON object each.
 """
 
@@ -37,16 +37,16 @@ from events.wire import Load
 
 T = TypeVar("T")
 
-IN_FLIGHT = 4  # of each worker
+IN_FLIGHT = 4  # per worker
 CONVERSATIONS = 1000
-HAVE_IT = 3  # workers that have a conversation cached
+HAVE_IT = 3  # workers with a conversation cached
 VOCABULARY = 128_000
-EVERY_S = 0.001  # a request comes, on a clock that stands still otherwise
+EVERY_S = 0.001  # between requests, on a clock that stands still otherwise
 
 
 @dataclass
 class Parts:
-    """Seconds that each part of the choices took."""
+    """Seconds of each part of the choices."""
 
     hash: list[float] = field(default_factory=list)
     find: list[float] = field(default_factory=list)
@@ -54,34 +54,34 @@ class Parts:
     sent: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
-        """Return the median of each, and of their sum without what comes after, microseconds."""
+        """Return the median of each part, and of their sum without `sent`, in microseconds."""
         whole = [sum(parts) for parts in zip(self.hash, self.find, self.choose, strict=True)]
         shown = {name: _us(median(getattr(self, name))) for name in ("hash", "find", "choose", "sent")}
         return {"median_us": _us(median(whole)), "p99_us": _us(sorted(whole)[len(whole) * 99 // 100])} | shown
 
 
 class Links(ConnectedWorkers):
-    """What a frontend is told of workers that all are there, and on which others have requests, too."""
+    """The connections of a frontend: all workers are connected, and have requests of other frontends."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self._instances = {endpoint.worker: endpoint.instance for endpoint in endpoints}
         self._load = {endpoint.worker: Load(running=2, active_tokens=5000) for endpoint in endpoints}
 
     def reachable(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected."""
+        """Return whether this instance is connected."""
         return self._instances.get(worker) == instance
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Say the same."""
+        """Return the same."""
         return self._instances.get(worker) == instance
 
     def external_load(self, worker: str) -> Load | None:
-        """Return what others have there."""
+        """Return the load by other frontends."""
         return self._load.get(worker)
 
 
 class Fleet:
-    """A fleet of workers that nobody needs to reach, as one frontend knows it."""
+    """A fleet of unreachable workers, as one frontend knows it."""
 
     def __init__(self, workers: int, tokens: int, block_tokens: int) -> None:
         self.dice = Random(1)
@@ -113,7 +113,7 @@ class Fleet:
         return begun + self._tokens(self._size - len(begun))
 
     def _warm(self) -> None:
-        """Let workers have conversations cached and requests in flight."""
+        """Give workers cached conversations and requests in flight."""
         for begun in self._begun:
             for endpoint in self.dice.sample(self.endpoints, min(HAVE_IT, len(self.endpoints))):
                 self.index.store(WorkerRank(*endpoint.key), None, self._names(begun))
@@ -128,7 +128,7 @@ class Fleet:
         return sequence_hashes(local_hashes(tokens, self.block_tokens))
 
     def route(self, tokens: list[int], mode: Mode, parts: Parts) -> Selection:
-        """Choose for one prompt, and note how long each part took."""
+        """Choose a worker for one prompt, and record the time of each part."""
         self.now += EVERY_S
         names = _timed(lambda: self._names(tokens), parts.hash)
         matches = _timed(lambda: self.index.find(names), parts.find)

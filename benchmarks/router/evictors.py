@@ -1,11 +1,11 @@
-"""Which evictor keeps what is asked for again? The recorded Mooncake conversation trace through the KV blocks of one engine.
+"""Compares evictors of an engine's KV blocks on the recorded Mooncake conversation trace.
 
     python -m benchmarks evictors [--trace FILE] [--block-size 512] [--at-once 32] [--requests N]
 
-Each request takes its prompt's blocks, and lets go of them when so many others have come. One row for each evictor and size
-of the cache, in percent of the trace's different blocks: the share of all blocks that was found with all before it, how many
-were evicted, and microseconds a block. `host`: the same with a tier of that size below; what was found there as well.
-Without the trace beside this clone it plays our own chat traffic. Prints one JSON object a row.
+Each request takes its prompt's blocks, and frees them when so many others have arrived. One row for each evictor and size
+of the cache, in percent of the trace's distinct blocks: the share of all blocks that was found with all blocks before it, the
+number of evictions, and microseconds per block. `host`: the same with a tier of that size below, and what was found there as
+well. Without the trace beside this clone it uses our own chat traffic. Prints one JSON object per row.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CHAT_REQUESTS = 5_000
 def play(
     prompts: Sequence[list[int]], blocks: int, kind: EvictorKind, at_once: int, host: int
 ) -> dict[str, Any]:
-    """Take every prompt's blocks in turn; return what was found and evicted, and how long that took."""
+    """Take every prompt's blocks in turn; return hits and evictions, and the time they took."""
     kv = KvManager(blocks, kind, host_blocks=host)
     kv.heard = True
     held: deque[list[int]] = deque()
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadTrace as error:
         parser.error(str(error))
     if not prompts:
-        parser.error(f"{args.trace}: no request of it has a block")
+        parser.error(f"{args.trace}: no request in it has a full block")
     different = len({block for prompt in prompts for block in prompt})
     total = sum(map(len, prompts))
     largest = max(map(len, prompts))

@@ -1,15 +1,15 @@
-"""How soon, how fast and how cheaply do frontends learn what workers' prefix caches hold?
+"""Measures the delay, rate and cost with which frontends learn the content of workers' prefix caches.
 
     python -m benchmarks follow [--workers 100] [--steps 20000] [--blocks 64000]
 
 Workers and one frontend in one process, over a real broker.
 
-    delay     from what a step has stored until the index finds it, with nothing else to do; 5 ms of it gather events
-    events    steps a second, of 8 blocks stored and 8 removed each, from the announcement until the index has the last
-    restore   how long a frontend that has just started takes to learn so many blocks of one worker, and what the loop did
-              not do meanwhile: the longest pause of anybody else
+    delay     from a step's stored blocks until the index finds them, without other load; 5 ms of it gather events
+    events    steps per second, of 8 blocks stored and 8 removed each, from the announcement until the index has the last
+    restore   how long a frontend that has just started takes to learn so many blocks of one worker, and the longest pause of
+              everything else in its loop
 
-Prints one JSON object a row.
+Prints one JSON object per row.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from workers.kv_events.publisher import KvPublisher
 PROFILE = Profile(kv_blocks=1, block_tokens=16, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
 DELAYS = 200
 STEP_BLOCKS = 8
-AT_ONCE = 200  # steps in one turn of the loop
+AT_ONCE = 200  # steps per turn of the loop
 POLL_S = 0.0005
 DEADLINE_S = 120.0
 
 
 def joined(name: str) -> WorkerJoined:
-    """Return the registration of a worker that publishes."""
+    """Return the registration of a worker that publishes KV events."""
     return played_worker(name, PROFILE, instance="i", model="m", kv_events=True)
 
 
@@ -53,7 +53,7 @@ class Fleet:
         self.dice = random.Random(1)
 
     async def start(self) -> None:
-        """Begin to publish."""
+        """Start publishing."""
         self._connection = await BrokerConnection.open(self.url, "workers")
         for name in self.names:
             publisher = self.publishers[name] = KvPublisher(name, "i", self._connection)
@@ -61,13 +61,13 @@ class Fleet:
             await publisher.hear()
 
     async def close(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         for publisher in self.publishers.values():
             await publisher.close()
         await self._connection.close()
 
     def blocks(self, count: int) -> list[int]:
-        """Return names that nobody has."""
+        """Return block names that no worker has."""
         return [self.dice.getrandbits(64) for _ in range(count)]
 
     async def follow(self) -> tuple[KvEvents, "asyncio.Task[None]"]:
@@ -82,12 +82,12 @@ class Fleet:
 async def until(condition: Any) -> None:
     """Wait until it holds."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (what is measured has no flag)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(POLL_S)
 
 
 async def delay(fleet: Fleet, frontend: KvEvents) -> dict[str, Any]:
-    """Measure how long one step's news take."""
+    """Measure how long one step's events take."""
     taken = []
     for number in range(DELAYS):
         names = fleet.blocks(STEP_BLOCKS)
@@ -100,7 +100,7 @@ async def delay(fleet: Fleet, frontend: KvEvents) -> dict[str, Any]:
 
 
 async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> dict[str, Any]:
-    """Measure how many steps a second arrive."""
+    """Measure how many steps per second arrive."""
     before: dict[str, list[int]] = {}
     began = time.perf_counter()
     for number in range(steps):
@@ -118,7 +118,7 @@ async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> dict[str, Any]
 
 
 async def restore(fleet: Fleet, blocks: int) -> dict[str, Any]:
-    """Measure how long a new frontend takes, and how long it holds up its loop."""
+    """Measure how long a new frontend takes, and how long it blocks its loop."""
     names = fleet.blocks(blocks)
     for first in range(0, blocks, 64):
         fleet.publishers["w0"].announce(0, [Stored(names[first : first + 64])])
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64_000)
     args = parser.parse_args()
     if min(args.workers, args.steps, args.blocks) < 1:
-        parser.error("--workers, --steps and --blocks are 1 or more")
+        parser.error("--workers, --steps and --blocks must be 1 or more")
     with tempfile.TemporaryDirectory() as folder:
         uvloop.run(measure(args, Path(folder)))
 

@@ -1,18 +1,18 @@
-"""How fast does the KV index answer, load and grow, how fast are prompts hashed, and how does Dynamo's compare?
+"""Measures look-ups, loading and growth of the KV index, and prompt hashing, compared with Dynamo's.
 
     python -m benchmarks index [--blocks 100000] [--workers 100] [--depth 64] [--runs 3] [--grow 10] [--plot index.svg]
 
-Ours and, where it is installed (`make peer`), the radix tree of Dynamo's Python binding, in turn, each run in a process of
-its own.
+Ours and, if it is installed (`make peer`), the radix tree of Dynamo's Python binding, in turn, each run in its own
+process.
 
-    find    look-ups a second of prompts that one worker holds, and that 60 do, and their 99th percentile
-    load    blocks a second, from an engine's message (msgpack ours, JSON theirs); MB for a million different blocks, with
+    find    look-ups per second of prompts that one worker holds, and that 60 do, and their 99th percentile
+    load    blocks per second, from an engine's message (msgpack ours, JSON theirs); MB for a million distinct blocks, with
             their names
-    hash    prompts of 1,024 tokens a second, from a list to what is looked up, in blocks of 16 and 64 tokens
+    hash    prompts of 1,024 tokens per second, from a list to the look-up key, in blocks of 16 and 64 tokens
     grow    memory, loading and look-ups up to so many million blocks; `--plot` draws it (that needs `.[plots]`)
 
-Prints one JSON object a row. Ours has what was to be reached, and whether it was; the last row says whether memory grows in
-a straight line.
+Prints one JSON object per row. Our rows show the target, and whether it was reached; the last row says whether memory grows
+linearly.
 """
 
 import argparse
@@ -48,7 +48,7 @@ P99_US = 25.0
 AT_MOST = {("find 1", "p99_us"): P99_US, ("find 60", "p99_us"): P99_US, ("load", "mb_per_million"): 150}
 DEPTH_MAX = 10_000  # of a prompt, in blocks
 MILLIONS_MAX = 1000
-BEND_MAX = 0.15  # of the whole: memory grows in steps, each time that a map does
+BEND_MAX = 0.15  # of the whole: memory grows in steps, whenever a hash map does
 
 
 class Holders(dict[int, WorkerRank]):
@@ -60,7 +60,7 @@ class Holders(dict[int, WorkerRank]):
 
 
 class Holdfast:
-    """Our index looks up sequence hashes, and takes them in as workers send them."""
+    """Our index looks up sequence hashes, and stores them as workers send them."""
 
     def __init__(self) -> None:
         self._index = KvIndex()
@@ -83,7 +83,7 @@ class Holdfast:
 
 
 def measure(side: str, python: Path, what: str, args: argparse.Namespace, sizes: Sequence[int] = ()) -> Any:
-    """Run one side in a process of its own."""
+    """Run one side in its own process."""
     module = "benchmarks.router.index" if side == "Holdfast" else "benchmarks.peers.peer_index"
     words = ["--one"] if side == "Holdfast" else []
     shape = ["--blocks", str(args.blocks), "--workers", str(args.workers), "--depth", str(args.depth)]
@@ -117,7 +117,7 @@ def compare(sides: dict[str, Path], args: argparse.Namespace) -> None:
 
 
 def judged(line: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row was to reach, and whether it did."""
+    """Return a row's target, and whether it was reached."""
     row = line["row"]
     least = {name: bound for (of, name), bound in AT_LEAST.items() if of == row}
     most = {name: bound for (of, name), bound in AT_MOST.items() if of == row}
@@ -128,7 +128,7 @@ def judged(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def straight(points: list[dict[str, float]]) -> dict[str, Any]:
-    """Return how far memory is off the straight line from nothing to the last point, as a part of the whole."""
+    """Return the deviation of memory from the straight line through zero and the last point, relative to the whole."""
     last = points[-1]
     slope = last["mb"] / last["blocks"]
     bend = max(abs(point["mb"] - slope * point["blocks"]) for point in points) / last["mb"]
@@ -173,13 +173,13 @@ def _short(value: float) -> float:
     return round(value) if value >= 1000 else round(value, 2)
 
 
-def _senseless(args: argparse.Namespace) -> str:
-    """Say what cannot be measured; empty: nothing."""
+def _invalid(args: argparse.Namespace) -> str:
+    """Return why the arguments cannot be measured; empty: they can."""
     if min(args.runs, args.workers, args.depth) < 1:
-        return "--runs, --workers and --depth are 1 or more"
+        return "--runs, --workers and --depth must be 1 or more"
     if args.depth > DEPTH_MAX or args.blocks < args.depth:
-        return f"--depth is {DEPTH_MAX} at most, and --blocks no less than that of one prompt"
-    return "" if 0 <= args.grow <= MILLIONS_MAX else f"--grow is from 0 to {MILLIONS_MAX}"
+        return f"--depth must be at most {DEPTH_MAX}, and --blocks at least those of one prompt"
+    return "" if 0 <= args.grow <= MILLIONS_MAX else f"--grow must be from 0 to {MILLIONS_MAX}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,11 +192,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--grow", type=float, default=10, metavar="MILLIONS", help="0: not at all")
-    parser.add_argument("--plot", type=plot_file, help="where to draw the growth (.svg or .png)")
+    parser.add_argument(
+        "--grow",
+        type=float,
+        default=10,
+        metavar="MILLIONS",
+        help="million blocks of `grow`; 0: skip (default: 10)",
+    )
+    parser.add_argument("--plot", type=plot_file, help="file for the plot of the growth (.svg or .png)")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)
-    if against := _senseless(args):
+    if against := _invalid(args):
         parser.error(against)
     if args.plot:
         needed()

@@ -1,7 +1,7 @@
-"""What an index of KV blocks is asked to do, the same for ours and for Dynamo's. The standard library only: Dynamo's side runs
-in an environment of its own.
+"""The workload of an index of KV blocks, the same for ours and for Dynamo's.
 
-A side is a class with the calls of `Side`. `python -m benchmarks index` starts each in a process of its own, in turn.
+Standard library only: Dynamo's side runs in its own environment. A side is a class with the methods of `Side`. `python -m
+benchmarks index` starts each in its own process, in turn.
 """
 
 import argparse
@@ -23,22 +23,22 @@ Chain = list[int]  # local hashes
 
 
 class Side(Protocol):
-    """An index, and how prompts are hashed for it."""
+    """An index, and the hashing of prompts for it."""
 
     def ready(self, chain: Chain) -> tuple[Any, Any]:
-        """Return a prompt's blocks as its engine would announce them, and as the router looks them up."""
+        """Return a prompt's blocks as its engine announces them, and as the router looks them up."""
         ...
 
     def store(self, worker: int, announced: Any) -> None:
-        """Take in that a worker holds blocks."""
+        """Store that a worker holds blocks."""
         ...
 
     def find(self, asked: Any) -> int:
-        """Return how many workers hold the first block of a prompt, and have been given their depth."""
+        """Return the number of workers that hold the first block of a prompt, after computing their depths."""
         ...
 
     def hash(self, tokens: Sequence[int], block_tokens: int) -> Any:
-        """Return a prompt as the router looks it up."""
+        """Return a prompt's look-up key for the router."""
         ...
 
 
@@ -56,7 +56,7 @@ def find(make: Callable[[], Side], blocks: int, workers: int, depth: int, holder
             side.store(worker, announced)
     asked = [
         [int(str(block)) for block in dice.choice(known)[1]] for _ in range(LOOKUPS)
-    ]  # not the same objects
+    ]  # equal lists, but not the same objects
     assert all(side.find(one) == holders for one in asked[:100])
     rate = LOOKUPS / seconds(lambda: [side.find(one) for one in asked])
     took = sorted(seconds(partial(side.find, one)) for one in asked)
@@ -64,20 +64,20 @@ def find(make: Callable[[], Side], blocks: int, workers: int, depth: int, holder
 
 
 def load(make: Callable[[], Side], workers: int, depth: int) -> dict[str, float]:
-    """Measure how fast a million different blocks come in, as their engines announce them, and what they weigh."""
+    """Measure how fast a million distinct blocks are loaded, as their engines announce them, and their memory."""
     dice, side = Random(2), make()
     before, took = resident(), 0.0
     for number in range(MILLION // depth // 100):
         announced = [side.ready(chain)[0] for chain in chains(100 * depth, depth, dice)]
         took += _store(side, announced, number * 100, workers)
     asked = side.ready(dice.sample(range(1 << 60), depth))[1]
-    took += seconds(lambda: side.find(asked))  # what was only queued has to be done before that is answered
+    took += seconds(lambda: side.find(asked))  # queued work has to be done before this returns
     stored = MILLION // depth // 100 * 100 * depth
     return {"blocks_per_s": stored / took, "mb_per_million": (resident() - before) / stored}
 
 
 def hashing(make: Callable[[], Side], block_tokens: int) -> dict[str, float]:
-    """Measure prompts, from a list of tokens to what is looked up."""
+    """Measure hashing, from a list of tokens to the look-up key."""
     dice, side = Random(3), make()
     prompts = [[dice.randrange(128_000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     return {"prompts_per_s": PROMPTS / seconds(lambda: [side.hash(one, block_tokens) for one in prompts])}
@@ -125,12 +125,12 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process has."""
+    """Return this process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(make: Callable[[], Side]) -> int:
-    """Measure one side, and print one JSON object: what `python -m benchmarks index` starts."""
+    """Measure one side, and print one JSON object; started by `python -m benchmarks index`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["rows", "grow"])
     parser.add_argument("--blocks", type=int, required=True)
@@ -143,7 +143,7 @@ def run(make: Callable[[], Side]) -> int:
         return 0
     rows = {
         "load": load(make, args.workers, args.depth)
-    }  # first: memory that others have left would hide its own
+    }  # first: memory freed by other measurements would hide its own
     for holders in (1, 60):
         rows[f"find {holders}"] = find(
             make, args.blocks, args.workers, args.depth, min(holders, args.workers)

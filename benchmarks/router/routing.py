@@ -1,25 +1,25 @@
-"""Do requests go where their prefix is cached without piling up? A trace of real chats in virtual time, in all five modes.
+"""Measures routing of a chat trace in all five modes, in virtual time: hits, latency, balance.
 
     python -m benchmarks routing [--trace FILE] [--workers 8 64] [--loads 0.3 0.5 0.7 0.9 1.1] [--modes kv round-robin …]
                                  [--speed polynomial] [--seed 1] [--plot routing.svg] [--dynamo]
 
 The router's own index, active sequences and selector, and the simulated engine's own scheduler, in one process, without clocks
-and sockets. The trace (Mooncake's format, 512 tokens a block) comes faster or slower; a load is a share of what
-round-robin completes when everything comes at once. Prints one JSON object a row:
+and sockets. The trace (Mooncake's format, 512 tokens per block) is accelerated or slowed down; a load is a share of
+round-robin's throughput when all requests arrive at once. Prints one JSON object per row:
 
     bound    blocks, and the hit rate of one cache with the whole fleet's blocks, read in the order of the trace
-    run      one mode at one load (`virtual.figures` says what the columns are)
-    best     what the balance could be at that load (`virtual.bounds`), if all possible hits were made, 90 % of them or none
-    result   what was to be reached: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
-    hour     the trace at its own speed: how long that took
+    run      one mode at one load (see `virtual.figures` for the columns)
+    best     the best balance at that load (`virtual.bounds`), with all possible hits, 90 % of them or none
+    result   the targets: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
+    hour     the trace at its own speed, and how long that took
 
 Balance: the tokens that a worker computes in a window of 10 s, of prompts and answers, over the mean of all workers in that
-window; the 99th percentile of all pairs of a window and a worker. The first window and the last are left out. `hottest`: the
+window; the 99th percentile over all pairs of a window and a worker. The first window and the last are left out. `hottest`: the
 99th percentile over the windows of each worker by itself, the largest of them over their mean.
 
-`--dynamo` runs Dynamo's router modes on its own mocker by its own offline replay (`make peer`), with the same trace, blocks
-and polynomial (the second one, the only one that it has), at the same shares of its own round-robin's throughput, and ours with
-that polynomial beside it.
+`--dynamo` also runs Dynamo's router modes on its own mocker in its offline replay (`make peer`), with the same trace, blocks
+and polynomial (the second one, the only one that it has). Loads are the same shares of its own round-robin's throughput. Our
+modes run with that polynomial beside it.
 """
 
 import argparse
@@ -48,14 +48,14 @@ from workers.engines.simulated.timing import POLYNOMIALS, ModelTiming
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT.parent / "shared" / "data" / "mooncake_conversation.jsonl"
 PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
-ALL_AT_ONCE = 1000.0  # so many times as fast as it was
+ALL_AT_ONCE = 1000.0  # acceleration of the trace
 KV_TOKENS = 16_384 * 64  # of one engine: what Dynamo's mocker has
 RESULT_LOAD = 0.7
-ALL_HITS = 1.0  # of those that are possible
+ALL_HITS = 1.0  # of the possible ones
 HITS = (ALL_HITS, 0.9, 0.0)
 SPEEDS: dict[str, ModelTiming] = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
 FIRST, SECOND = SPEEDS
-EVENTS_LATE_S = 0.002  # about what a KV event needs from an engine's step to a frontend's index
+EVENTS_LATE_S = 0.002  # about the delay of a KV event from an engine's step to a frontend's index
 
 Row = dict[str, Any]
 
@@ -74,7 +74,7 @@ def shape(block_tokens: int) -> EngineShape:
 
 
 class Trial:
-    """A trace against a fleet of so many workers."""
+    """A trace on a fleet of so many workers."""
 
     def __init__(self, rows: Sequence[Recorded], count: int, args: argparse.Namespace, speed: str) -> None:
         self.count, self.speed = count, speed
@@ -99,7 +99,7 @@ class Trial:
         }
 
     def best(self, factor: float) -> Row:
-        """Return what the balance could be: the least by the share of the possible hits that are made, dealt with all."""
+        """Return the best balance for several shares of the possible hits, and with all of them dealt out."""
         requests, ideals = list(self._requests(factor)), {}
         for share in HITS:
             shorter = bounds.shortened(requests, [int(share * tokens) for tokens in self._found])
@@ -112,7 +112,7 @@ class Trial:
         }
 
     def run(self, mode: Mode, factor: float, pricing: Pricing = USUAL) -> Row:
-        """Let the trace come so many times as fast, and return the figures."""
+        """Run the accelerated trace, and return the figures."""
         began, args = time.perf_counter(), self._args
         fleet_workers = workers(self.count, self._timing.profile(self._shape))
         router = Router(fleet_workers, mode, pricing, args.seed, paced=args.paced)
@@ -131,7 +131,7 @@ class Trial:
 
 
 def sweep(trial: Trial, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield what one fleet does at each load in each mode, and whether that was enough."""
+    """Yield the results of one fleet at each load in each mode, and whether the targets were reached."""
     bound = trial.bound()
     yield bound
     most = trial.run(Mode.ROUND_ROBIN, ALL_AT_ONCE)["completed_per_s"]
@@ -165,7 +165,7 @@ def hour(trial: Trial) -> Row:
 
 
 def dynamo(rows: Sequence[Recorded], count: int, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield what Dynamo's router modes do on its own mocker, with the same requests."""
+    """Yield the results of Dynamo's router modes on its own mocker, with the same requests."""
     with NamedTemporaryFile(suffix=".jsonl") as file:
         file.writelines(map(encode, rows))
         file.flush()
@@ -184,7 +184,7 @@ def dynamo(rows: Sequence[Recorded], count: int, args: argparse.Namespace) -> It
 
 
 def draw(found: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
-    """Draw what each mode does over the load, a line of panels for each fleet."""
+    """Draw each mode's results over the load, a row of panels per fleet."""
     rows = [row for row in found if row["row"] == "run"]
     best = [row for row in found if row["row"] == "best"]
     lines = sorted({(row["workers"], row["speed"]) for row in rows})
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--requests", type=trace.whole, help="only the first so many of them")
+    parser.add_argument("--requests", type=trace.whole, help="use only the first so many requests")
     parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
     parser.add_argument("--loads", type=trace.positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
@@ -248,18 +248,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-tokens", type=int, choices=[16, 32, 64, 128, 256, 512], default=512)
     parser.add_argument("--paced", action="store_true", help="as with --router-prefill-load-model profile")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=plot_file, help="where to draw the sweep (.svg or .png)")
+    parser.add_argument("--plot", type=plot_file, help="file for the plot of the sweep (.svg or .png)")
     parser.add_argument("--dynamo", action="store_true", help="Dynamo's router on its mocker, too")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)
     if args.plot:
         needed()
     if args.dynamo and not args.dynamo_python.exists():
-        parser.error("Dynamo is not installed: `make peer` installs it into .venv-peer")
+        parser.error("Dynamo is not installed: run `make peer` to install it into .venv-peer")
     try:
         rows = trace.read(args.trace, args.requests)
     except BadTrace as error:
-        parser.error(f"{error} (--trace names another)")
+        parser.error(f"{error} (set another with --trace)")
     runs: list[Row] = []
     for count in args.workers:
         runs += [show(row) for row in sweep(Trial(rows, count, args, args.speed), args)]

@@ -1,10 +1,10 @@
-"""How many engines can be simulated at once? Ten thousand behind one KV-aware router, in virtual time, on one core.
+"""Simulates ten thousand engines behind one KV-aware router, in virtual time, on one core.
 
     python -m benchmarks virtual_fleet [--engines 10000] [--copies 270] [--seconds 60] [--mode kv] [--trace FILE] [--seed 1]
 
-So many copies of the trace come at once, each with prefixes of its own and begun at another moment. Prints one JSON object:
-virtual seconds a second of wall time and of this process's CPU time; `utilisation`: the share of the time, after the first
-10 s in which the fleet fills, that engines are in a step, on average; how many requests run on a busy one; memory.
+Several copies of the trace run at once, each with its own prefixes and another starting point. Prints one JSON object:
+virtual seconds per second of wall time and of this process's CPU time; `utilisation`: the average share of the time that engines
+are in a step, after the first 10 s in which the fleet fills; the average number of requests on a busy engine; memory.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from controller.trace.rows import BadTrace
 
 
 def until(requests: Iterator[trace.Request], end_s: float) -> Iterator[trace.Request]:
-    """Yield the requests that come before the end."""
+    """Yield the requests that arrive before the end."""
     for request in requests:
         if request.at_s >= end_s:
             return
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recorded = trace.read(args.trace)
     except BadTrace as error:
-        parser.error(f"{error} (--trace names another)")
+        parser.error(f"{error} (set another with --trace)")
     timing, engine = SPEEDS[args.speed], shape(args.block_tokens)
     router = Router(workers(args.engines, timing.profile(engine)), Mode(args.mode), USUAL, args.seed)
     fleet = Fleet(engine, timing, args.engines, [router], events_late_s=EVENTS_LATE_S)

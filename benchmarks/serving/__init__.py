@@ -1,1 +1,1 @@
-"""What serving costs and yields: tokens, requests, starts, thousands of workers."""
+"""Cost and yield of serving: tokens, requests, starts, thousands of workers."""

@@ -1,13 +1,13 @@
-"""What do other clients notice while strangers do all that costs more than it is worth?
+"""Measures what other clients notice while strangers send expensive requests.
 
     python -m benchmarks abuse [--seconds 20] [--connections 50] [--pause 20] [--after 60] [--text-mb 10]
 
-A whole fleet (`holdfast up`, 2 workers). Honest clients ask for short streams, first alone, then beside so many connections of
-each kind: texts that are longer than any context, texts that nearly fit, gzip bombs, bodies of a million lists, of a million
-unknown names, of 10,000 messages, bodies that trickle, heads that do not end, silence at the frontend, and silence and half
-hellos at each worker. Each does it again after a pause. Measured: TTFT both ways; the frontend's memory before, at most, and
-`--after` seconds after the last of it. Exit 1 if the 99th percentile is more than twice the undisturbed one, memory is not back
-within a fifth, or an honest request failed.
+A whole fleet (`holdfast up`, 2 workers). Honest clients request short streams, first alone, then beside so many connections of
+each kind. At the frontend: texts longer than any context, texts that nearly fit, gzip bombs, bodies with a million lists, with
+a million unknown names, with 10,000 messages, bodies that trickle, heads that do not end, and silence. At each worker: silence
+and half hellos. Each repeats after a pause. Measured: TTFT both ways; the frontend's memory before, its maximum, and
+`--after` seconds after the last of it. Exits with 1 if the 99th percentile is more than twice the undisturbed one, memory is not
+within a fifth of the earlier one, or an honest request failed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import psutil
 from controller.demo.fleet import DemoFleet
 
 TTFT_TIMES_MAX, MEMORY_TIMES_MAX = 2.0, 1.2
-RATE = 20.0  # honest requests a second
+RATE = 20.0  # honest requests per second
 ANSWERS_WITHIN_S = 60.0
 HALF_HELLO = struct.pack("<I", 100) + b"\x93"
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
@@ -53,7 +53,7 @@ def prompt(text: str) -> bytes:
 
 
 async def sent(address: Address, said: bytes) -> str:
-    """Say this on a connection of its own; return the status of the answer."""
+    """Send this on a new connection; return the status of the answer."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(said)
@@ -67,7 +67,7 @@ async def sent(address: Address, said: bytes) -> str:
 
 
 async def trickled(address: Address) -> str:
-    """Say a body a byte a second."""
+    """Send a body at one byte per second."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(request(b" " * 1_000_000)[:-999_999])
@@ -83,7 +83,7 @@ async def trickled(address: Address) -> str:
 
 
 def abuses(text_mb: int) -> dict[str, Abuse]:
-    """Return what is done at a frontend, by its name."""
+    """Return the abuses of a frontend, by name."""
     squeezed = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     bomb = b"".join(squeezed.compress(b" " * 2**20) for _ in range(100)) + squeezed.flush()
     sayings = {
@@ -118,7 +118,7 @@ async def abuse(
     pause_s: float,
     text_mb: int,
 ) -> dict[str, dict[str, int]]:
-    """Do all of it for so long; return how each kind ended, how often."""
+    """Run all abuses for so many seconds; return how often each kind ended in which way."""
     ends: dict[str, Counter[str]] = {}
 
     async def again(kind: str, what: Abuse, address: Address) -> None:
@@ -143,7 +143,7 @@ async def abuse(
 
 
 async def first_token_s(address: Address, dice: random.Random) -> float:
-    """Ask for a short stream; return the seconds until its first token, or infinity if none came."""
+    """Request a short stream; return the seconds until its first token, or infinity if none came."""
     text = " ".join(dice.choices(WORDS, k=60))
     body = {"model": "sim", "prompt": text, "max_tokens": 8, "stream": True}
     began = time.monotonic()
@@ -163,7 +163,7 @@ async def first_token_s(address: Address, dice: random.Random) -> float:
 
 
 async def honest(address: Address, seconds: float) -> list[float]:
-    """Ask at a steady rate for so long; return the times to first token, the shortest first."""
+    """Send requests at a steady rate for so many seconds; return the times to first token, the shortest first."""
     dice, asked = random.Random(1), []
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
@@ -183,12 +183,12 @@ def resident_mb(frontends: Sequence[psutil.Process]) -> float:
 
 
 def cpu_s(frontends: Sequence[psutil.Process]) -> float:
-    """Return how long they have computed."""
+    """Return the CPU seconds of a fleet's frontends."""
     return float(sum(sum(process.cpu_times()[:2]) for process in frontends))
 
 
 def listening(fleet: DemoFleet, role: str) -> list[Address]:
-    """Return where the processes of a role listen, admin ports too."""
+    """Return the addresses of a role's processes, including admin ports."""
     found = set()
     for process in fleet.family():
         with contextlib.suppress(psutil.Error):
@@ -200,7 +200,7 @@ def listening(fleet: DemoFleet, role: str) -> list[Address]:
 
 
 async def most_mb(frontends: Sequence[psutil.Process], over: asyncio.Event) -> float:
-    """Return the most that they have until it is over."""
+    """Return the maximum of their memory until the event is set."""
     most = 0.0
     while not over.is_set():
         most = max(most, resident_mb(frontends))
@@ -209,7 +209,7 @@ async def most_mb(frontends: Sequence[psutil.Process], over: asyncio.Event) -> f
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what honest clients saw with and without strangers, and what memory became of it."""
+    """Return what honest clients saw with and without strangers, and the memory over time."""
     with tempfile.TemporaryDirectory(prefix="holdfast-abuse-") as folder:
         fleet = DemoFleet.start(Path(folder) / "data", "--workers", "2", "--itl-ms", "20")
         try:
@@ -254,7 +254,7 @@ async def _measured(fleet: DemoFleet, args: argparse.Namespace) -> dict[str, Any
 
 
 def holds(found: Mapping[str, Any]) -> bool:
-    """Whether the bounds hold. Where honest requests failed, their times may be no numbers, and compare with nothing."""
+    """Return whether the bounds hold. If honest requests failed, their times may be NaN, which compares false with everything."""
     slower, larger = float(found["ttft_p99_times"]), float(found["memory_times"])
     return int(found["failed"]) == 0 and slower <= TTFT_TIMES_MAX and larger <= MEMORY_TIMES_MAX
 
@@ -266,12 +266,14 @@ def _strangers(told: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, print one JSON object, and say by the exit code whether the figures hold."""
+    """Measure, print one JSON object, and exit with 1 if a bound is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--connections", type=int, default=50, help="of each kind")
-    parser.add_argument("--pause", type=float, default=20.0, help="seconds before one does it again")
-    parser.add_argument("--after", type=float, default=60.0, help="seconds until memory is looked at")
+    parser.add_argument("--connections", type=int, default=50, help="connections of each kind (default: 50)")
+    parser.add_argument("--pause", type=float, default=20.0, help="seconds before each repeats (default: 20)")
+    parser.add_argument(
+        "--after", type=float, default=60.0, help="seconds until memory is measured (default: 60)"
+    )
     parser.add_argument("--text-mb", type=int, default=10)
     parser.add_argument("--strangers", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,14 +1,14 @@
-"""What does the console cost with a thousand workers, and how soon is what it shows drawn? `python -m benchmarks console`
+"""Measures the cost and delay of the console with a thousand workers: `python -m benchmarks console`
 
-A real fleet of a thousand simulated workers in a few processes, with a load on it. Debian's chromium (`make chromium`) opens the
-console of its one frontend. Each refresh is measured by the page: from the instant at which the frontend begins to take the
-picture until the browser has drawn it. What the frontend spends is measured by its process's own times, in turns: while nobody
-looks, and while the page is open. Prints one JSON object:
+A real fleet of a thousand simulated workers in a few processes, under load. Debian's chromium (`make chromium`) opens the
+console of its one frontend. The page measures each refresh: from the instant at which the frontend begins to take the
+snapshot until the browser has drawn it. The frontend's cost is its process's own CPU time, in turns: while the console is closed,
+and while it is open. Prints one JSON object:
 
-    opened_ms     from the address to the first picture with all workers
+    opened_ms     from the address to the first view with all workers
     refresh_ms    p50, p99, max of `--seconds` refreshes
-    core_percent  of one core that the frontend takes more while the page is open: the median over the turns, and each
-    bytes         of a snapshot; of an event with what has changed, on average
+    core_percent  of one core that the frontend uses more while the page is open: the median over the turns, and each
+    bytes         of a snapshot; of an event with changes, on average
 """
 
 import argparse
@@ -41,7 +41,7 @@ WATCH = """() => {
 
 
 async def opened(found: Browser, url: str) -> Page:
-    """Open the console, and wait for its first picture."""
+    """Open the console, and wait for its first view."""
     context = await found.new_context(viewport={"width": 1280, "height": 1000})
     page = await context.new_page()
     await page.goto(url)
@@ -50,12 +50,12 @@ async def opened(found: Browser, url: str) -> Page:
 
 
 def spent(pid: int) -> float:
-    """Return the processor seconds of a process so far."""
+    """Return a process's CPU seconds so far."""
     return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
 async def core(pid: int, seconds: float) -> float:
-    """Return the share of a core that a process takes for a while."""
+    """Return the share of a core that a process uses over some seconds."""
     before, began = spent(pid), time.perf_counter()
     await asyncio.sleep(seconds)
     return (spent(pid) - before) / (time.perf_counter() - began)
@@ -77,7 +77,7 @@ def sizes(url: str, seconds: float) -> dict[str, float]:
 
 
 async def looked_at(url: str, pid: int, a: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Look, and look away, in turns."""
+    """Open and close the console, in turns."""
     more, took, opened_ms = [], [], []
     async with browser.browser(home) as found:
         for _ in range(a.turns):
@@ -115,7 +115,7 @@ async def measure(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         until = time.monotonic() + READY_S
         while served(url) < a.workers + 1:
             if time.monotonic() > until:
-                sys.exit(f"the workers were not there within {READY_S:g} s")
+                sys.exit(f"the workers were not ready within {READY_S:g} s")
             await asyncio.sleep(0.5)
         known = [json.loads(path.read_text()) for path in (folder / "run").glob("*.json")]
         frontend = next(one for one in known if one["role"] == "frontend")
@@ -142,10 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=4, help="that they share")
-    parser.add_argument("--concurrency", type=int, default=50, help="streams at once; 0: no load")
-    parser.add_argument("--itl-ms", type=float, default=100.0, help="milliseconds of a step")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    parser.add_argument("--processes", type=int, default=4, help="processes of the workers (default: 4)")
+    parser.add_argument(
+        "--concurrency", type=int, default=50, help="streams at once; 0: no load (default: 50)"
+    )
+    parser.add_argument("--itl-ms", type=float, default=100.0, help="milliseconds per step (default: 100)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each turn (default: 20)")
     parser.add_argument("--turns", type=int, default=3)
     a = parser.parse_args(argv)
     if browser.installed() is None:

@@ -1,7 +1,7 @@
-"""A whole frontend and whole workers in one process: what workers say is folded here at once, without a journal.
+"""A whole frontend and whole workers in one process, without a journal: facts are folded at once.
 
-The code is that of the processes (API, router, generations, request plane, worker, engine), with sockets between them. What
-is missing is the boundary of processes: a killed worker's connections break and nothing of it is heard any more, but its
+The code is that of the processes (API, router, generations, request plane, worker, engine), with sockets between them. Only
+the process boundary is missing: a killed worker's connections break and it publishes nothing more, but its
 memory is freed by its own code. `benchmarks/failures/faults.py` kills processes.
 """
 
@@ -42,7 +42,7 @@ from workers.worker import InferenceWorker
 TICK_S = 0.05
 ANSWER_S = 60.0
 KILLED = 137
-METHODS: dict[str, dict[str, Any]] = {  # by which of them a planned move is made: settings of the frontend
+METHODS: dict[str, dict[str, Any]] = {  # frontend settings that select the method of a planned move
     "transfer": {"setup_s": 0.0, "max_migration_time_ms": 10_000.0, "transfers_at_once": 16},
     "reprefill": {"max_migration_time_ms": 1e-6},
 }
@@ -58,9 +58,9 @@ class Member:
         self._inside, self._made = inside, made
 
     async def start(self) -> None:
-        """Begin a new life, and wait until the frontend is connected to it, or until it is over already."""
+        """Begin a new life, and wait until the frontend is connected to it, or until it has ended already."""
         engine = self._made()
-        instance = f"{self.name}-{os.getpid()}-{len(self.lives) + 1}"  # its KV regions have this name
+        instance = f"{self.name}-{os.getpid()}-{len(self.lives) + 1}"  # also the name of its KV regions
         life = Life(self._inside, instance, self.name, engine)
         self.lives.append(life)
         async with asyncio.timeout(ANSWER_S):
@@ -72,7 +72,7 @@ class Member:
         )
 
     async def kill(self) -> None:
-        """End this life: every connection breaks in this very turn."""
+        """End this life: every connection breaks in the same turn of the loop."""
         life, self.life = self.life, None
         if life is not None:
             await life.end()
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Its place in the frontend's table."""
+        """Its entry in the frontend's table."""
         return (
             self._inside.director.table.endpoints.get((self.name, self.life.instance)) if self.life else None
         )
@@ -100,13 +100,13 @@ class Life:
         self._running = asyncio.ensure_future(self.worker.run(asyncio.Event()))
 
     def observe(self, fact: Fact, **_: str) -> str:
-        """Let the fleet hear a fact, unless this life is over."""
+        """Publish a fact to the fleet, unless this life has ended."""
         if self._inside is not None:
             self._inside.tell(fact)
         return ""
 
     async def end(self) -> None:
-        """Be heard no more, then free everything."""
+        """Publish nothing more, then free everything."""
         self._inside = None
         self.worker.server.blackhole(True)
         await self.worker.server.close(0.0)
@@ -122,13 +122,13 @@ class Life:
 
 
 class Inside:
-    """The frontend, its members, and all that was observed."""
+    """The frontend, its members, and all observed facts."""
 
     def __init__(
         self, settings: FrontendSettings, dialers: Mapping[str, Dialer], behind: Channels | None
     ) -> None:
         self.plane = RequestPlaneClient("f1", dialers=dialers)
-        self.behind = behind  # the workers' connection to the broker that requests pass
+        self.behind = behind  # the workers' connection to the broker of the request plane
         world = World("f1", self.plane, self._observe, SystemClock(), ended=self._ended)
         self.director = Director(world, settings)
         self.director.go_live()
@@ -136,22 +136,22 @@ class Inside:
         self.listeners = Listeners(self.api, settings)
         self.facts: list[Fact] = []
         self.members: list[Member] = []
-        self.accepted: dict[str, list[int]] = {}  # by request, of answers that were completed
+        self.accepted: dict[str, list[int]] = {}  # accepted tokens of completed answers, by request
         self._fleet = Fleet()
         self._seq = 0
         self.plane.listen(self.director.changed)
 
     def _ended(self, generation: LiveRequest) -> None:
-        """Note what an answer that was completed had accepted."""
+        """Record the accepted tokens of a completed answer."""
         if generation.answer.error is None and generation.answer.finish != "cancelled":
             self.accepted[generation.request.id] = generation.accepted
 
     def running(self, request: str) -> LiveRequest | None:
-        """Return an answer that is being made; None if there is none of this request."""
+        """Return the running answer of this request; None: there is none."""
         return next((live for live in self.director.driver.live.values() if live.request.id == request), None)
 
     def move(self, worker: str) -> None:
-        """Ask for everything that runs on a worker to go on elsewhere, as an operator does."""
+        """Request that all streams of a worker move, as an operator does."""
         live = self._fleet.workers.get(worker)
         if live is not None and live.alive:
             self.tell(MoveRequested(worker=worker, instance=live.joined.instance, by="benchmark"))
@@ -164,7 +164,7 @@ class Inside:
         return [fact for fact in self.facts if isinstance(fact, kind)]
 
     def tell(self, fact: Fact) -> None:
-        """Fold a fact. Who joins is healthy at once, and counts as so slow at prefill that every KV cache may travel."""
+        """Fold a fact. A worker that joins is healthy at once, and counts as so slow at prefill that any KV cache may move."""
         if isinstance(fact, WorkerJoined):
             fact = replace(fact, profile=replace(fact.profile, prefill_tokens_per_s=1.0))
         self.facts.append(fact)
@@ -195,11 +195,11 @@ class Inside:
     async def until(self, condition: Callable[[], object], seconds: float = ANSWER_S) -> None:
         """Wait for a condition. Raise TimeoutError."""
         async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110 (nobody says when)
+            while not condition():  # noqa: ASYNC110 (nothing signals it)
                 await asyncio.sleep(0.005)
 
     async def ask(self, request: str, **body: Any) -> "Answer":
-        """Ask for one stream over HTTP, and read it to its end."""
+        """Request one stream over HTTP, and read it to its end."""
         parts = urlsplit(self.listeners.url)
         assert parts.hostname and parts.port
         whole = {"stream": True, "stream_options": {"include_usage": True}} | body
@@ -224,12 +224,12 @@ class Inside:
 
 
 def unsaid(*_: Any) -> Any:
-    """Log nothing, as a structlog processor: killed workers have much to say."""
+    """Log nothing, as a structlog processor: killed workers log a lot."""
     raise structlog.DropEvent
 
 
 class Answer:
-    """What a client got."""
+    """A client's answer."""
 
     def __init__(self, request: str, stream: Stream, error: str = "") -> None:
         self.request, self.error = request, error
@@ -246,11 +246,11 @@ class Answer:
 async def inside(
     made: list[Callable[[], Engine]], *, broker: str = "", **settings: Any
 ) -> AsyncIterator[Inside]:
-    """Run a frontend before one worker per engine: on ports, or behind the broker of this URL."""
+    """Run a frontend with one worker per engine: on ports, or behind the broker of this URL."""
     dialer = await NatsDialer.open(broker, "f1") if broker else None
     behind = await Channels.open(broker, "workers") if broker else None
     dialers = {PLANE_SCHEME: dialer} if dialer is not None else {}
-    own = {"port": 0, "model_folders": "/"}  # the engines are this process's own: it trusts their folders
+    own = {"port": 0, "model_folders": "/"}  # the engines are in this process: it trusts their folders
     one = Inside(FrontendSettings(**{**own, **settings}), dialers, behind)
     await one.listeners.open()
     await one.listeners.accept()

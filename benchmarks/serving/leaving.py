@@ -1,10 +1,10 @@
-"""A worker leaves in good order under load: how long does it still get new requests, and what do its users notice?
+"""Measures a graceful shutdown: how long a worker still gets requests, and what its users notice.
 
     python -m benchmarks leaving [--trials 10]
 
 A whole fleet (`holdfast up`, 4 workers) and a second frontend beside it; 64 streams, half of them at each frontend, and short
-requests all the time. One worker is told to stop (SIGTERM). Measured at each frontend: SIGTERM → the last request that
-it sends there, whether it was served or sent back. Every stream is compared with the undisturbed answer.
+requests all the time. One worker gets SIGTERM. Measured at each frontend: from SIGTERM to the last request that
+it sends to the worker, served or returned. Every stream is compared with the undisturbed answer.
 """
 
 import argparse
@@ -44,7 +44,7 @@ STARTS_WITHIN_S, LEAVES_WITHIN_S = 30.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """A short request: which frontend it was sent to and when, and which worker answered."""
+    """A short request: its frontend, when it was sent, and which worker answered."""
 
     frontend: str
     at: float
@@ -53,7 +53,7 @@ class Short:
 
 @dataclass
 class Departure:
-    """What was seen while one worker left."""
+    """The observations while one worker left."""
 
     last_ms: dict[str, float] = field(
         default_factory=dict
@@ -63,18 +63,18 @@ class Departure:
     wrong: int = 0  # streams that differ from the undisturbed answer
     failed: list[str] = field(default_factory=list)  # why streams and short requests failed
     short: list[Short] = field(default_factory=list)
-    facts: list[Any] = field(default_factory=list)  # of this worker's leaving
+    facts: list[Any] = field(default_factory=list)  # about this worker's shutdown
 
 
 @dataclass
 class TwoFrontends:
-    """A fleet with two frontends, each on a port of its own."""
+    """A fleet with two frontends, each on its own port."""
 
     fleet: DemoFleet
     urls: dict[str, str]
     model: str
     answers: list[list[str]]
-    pause_s: float  # between two short requests of one asker
+    pause_s: float  # between two short requests of one client
 
     async def leave(self, worker: str) -> Departure:
         """Stop a worker under load."""
@@ -106,7 +106,7 @@ class TwoFrontends:
             await asyncio.gather(*askers)
         events = (await self.fleet.events())[read:]
         for name in self.urls:
-            served = [  # what came later went to its next life
+            served = [  # later answers are from the worker's next life
                 sent.at - began
                 for sent in seen.short
                 if (sent.frontend, sent.worker) == (name, worker) and sent.at - began < seen.left_s
@@ -124,7 +124,7 @@ class TwoFrontends:
         return {short.frontend for short in seen.short if short.worker == worker} == set(self.urls)
 
     async def _ask(self, frontend: str, session: ReplayTarget, seen: Departure, over: asyncio.Event) -> None:
-        """Send one short request after another, until it is over."""
+        """Send one short request after another, until the event is set."""
         body = {"model": self.model, "prompt": PROMPTS[0], "max_tokens": 1, "temperature": 0}
         while not over.is_set():
             at = time.monotonic()
@@ -136,7 +136,7 @@ class TwoFrontends:
 
 
 async def _gone(pid: int) -> None:
-    """Wait for the end of a process: by its pid, because the fleet's own word may come after its successor has begun."""
+    """Wait for the end of a process by its pid, because the fleet may report it only after its successor has begun."""
     async with asyncio.timeout(LEAVES_WITHIN_S):
         while psutil.pid_exists(pid):  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
@@ -147,12 +147,12 @@ def _all_run(users: Sequence[Users]) -> bool:
 
 
 def _instances(event: Recorded) -> tuple[str, str]:
-    """Return whose fact this is, and whom a request left."""
+    """Return the instance that a fact is about, and the one that a request left."""
     return getattr(event.fact, "instance", ""), getattr(event.fact, "source_instance", "")
 
 
 def _sent_back(events: Sequence[Recorded], frontend: str, instance: str, began: datetime) -> list[float]:
-    """Return when, in seconds after `began`, requests went on elsewhere that this life of a worker had not begun."""
+    """Return when, in seconds after `began`, requests moved elsewhere that this instance had not begun."""
     return [
         (event.said_at - began).total_seconds()
         for event in events
@@ -164,7 +164,7 @@ def _sent_back(events: Sequence[Recorded], frontend: str, instance: str, began: 
 
 @contextlib.asynccontextmanager
 async def two_frontends(folder: Path, pause_s: float = 0.0) -> AsyncIterator[TwoFrontends]:
-    """Start a fleet with two frontends. Without a pause those who ask for little fill a small machine."""
+    """Start a fleet with two frontends. Without a pause, clients of short requests fill a small machine."""
     fleet, second, port = DemoFleet.start(folder / "data", *FLAGS), None, free_port()
     try:
         await fleet.ready()
@@ -198,7 +198,7 @@ def _frontend(fleet: DemoFleet, port: int, log: Path) -> "subprocess.Popen[bytes
 
 
 async def measure(trials: int) -> dict[str, Any]:
-    """Let workers leave, one after another; each is back before the next one goes."""
+    """Stop workers, one after another; each has recovered before the next one stops."""
     with tempfile.TemporaryDirectory(prefix="holdfast-leaving-") as name:
         async with two_frontends(Path(name)) as both:
             seen = []

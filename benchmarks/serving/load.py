@@ -1,13 +1,12 @@
-"""Load an OpenAI-compatible endpoint with streams, and say what came back, how fast, and whether it was
-right.
+"""Loads an OpenAI-compatible endpoint with streams, and reports correctness, latency and throughput.
 
     python -m benchmarks load --url http://127.0.0.1:8000 --concurrency 64 --osl 64 --duration 5 \\
         [--procs 2] [--pids frontend=PID,worker=PID+PID] [--reference FILE|URL] [--itl]
 
-Users ask again as soon as they have their answer (a closed loop; `holdfast trace replay` sends at given times, by the same
-connections), in as many processes as asked. It prints one JSON object. With
-`--reference` every answer is compared with the undisturbed one: taken from another endpoint (URL: asked once
-per prompt, before the load) or from a file that `--save-reference` wrote.
+Users send their next request as soon as they have an answer (a closed loop; `holdfast trace replay` sends at given times,
+over the same connections), in any number of processes. Prints one JSON object. With `--reference` every answer is compared
+with the undisturbed one: taken from another endpoint (URL: one request per prompt, before the load) or from a file that
+`--save-reference` wrote.
 """
 
 import argparse
@@ -31,11 +30,11 @@ import uvloop
 
 from controller.trace.replay.connection import ClientConnection, now
 
-QUICKACK = 12  # TCP_QUICKACK: hides a server that forgot TCP_NODELAY
+QUICKACK = 12  # TCP_QUICKACK: hides a server without TCP_NODELAY
 
 
 class Stream(ClientConnection):
-    """One connection, and what came of its last request."""
+    """One connection, and the result of its last request."""
 
     def __init__(self, quickack: bool) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Stream(ClientConnection):
 
 @dataclass
 class Report:
-    """What one process saw."""
+    """The results of one process."""
 
     requests: int = 0
     ok: int = 0
@@ -120,13 +119,13 @@ def request(a: argparse.Namespace, host: str, user: int) -> bytes:
 
 
 def text_of(events: list[bytes]) -> str:
-    """Return the text that a stream's events make."""
+    """Return the text of a stream's events."""
     choices = [choice for event in events for choice in json.loads(event).get("choices") or ()]
     return "".join(c.get("text") or (c.get("delta") or {}).get("content") or "" for c in choices)
 
 
 def reference_from(a: argparse.Namespace) -> dict[str, str]:
-    """Return each user's undisturbed answer: from a file, or asked of another endpoint."""
+    """Return each user's undisturbed answer: from a file, or from another endpoint."""
     if not a.reference:
         return {}
     if not a.reference.startswith("http"):
@@ -193,7 +192,7 @@ class Load:
             keep = a.itl or bool(a.answers) or bool(a.save_reference)
             await stream.ask(request(a, self._netloc, user), keep)
             inside = stream.began >= self._start and (a.requests or stream.ended <= self._stop)
-            if inside:  # only requests wholly inside the window count
+            if inside:  # only requests completely inside the window count
                 await self._count(stream, user)
         if stream is not None and stream.transport is not None:
             stream.transport.close()
@@ -260,7 +259,7 @@ def child(a: argparse.Namespace, users: range, share: int, out: Any) -> None:
 
 
 def measure(a: argparse.Namespace) -> dict[str, Any]:
-    """Run the load and return what came of it."""
+    """Run the load and return the results."""
     a.answers = reference_from(a)
     procs = min(a.procs, a.concurrency)
     out: Any = multiprocessing.Queue()
@@ -341,22 +340,26 @@ def parser() -> argparse.ArgumentParser:
     add("--path", default="/v1/chat/completions")
     add("--model", default="m")
     add("--concurrency", type=int, default=16)
-    add("--osl", type=int, default=64, help="output tokens of a request")
+    add("--osl", type=int, default=64, help="output tokens per request (default: 64)")
     add("--duration", type=float, default=5)
     add("--warmup", type=float, default=1)
-    add("--requests", type=int, default=0, help="so many instead of a duration")
+    add("--requests", type=int, default=0, help="number of requests, instead of a duration")
     add("--drain", type=float, default=15)
     add("--procs", type=int, default=1)
-    add("--prompt", default="hello world %i", help="%%i is the user's number")
-    add("--extra", default='{"ignore_eos":true,"temperature":0}', help="more fields")
+    add("--prompt", default="hello world %i", help="prompt; %%i is the user's number")
+    add(
+        "--extra",
+        default='{"ignore_eos":true,"temperature":0}',
+        help="additional fields of the body, as JSON",
+    )
     add("--itl", action="store_true", help="measure the time between events")
     add("--usage", type=int, default=1)
-    add("--reference", default="", help="a file or an endpoint with the undisturbed answers")
+    add("--reference", default="", help="file or endpoint with the undisturbed answers")
     add("--save-reference", default="", help="write the answers of --reference URL to this file")
-    add("--pids", default="", help="name=PID[+PID],…: CPU and memory of these over the window")
-    add("--header", default="", help="one more header line")
+    add("--pids", default="", help="name=PID[+PID],…: CPU and memory of these processes over the window")
+    add("--header", default="", help="an additional header line")
     add("--quickack", action="store_true", help="acknowledge at once: hides a missing TCP_NODELAY")
-    add("--fresh", action="store_true", help="a new connection for each request")
+    add("--fresh", action="store_true", help="use a new connection for each request")
     add("--backoff", type=float, default=0)
     add("--tag", default="")
     return p

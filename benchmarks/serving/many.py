@@ -1,13 +1,13 @@
-"""What do a thousand simulated workers cost on one machine, and do they serve?
+"""Measures the cost and throughput of a thousand simulated workers on one machine.
 
     python -m benchmarks many [--workers 1000] [--processes 4] [--concurrency 1000] [--itl-ms 25] [--seconds 10]
 
-Starts a fleet (`holdfast up` with one worker like them: broker, controller, projector, database, one frontend), then the
-workers, in so many processes, and measures: from their start until the frontend knows all of them as healthy and is connected to
-them; memory and threads of their processes; output tokens per second that the one frontend relays from them under load, by its
-own counter. It also says what processors were spent, idle and under load; how long `holdfast status` took under load; and what
-the fleet accused the workers of, which should be nothing. Beside our figures stand those of Dynamo 1.6.1's mocker with etcd and
-NATS: 1,000 engines in one process.
+Starts a fleet (`holdfast up` with one equal worker: broker, controller, projector, database, one frontend), then the
+workers, in several processes. Measured: the time from their start until the frontend has all of them healthy and is connected
+to them; memory and threads of their processes. Also measured: output tokens per second that the one frontend relays from them
+under load, by its own counter. Also reported: processors used, idle and under load; the time of `holdfast status` under load;
+and accusations against workers, of which there should be none. Beside our figures are those of Dynamo 1.6.1's mocker with
+etcd and NATS: 1,000 engines in one process.
 """
 
 import argparse
@@ -46,7 +46,7 @@ WANTED = {"routable_s": "<= 5", "rss_mb": "<= 400", "threads": "<= 64", "tokens_
 
 @contextlib.contextmanager
 def fleet(data: Path, port: int, itl_ms: float) -> Iterator[str]:
-    """Run a fleet with one worker, w0, as slow as those to come: a faster one would get most of the load; yield its URL."""
+    """Run a fleet with one worker, w0, as slow as those to come (a faster one would get most of the load); yield its URL."""
     up = [HOLDFAST, "up", "--workers", "1", "--itl-ms", str(itl_ms), "--port", str(port), "--data", str(data)]
     with (data / "up.log").open("wb") as log:
         process = subprocess.Popen(up, stdout=log, stderr=log, env=_environment())
@@ -100,7 +100,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def served(url: str) -> int:
-    """Return how many workers the frontend may send requests to, and can reach."""
+    """Return the number of workers that the frontend may send requests to, and can reach."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
             known = json.load(answer).get("workers", ())
@@ -110,7 +110,7 @@ def served(url: str) -> int:
 
 
 def _until(condition: Any, what: str) -> float:
-    """Wait; return for how long."""
+    """Wait for a condition; return the seconds it took."""
     began = time.perf_counter()
     while not condition():
         if time.perf_counter() - began > READY_S:
@@ -120,18 +120,18 @@ def _until(condition: Any, what: str) -> float:
 
 
 def sizes(pids: list[int]) -> dict[str, float]:
-    """Return the memory and threads of these processes together. A keeper shares its worker's memory."""
+    """Return the total memory and threads of these processes. A keeper shares its worker's memory."""
     processes = [psutil.Process(pid) for pid in pids]
     rss = sum(process.memory_info().rss for process in processes)
     return {"rss_mb": round(rss / 1e6), "threads": sum(process.num_threads() for process in processes)}
 
 
 class Watch:
-    """Asks, while the load runs, how many tokens the frontend has relayed, and every few seconds for `holdfast status`."""
+    """Polls, while the load runs, the frontend's relayed tokens, and every few seconds `holdfast status`."""
 
     def __init__(self, data: Path, frontend: str) -> None:
         self.status_s: list[float] = []
-        self._relayed: list[tuple[float, float]] = []  # when, and how many tokens by then
+        self._relayed: list[tuple[float, float]] = []  # time, and tokens until then
         self._data, self._metrics = data, f"{frontend}/metrics"
         self._over = threading.Event()
         self._threads = [threading.Thread(target=work) for work in (self._ask, self._count)]
@@ -157,22 +157,22 @@ class Watch:
             self._relayed.append((time.perf_counter(), tokens))
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._over.set()
         for thread in self._threads:
             thread.join()
 
     def rate(self, since: float, until: float) -> float:
-        """Return how many tokens a second were relayed between two instants."""
+        """Return the relayed tokens per second between two instants."""
         seen = [(at, tokens) for at, tokens in self._relayed if since <= at <= until]
         if len(seen) < 2:
-            sys.exit("the frontend did not say often enough how many tokens it has relayed: more --seconds")
+            sys.exit("the frontend reported its relayed tokens too rarely: increase --seconds")
         (first, before), (last, after) = seen[0], seen[-1]
         return (after - before) / (last - first)
 
 
 def accused(data: Path) -> dict[str, int]:
-    """Return what the journal says against workers, by kind and reason."""
+    """Return the facts on the journal against workers, by kind and reason."""
     facts = [event.fact for event in asyncio.run(read_all(data))]
     bad = [fact for fact in facts if isinstance(fact, ACCUSATIONS)]
     lost = [f for f in facts if isinstance(f, HealthChanged) and f.after is not HealthStatus.HEALTHY]
@@ -239,14 +239,19 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = flags.add_argument
     add("--workers", type=int, default=1000)
-    add("--processes", type=int, default=4, help="that they share")
-    add("--concurrency", type=int, default=1000, help="streams at once")
-    add("--osl", type=int, default=128, help="output tokens of a request")
-    add("--itl-ms", type=float, default=25.0, help="milliseconds of a step")
-    add("--seconds", type=float, default=10.0, help="of load")
-    add("--warmup", type=float, default=5.0, help="seconds of load before")
-    add("--idle", type=float, default=5.0, help="seconds over which the idle fleet's processors are measured")
-    add("--clients", type=int, default=1, help="processes that make the load")
+    add("--processes", type=int, default=4, help="processes of the workers (default: 4)")
+    add("--concurrency", type=int, default=1000, help="streams at once (default: 1000)")
+    add("--osl", type=int, default=128, help="output tokens per request (default: 128)")
+    add("--itl-ms", type=float, default=25.0, help="milliseconds per step (default: 25)")
+    add("--seconds", type=float, default=10.0, help="seconds of load (default: 10)")
+    add("--warmup", type=float, default=5.0, help="seconds of load before the measurement (default: 5)")
+    add(
+        "--idle",
+        type=float,
+        default=5.0,
+        help="seconds over which the idle fleet's processors are measured (default: 5)",
+    )
+    add("--clients", type=int, default=1, help="processes that generate the load (default: 1)")
     a = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(a, Path(folder))

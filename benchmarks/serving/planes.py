@@ -1,11 +1,12 @@
-"""What does the request plane through the broker cost? Both planes in one run, in turn, each with fleets of its own.
+"""Measures the cost of the request plane over the broker, compared with the plane over TCP.
 
     python -m benchmarks planes [flat ttft steady kill] [--runs 3] [--seconds 3] [--kills 10]
 
-Whole fleets (`holdfast up --request-plane tcp|nats`, simulated workers, journals and canaries on). `flat`: two workers,
-flat out, c=64: tokens a second, and per CPU-second of the frontend, the workers and the broker. `ttft`: the same at c=1.
-`steady`: 20 ms a token, c=64: time to the first token and between tokens. `kill`: SIGKILL to one of three workers: how
-long until a struck stream goes on. One JSON object a row and plane: the median of the runs, and the runs.
+Both planes in one run, in turn, each with its own fleets (`holdfast up --request-plane tcp|nats`, simulated workers, journals and
+canaries on). `flat`: two workers, flat out, c=64: tokens per second, and per CPU-second of the frontend, the workers and the
+broker. `ttft`: the same at c=1. `steady`: 20 ms per token, c=64: time to the first token and between tokens. `kill`: SIGKILL to
+one of three workers: the time until an affected stream continues. One JSON object per row and plane: the median of the runs, and
+the runs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ WORKERS = 2
 
 
 async def loaded(plane: str, itl_ms: float, options: dict[str, Any]) -> dict[str, Any]:
-    """Return one measurement of a fleet of its own."""
+    """Return one measurement of a new fleet."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         flags = ("--workers", str(WORKERS), "--itl-ms", str(itl_ms), "--request-plane", plane)
         fleet = DemoFleet.start(Path(folder) / "data", *flags)
@@ -48,7 +49,7 @@ async def loaded(plane: str, itl_ms: float, options: dict[str, Any]) -> dict[str
 
 
 def flat(plane: str, a: argparse.Namespace) -> dict[str, Any]:
-    """Flat out, c=64: tokens a second; tokens per CPU-second of each kind of process."""
+    """Flat out, c=64: tokens per second; tokens per CPU-second of each kind of process."""
     got = asyncio.run(loaded(plane, 0, {"concurrency": 64, "duration": a.seconds}))
     costs = {name: got[name]["tok_per_cpu_s"] for name in ("frontend", "workers", "broker")}
     return {"value": got["tok_s"], **costs}
@@ -61,7 +62,7 @@ def ttft(plane: str, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def steady(plane: str, a: argparse.Namespace) -> dict[str, Any]:
-    """20 ms a token, c=64: the 99th percentile between tokens, and the time to the first one, ms."""
+    """20 ms per token, c=64: the 99th percentile between tokens, and the time to the first one, ms."""
     got = asyncio.run(loaded(plane, 20, {"concurrency": 64, "duration": a.seconds, "itl": True}))
     first = got["ttft_ms"]
     return {"value": got["itl_ms"]["p99"], "ttft_p50": first["p50"], "ttft_p99": first["p99"]}
@@ -86,7 +87,7 @@ async def _kills(plane: str, kills: int) -> dict[str, Any]:
 
 
 def kill(plane: str, a: argparse.Namespace) -> dict[str, Any]:
-    """SIGKILL of a worker, 20 ms a token: the time until a struck stream goes on, ms."""
+    """SIGKILL of a worker, 20 ms per token: the time until an affected stream continues, ms."""
     return asyncio.run(_kills(plane, a.kills))
 
 
@@ -99,12 +100,12 @@ ROWS: dict[str, Callable[[str, argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run the rows that were asked for, the planes in turn."""
+    """Run the requested rows, the planes in turn."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[], metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--seconds", type=float, default=3.0)
-    p.add_argument("--kills", type=int, default=10, help="in each run")
+    p.add_argument("--kills", type=int, default=10, help="kills per run (default: 10)")
     a = p.parse_args()
     for name in a.rows or ROWS:
         runs: dict[str, list[dict[str, Any]]] = {plane: [] for plane in PLANES}

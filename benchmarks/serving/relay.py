@@ -1,13 +1,13 @@
-"""How fast does a frontend relay? The rows of the figures' table that are about tokens per second and latency.
+"""Measures a frontend's relay: the rows of the figures' table about tokens per second and latency.
 
     python -m benchmarks relay [flat steady total ttft over itl] [--runs 3] [--seconds 5]
 
-Starts simulated workers and frontends as processes of their own (`--static`: no broker), loads them with
-`benchmarks.serving.load`, and prints one JSON object a row: the median of the runs, and the runs. Detokenisation,
+Starts simulated workers and frontends as separate processes (`--static`: no broker), loads them with
+`benchmarks.serving.load`, and prints one JSON object per row: the median of the runs, and the runs. Detokenisation,
 accounting and metrics are on, as always. `flat`: flat out, c=64, tokens per frontend-CPU-second. `steady`: 20
-ms a token, c=256, every token its own write. `total`: two frontends on one port. `ttft`: flat out, c=1.
-`over`: 20 ms a token, c=16, over the direct path, which is asked of the same workers in the same run. `itl`:
-20 ms a token at c=64.
+ms per token, c=256, every token its own write. `total`: two frontends on one port. `ttft`: flat out, c=1.
+`over`: 20 ms per token, c=16, in excess of the direct path, which is measured on the same workers in the same run. `itl`:
+20 ms per token at c=64.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def load(url: str, **options: Any) -> dict[str, Any]:
     got = measure(a)
     if not got["ok"]:
         raise SystemExit(
-            f"no request ended well within {a.duration:g} s; the last errors: {got['bad'] or 'none'}"
+            f"no request succeeded within {a.duration:g} s; the last errors: {got['bad'] or 'none'}"
         )
     return got
 
@@ -108,9 +108,9 @@ def flat(seconds: float) -> dict[str, Any]:
 
 
 def steady(seconds: float) -> dict[str, Any]:
-    """The same with every token its own write: 20 ms a token, c=256."""
+    """The same with every token its own write: 20 ms per token, c=256."""
     with rig(2, 1, 20) as (url, fronts, *_):
-        # so many answers of 1.3 s each, all of them counted: what a window's end cuts off would cost and count for nothing
+        # a fixed number of answers of 1.3 s each, all of them counted: answers cut off by a window's end would not be
         asked = 256 * max(1, round(seconds))
         got = load(url, concurrency=256, requests=asked, warmup=0, duration=seconds * 20, pids=_pids(fronts))
     return {"value": got["frontend"]["tok_per_cpu_s"], "itl_ms": got.get("itl_ms"), "got": got}
@@ -157,7 +157,7 @@ async def _direct(ports: list[int], concurrency: int, seconds: float) -> list[fl
 
 
 def over(seconds: float) -> dict[str, Any]:
-    """Time to the first token over the direct path's, 20 ms a token, c=16: p50 and p99, in ms."""
+    """Time to the first token in excess of the direct path's, 20 ms per token, c=16: p50 and p99, in ms."""
     with rig(2, 1, 20) as (url, _, _, ports):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             direct = percentiles(runner.run(_direct(ports, 16, seconds)), 50, 99)
@@ -167,7 +167,7 @@ def over(seconds: float) -> dict[str, Any]:
 
 
 def itl(seconds: float) -> dict[str, Any]:
-    """Time between tokens, p99, 20 ms a token, c=64."""
+    """Time between tokens, p99, 20 ms per token, c=64."""
     with rig(2, 1, 20) as (url, fronts, *_):
         got = load(url, concurrency=64, duration=seconds, pids=_pids(fronts), itl=True)
     return {"value": got["itl_ms"]["p99"], "got": got}
@@ -177,7 +177,7 @@ ROWS = {"flat": flat, "steady": steady, "total": total, "ttft": ttft, "over": ov
 
 
 def main() -> None:
-    """Run the rows that were asked for."""
+    """Run the requested rows."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[], metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--runs", type=int, default=3)

@@ -1,12 +1,12 @@
-"""What does one request cost a frontend? In machine instructions, which do not change with the machine's speed.
+"""Measures a frontend's cost per request in machine instructions, independent of machine speed.
 
-    python -m benchmarks request_cost [--requests 256] [--runs 3]      # with valgrind installed: a minute or two a run
+    python -m benchmarks request_cost [--requests 256] [--runs 3]      # with valgrind installed: a minute or two per run
     python -m benchmarks request_cost --once 4000 [--profile FILE]     # microseconds of CPU, and a cProfile
 
-A whole static frontend in one process with two workers and 64 users that say what they always say: a chat of 64 tokens,
-streamed, greedy; what a worker says comes in three pieces, as of simulated workers flat out: the first token, and
-twice what was gathered meanwhile. The instructions are those of a process that answers many requests,
-less those of one that answers few, by valgrind's callgrind; the workers' and users' own share is in them, about a tenth.
+A whole static frontend in one process with two workers and 64 users that repeat one request: a chat of 64 tokens,
+streamed, greedy. A worker's output arrives in three pieces, as from simulated workers flat out: the first token, and
+two batches gathered meanwhile. The figure is the instructions of a process that answers many requests,
+minus those of one that answers few, by valgrind's callgrind; it includes the workers' and users' own share, about a tenth.
 To compare two trees, run it in each.
 """
 
@@ -42,7 +42,7 @@ END = b"0\r\n\r\n"
 
 
 class CannedWorker(asyncio.Protocol):
-    """Answers every request with tokens that nobody computes."""
+    """Answers every request with predefined tokens."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class CannedWorker(asyncio.Protocol):
 
 
 class User(asyncio.Protocol):
-    """Asks, and asks again, as long as there is something left to ask."""
+    """Sends requests, one after another, while some are left."""
 
     def __init__(self, number: int, port: int, left: list[int], over: "asyncio.Queue[None]") -> None:
         body = json.dumps(
@@ -108,7 +108,7 @@ class User(asyncio.Protocol):
         self._write = cast(asyncio.WriteTransport, transport).write  # uvloop's is not a subclass
 
     def ask(self) -> None:
-        """Ask, if something is left."""
+        """Send a request, if one is left."""
         if self._left[0]:
             self._left[0] -= 1
             self._write(self._request)
@@ -120,7 +120,7 @@ class User(asyncio.Protocol):
 
 
 async def answer(requests: int, profile: str) -> float:
-    """Let a frontend answer so many requests, after some to warm up; return the CPU seconds that one of them took."""
+    """Let a frontend answer so many requests, after a warm-up; return the CPU seconds per request."""
     loop, port, left = asyncio.get_running_loop(), free_port(), [0]
     over: asyncio.Queue[None] = asyncio.Queue()
     servers = [await loop.create_server(CannedWorker, "127.0.0.1", 0) for _ in range(2)]
@@ -128,7 +128,7 @@ async def answer(requests: int, profile: str) -> float:
     with tempfile.TemporaryDirectory() as data:
         frontend = FrontendProcess(FrontendSettings(static=static, port=port), "f0", Path(data))
         serving = asyncio.create_task(frontend.run_static())
-        async with asyncio.timeout(READY_S * 10):  # under valgrind it takes its time
+        async with asyncio.timeout(READY_S * 10):  # it is slow under valgrind
             while True:
                 with contextlib.suppress(OSError):
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -162,7 +162,7 @@ async def answer(requests: int, profile: str) -> float:
 
 
 def instructions(requests: int, module: str) -> int:
-    """Return how many instructions a process of this module takes that answers so many requests."""
+    """Return the instructions of a process of this module that answers so many requests."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         command = [
@@ -173,21 +173,23 @@ def instructions(requests: int, module: str) -> int:
         subprocess.run(command, env=os.environ | fixed, check=True, stdout=subprocess.DEVNULL)
         found = re.search(r"Collected : (\d+)", log.read_text())
     if found is None:
-        raise SystemExit("valgrind does not say how many instructions it counted")
+        raise SystemExit("valgrind does not report its instruction count")
     return int(found.group(1))
 
 
 def measured(answer: Callable[[int, str], Coroutine[None, None, float]], module: str, says: str) -> None:
-    """Measure what this module's `answer` takes a request, and print one JSON object."""
+    """Measure the cost of this module's `answer` per request, and print one JSON object."""
     p = argparse.ArgumentParser(description=says.splitlines()[0])
     p.add_argument("--requests", type=int, default=256)
     p.add_argument("--runs", type=int, default=3)
-    p.add_argument("--once", type=int, default=0, metavar="REQUESTS", help="CPU time only, in this process")
+    p.add_argument(
+        "--once", type=int, default=0, metavar="REQUESTS", help="measure CPU time only, in this process"
+    )
     p.add_argument("--profile", default="", metavar="FILE", help="with --once: a cProfile of it")
     a = p.parse_args()
     if a.once:
         print(json.dumps({"cpu_us": round(uvloop.run(answer(a.once, a.profile)) * 1e6, 1)}), flush=True)
-        os._exit(0)  # a frontend that is cancelled in the middle has much to say
+        os._exit(0)  # a frontend that is cancelled now would log a lot
     if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is not installed: --once measures CPU time without it")
     few = instructions(FEW, module)

@@ -1,11 +1,11 @@
-"""What does a scrape of a thousand workers take, and how large is it?
+"""Measures the time and size of a metrics scrape of a thousand workers.
 
     python -m benchmarks scrape [--workers 1000] [--per-process 250] [--cardinality compact|full] [--times 5]
 
-Starts a fleet of simulated workers, many in a process, and asks each of its processes for `/metrics` as Prometheus does (its
-Accept and Accept-Encoding), one after another, some times over. Says of each role, and of all, how long the answers took until
-their last byte (the mean over the times), what processors spent on it beside what they do anyway, their size as it came, and
-unpacked.
+Starts a fleet of simulated workers, many per process, and requests `/metrics` of each of its processes as Prometheus does (its
+Accept and Accept-Encoding), one after another, several times. Reports for each role, and for all, the time of the answers until
+their last byte (the mean over the repetitions), the processor time beside normal work, and their size compressed and
+uncompressed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WITHIN_S = 30.0
 IDLE_S, SETTLED_S = (
     5.0,
     15.0,
-)  # each worker has been asked its first canaries, and frontends know their blocks
+)  # each worker has answered its first canaries, and frontends know its blocks
 ASKS = {  # Prometheus 2.42's
     "Accept": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -41,7 +41,7 @@ WANTED = {"slowest_target_s": "<= 0.25, where cores are free", "mb": "<= 5"}
 
 
 def scraped(target: str) -> tuple[float, int, int]:
-    """Return how many seconds a target took, how many bytes came, and how many they are unpacked."""
+    """Return a target's seconds, its received bytes, and its uncompressed bytes."""
     began = time.perf_counter()
     with urllib.request.urlopen(
         urllib.request.Request(f"http://{target}/metrics", headers=ASKS), timeout=WITHIN_S
@@ -52,14 +52,14 @@ def scraped(target: str) -> tuple[float, int, int]:
 
 
 def measured(data: Path, times: int) -> dict[str, object]:
-    """Scrape all targets of a fleet so many times; return what each role, and all of them, took."""
+    """Scrape all targets of a fleet so many times; return the figures of each role, and of all of them."""
     there = [(one, group["targets"][0]) for one in present(data) for group in target_groups([one])]
     idle = {one.pid: _busy(one.pid) for one, _ in there}
     time.sleep(IDLE_S)
     idle = {pid: (_busy(pid) - before) / IDLE_S for pid, before in idle.items()}
     took: dict[str, list[float]] = defaultdict(
         list
-    )  # by role: seconds, processor seconds, bytes, and unpacked
+    )  # by role: seconds, processor seconds, bytes, and uncompressed bytes
     answers: dict[str, list[float]] = defaultdict(list)  # by target
     for one, target in there * times:
         before = _busy(one.pid)
@@ -96,10 +96,13 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks scrape", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--workers", type=int, default=1000, help="(default: 1000)")
-    parser.add_argument("--per-process", type=int, default=250, help="workers that share one (default: 250)")
+    parser.add_argument("--workers", type=int, default=1000, help="simulated workers (default: 1000)")
+    parser.add_argument("--per-process", type=int, default=250, help="workers per process (default: 250)")
     parser.add_argument(
-        "--cardinality", choices=("compact", "full"), default="compact", help="(default: compact)"
+        "--cardinality",
+        choices=("compact", "full"),
+        default="compact",
+        help="metric cardinality (default: compact)",
     )
     parser.add_argument("--times", type=int, default=5, help="scrapes of each target (default: 5)")
     args = parser.parse_args()

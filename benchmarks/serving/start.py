@@ -1,8 +1,8 @@
-"""How long from `holdfast up` to the first request that can be served?
+"""Measures the time from `holdfast up` to the first servable request.
 
     python -m benchmarks start [--trials 3]
 
-Cold: an empty data directory. Warm: one that was used before. Simulated workers, as a newcomer starts them.
+Cold: an empty data directory. Warm: one that was used before. Simulated workers, as a new user starts them.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from workers.keeper import NAME
 
 
 def memory_of(process: psutil.Process) -> int:
-    """Return how many bytes a process has to itself; none where it has ended, or is a keeper, which shares its worker's."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # PostgreSQL's helpers come and go
+    """Return a process's private bytes; 0 if it has ended, or is a keeper, which shares its worker's."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # PostgreSQL's helpers are short-lived
         return 0 if process.name() == NAME.decode() else int(process.memory_full_info().uss)
     return 0
 

@@ -1,13 +1,13 @@
-"""What does it cost a frontend to be watched? `python -m benchmarks watched`
+"""Measures a frontend's cost of scrapes and an open console: `python -m benchmarks watched`
 
-A fleet of two simulated workers relays for `--concurrency` streams. In turns nobody looks, and Prometheus asks the frontend for
-its metrics every five seconds while a console is open. A relay that runs flat out has a whole core: what watching takes of one
-is what it takes of `relay flat`. To compare the tokens of two runs would not show it: they differ by a fifth by themselves.
-Prints one JSON object:
+A fleet of two simulated workers relays for `--concurrency` streams. In turns the frontend is unwatched, and Prometheus
+scrapes its metrics every five seconds while a console is open. A relay that runs flat out uses a whole core, so the share of
+a core that watching uses is its share of `relay flat`. A comparison of the tokens of two runs would not show it: they differ
+by a fifth anyway. Prints one JSON object:
 
-    core_percent        of one core that the frontend takes more while it is watched: the median over the turns
+    core_percent        of one core that the frontend uses more while it is watched: the median over the turns
     core_percent_each   of every turn
-    alone_percent       that it takes anyway, on average
+    alone_percent       that it uses anyway, on average
 """
 
 import argparse
@@ -27,14 +27,14 @@ from benchmarks.serving.relay import load
 from controller.demo.fleet import DemoFleet
 from events.process.presence import present
 
-SCRAPE_S = 5.0  # as `holdfast scrape-config` has it
+SCRAPE_S = 5.0  # as in `holdfast scrape-config`
 WITHIN_S = 20.0
 SETTLE_S = 2.0
 
 
 @contextmanager
 def watching(admin: str) -> Iterator[None]:
-    """Ask a frontend for its metrics as Prometheus does, and hold its console open."""
+    """Scrape a frontend's metrics as Prometheus does, and keep its console open."""
     over = threading.Event()
 
     def scrape() -> None:
@@ -95,8 +95,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--concurrency", type=int, default=16, help="streams at once (default: 16)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each turn (default: 15)")
-    parser.add_argument("--turns", type=int, default=6, help="(default: 6)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of each turn (default: 15)")
+    parser.add_argument("--turns", type=int, default=6, help="number of turns (default: 6)")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({"row": "watched", **vars(a), **asyncio.run(measure(a, Path(folder)))}))

@@ -1,12 +1,12 @@
-"""How fast is one worker, and what does it cost? The direct path that the frontend's figures are compared with.
+"""Measures one worker's speed and cost: the direct path with which the frontend is compared.
 
     python -m benchmarks worker [flat itl start thousand transformers] [--runs 3]
 
 `flat`: simulated, flat out, 64 and 256 streams of 64 tokens and 64 of 2,000 over one connection; tokens per second and
-per worker-CPU-second. `itl`: 64 streams at 20 ms a token; the time between a stream's tokens. `start`: from the
+per worker-CPU-second. `itl`: 64 streams at 20 ms per token; the time between a stream's tokens. `start`: from the
 command to the first answer to a hello, without a broker. `thousand`: 1,000 simulated workers in one process.
-`transformers`: the tiny model, one stream of 128 tokens at a time and eight; left out where torch is not installed. One
-JSON object a row: the median of the runs, and the runs.
+`transformers`: the tiny model, one stream of 128 tokens at a time and eight; omitted if torch is not installed. One
+JSON object per row: the median of the runs, and the runs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Reader(asyncio.Protocol):
-    """Keeps `at_once` streams open until `asked` were answered, and counts what comes."""
+    """Keeps `at_once` streams open until `asked` were answered, and counts what arrives."""
 
     def __init__(self, at_once: int, asked: int, tokens: int) -> None:
         self.at_once, self.left, self.wanted = at_once, asked, tokens
@@ -87,7 +87,7 @@ class Reader(asyncio.Protocol):
 
 
 async def read(port: int, at_once: int, asked: int, tokens: int) -> tuple[Reader, float]:
-    """Load one worker; return what was read and how long it took."""
+    """Load one worker; return the reader and the seconds."""
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(
         lambda: Reader(at_once, asked, tokens), "127.0.0.1", port
@@ -112,7 +112,7 @@ def rss_mb(pid: int) -> float:
 
 @contextlib.contextmanager
 def worker(*flags: str) -> Iterator[tuple[subprocess.Popen[str], int, float]]:
-    """Run a worker process; yield it, the port of its first worker, and its start time until it logged ready."""
+    """Run a worker process; yield it, the port of its first worker, and the time from its start until it logged ready."""
     with tempfile.TemporaryDirectory() as data:
         command = [sys.executable, "-m", "workers", "--data", data, *flags]
         began = time.perf_counter()
@@ -131,7 +131,7 @@ def flat() -> dict[str, float]:
     """Measure one run flat out."""
     found: dict[str, float] = {}
     with worker() as (process, port, _):
-        time.sleep(1.0)  # its admin port's imports
+        time.sleep(1.0)  # for its admin port's imports
         for at_once, asked, tokens in ((64, 64 * 60, 64), (256, 256 * 20, 64), (64, 192, 2000)):
             before = cpu_s(process.pid)
             reader, lasted = uvloop.run(read(port, at_once, asked, tokens))
@@ -197,9 +197,9 @@ ROWS = {"flat": flat, "itl": itl, "start": start, "thousand": thousand, "transfo
 
 
 def main() -> None:
-    """Print one line of JSON for each row asked for."""
+    """Print one line of JSON for each requested row."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all without")
+    flags.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
     flags.add_argument("--runs", type=int, default=3)
     args = flags.parse_args()
     everything = [row for row in ROWS if row != "transformers" or find_spec("torch")]

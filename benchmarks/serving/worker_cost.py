@@ -1,11 +1,13 @@
-"""What does one request cost a simulated worker? In machine instructions, which do not change with the machine's speed.
+"""Measures a simulated worker's cost per request in machine instructions.
 
-    python -m benchmarks worker_cost [--requests 256] [--runs 3]      # with valgrind installed: half a minute a run
+The number of instructions does not depend on the machine's speed.
+
+    python -m benchmarks worker_cost [--requests 256] [--runs 3]      # with valgrind installed: half a minute per run
     python -m benchmarks worker_cost --once 4000 [--profile FILE]     # microseconds of CPU, and a cProfile
 
 One worker flat out, in one process with one frontend that has three requests of 64 tokens open at a time: about as many
-as a frontend that is the bottleneck has on each of two workers (`relay flat`). The frontend's own share is in the figure,
-about a tenth. Measured as `request_cost` measures.
+as a frontend that is the bottleneck has on each of two workers (`relay flat`). The figure includes the frontend's own share,
+about a tenth. Measured in the same way as `request_cost`.
 """
 
 import cProfile
@@ -22,7 +24,7 @@ AT_ONCE = 3
 
 
 async def answer(requests: int, profile: str) -> float:
-    """Let a worker answer so many requests, after some to warm up; return the CPU seconds that one of them took."""
+    """Let a worker answer so many requests, after a warm-up; return the CPU seconds per request."""
     engine = SimulatedEngine(EngineShape(), turn_tokens=TURN_TOKENS)
     server = WorkerServer(worker="w0", instance="i0", engine=engine)
     await engine.start(server.deliver)

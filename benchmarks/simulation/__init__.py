@@ -1,1 +1,1 @@
-"""Are simulated engines, traces and replays like what they stand for?"""
+"""Accuracy of simulated engines, synthetic traces and replays."""

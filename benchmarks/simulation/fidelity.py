@@ -1,4 +1,4 @@
-"""Is a simulated engine as fast as the engine that its profile was measured on? The same requests, sent to both.
+"""Compares a simulated engine with the engine of its profile, by the same requests to both.
 
     python -m benchmarks fidelity [--trace FILE] [--requests 200] [--rounds 3] [--report FILE.json] [--plot FILE.svg]
 
@@ -6,18 +6,18 @@ One fleet, one frontend: a transformers engine, and simulated ones of the same s
 
     speed ─▶ holdfast profile ─▶ speed ─▶ requests to the one ─▶ speed ─▶ the same requests to the other ─▶ speed
 
-The profile is measured of the transformers engine with prompts of its own, and read by a simulated engine that is new in each
-round. The load generator of `holdfast trace replay` sends the requests at the recorded times, made so fast that one at a
-time they would keep the engine busy for `--load` of the time, by its profile. Every round has requests of its own that
-share no prefix with another round's, so that both engines' prefix caches go through the same. Which engine comes first
+The profile of the transformers engine is measured with its own prompts, and used by a simulated engine that is new in each
+round. The load generator of `holdfast trace replay` sends the requests at the recorded times, accelerated so that one at a
+time they would keep the engine busy for `--load` of the time, by its profile. Every round has its own requests, which
+share no prefix with another round's, so that both engines' prefix caches see the same. The order of the two engines
 alternates.
 
-`speed` is how long two fixed computations take: a loop in Python, and reading as many bytes as the model has weights. Where
-these differ within a round, the machine was another one when the profile was measured, and differences say little.
+`speed` is the time of two fixed computations: a loop in Python, and reading as many bytes as the model has weights. If
+these differ within a round, the machine's speed changed since the profile was measured, and differences mean little.
 
-Without `--trace` the requests are made from the demo's profile of chats. Lengths are scaled to what the model has room for.
-Percentiles are of all rounds together; those of each round stand beside them. A round that takes longer than 8 minutes is
-ended, and is the last.
+Without `--trace` the requests are generated from the demo's profile of chats. Lengths are scaled to the model's context.
+Percentiles are of all rounds together; those of each round are shown beside them. A round that takes longer than 8 minutes is
+cancelled, and is the last.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from controller.trace.rows import BLOCK_TOKENS, TraceRow, read
 from controller.trace.synthesis import synthesize
 from events.errors import HoldfastError
 
-INPUT_TOKENS, OUTPUT_TOKENS = 128, 36  # means, once scaled
+INPUT_TOKENS, OUTPUT_TOKENS = 128, 36  # means, after scaling
 INPUT_MAX, OUTPUT_MAX = 768, 192
 LOAD = 0.75  # one token in 40 waits for a prompt: with one in 20 that would be the 95th percentile of ITL
 LOAD_MAX = 10.0
@@ -60,7 +60,7 @@ LOOP, WEIGHTS, SPEEDS = 2_000_000, 15_000_000, 5
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The requests of a round, how to scale them, and the blocks that their hash ids name."""
+    """The requests of a round, their scaling, and the blocks that their hash ids name."""
 
     rows: Sequence[TraceRow]
     shape: ReplayShape
@@ -68,7 +68,7 @@ class Slice:
 
 
 def split(rows: Sequence[TraceRow], rounds: int) -> list[list[TraceRow]]:
-    """Cut requests into rounds of as many each, that share no block."""
+    """Split requests into equal rounds that share no block."""
     size = len(rows) // rounds
     return [
         [
@@ -82,7 +82,7 @@ def split(rows: Sequence[TraceRow], rounds: int) -> list[list[TraceRow]]:
 
 
 def scaled(rows: Sequence[TraceRow], rate: float) -> ReplayShape:
-    """Return how to send requests at so many a second, and of the mean lengths that are wanted."""
+    """Return the rate and the mean lengths at which to send requests."""
     seconds = (rows[-1].timestamp - rows[0].timestamp) / 1e3
     return ReplayShape(
         speedup_ratio=rate * seconds / (len(rows) - 1),
@@ -94,7 +94,7 @@ def scaled(rows: Sequence[TraceRow], rate: float) -> ReplayShape:
 
 
 async def replayed(url: str, model: str, part: Slice) -> ReplayMeasures:
-    """Send the requests of a round to one engine. Raise CannotCompare unless all are answered whole."""
+    """Send the requests of a round to one engine. Raise CannotCompare unless all are answered completely."""
     target, measures = ReplayTarget(url), ReplayMeasures(AnswerSlo())
     try:
         worded = await find(target, model, chat=False)
@@ -133,7 +133,7 @@ async def all_rounds(
     make: Callable[[Path], Engines] = Engines,
     round_s: float = ROUND_S_MAX,
 ) -> list[Round]:
-    """Run all rounds on the engines that `make` makes; return what came of those that ended within `round_s` seconds."""
+    """Run all rounds on the engines that `make` creates; return the results of those that ended within `round_s` seconds."""
     rounds: list[Round] = []
     rows, block_tokens = _rows(args)
     parts = split(rows, args.rounds)
@@ -149,14 +149,14 @@ async def all_rounds(
                     rounds.append(await one_round(engines, number, part, block_tokens, args))
         except (TimeoutError, HoldfastError) as error:
             reason = str(error) or "it took too long"
-            told.print(f"round {len(rounds) + 1} is left out, and all that come after it: {reason}")
+            told.print(f"round {len(rounds) + 1} and all later ones are left out: {reason}")
         finally:
             await asyncio.to_thread(engines.stop)
     return rounds
 
 
 def speed() -> dict[str, float]:
-    """Return how long fixed computations take, in milliseconds: the median of a few."""
+    """Return the time of fixed computations, in milliseconds: the median of a few."""
     weights = np.ones(WEIGHTS, np.float32)
     jobs: dict[str, Callable[[], object]] = {"python": lambda: sum(range(LOOP)), "memory": weights.sum}
     found: dict[str, list[float]] = {name: [] for name in jobs}
@@ -169,14 +169,14 @@ def speed() -> dict[str, float]:
 
 
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRow], int]:
-    """Return the requests of all rounds, and the tokens of their blocks."""
+    """Return the requests of all rounds, and the tokens per block."""
     count = args.requests * args.rounds
     if args.trace is None:
         profile = shipped()
         return list(synthesize(profile, count)), profile.block_tokens
     rows = list(islice(read(args.trace), count))
     if len(rows) < count:
-        raise SystemExit(f"{args.trace} has {len(rows)} requests, and {count} are wanted")
+        raise SystemExit(f"{args.trace} has {len(rows)} requests, but {count} are needed")
     return rows, BLOCK_TOKENS
 
 
@@ -196,17 +196,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add(
-        "--trace", type=Path, metavar="FILE", help="recorded requests (default: made from the demo's profile)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="recorded requests (default: generated from the demo's profile)",
     )
-    add("--requests", type=_from(2), default=200, metavar="N", help="of a round")
+    add("--requests", type=_from(2), default=200, metavar="N", help="requests per round (default: 200)")
     add("--rounds", type=_from(1), default=3, metavar="N")
-    add("--load", type=float, default=LOAD, metavar="X", help=f"how busy the engine is (default: {LOAD:g})")
-    add("--repeats", type=_from(1), default=5, metavar="N", help="measurements of each point of the profile")
-    add("--report", type=Path, metavar="FILE.json", help="also write the report here")
+    add(
+        "--load",
+        type=float,
+        default=LOAD,
+        metavar="X",
+        help=f"share of time that the engine is busy (default: {LOAD:g})",
+    )
+    add(
+        "--repeats",
+        type=_from(1),
+        default=5,
+        metavar="N",
+        help="measurements per point of the profile (default: 5)",
+    )
+    add("--report", type=Path, metavar="FILE.json", help="also write the report to this file")
     add("--plot", type=Path, metavar="FILE.svg", help="also draw the distributions (needs the extra `plots`)")
     args = parser.parse_args(argv)
     if not 0 < args.load <= LOAD_MAX:
-        parser.error(f"--load {args.load:g}: give a number above 0, and up to {LOAD_MAX:g}")
+        parser.error(f"--load {args.load:g}: must be above 0 and at most {LOAD_MAX:g}")
     for path in filter(None, (args.report, args.plot)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no such folder")

@@ -1,8 +1,8 @@
-"""The two engines that `fidelity` compares, behind one frontend, and the profiles that make the one like the other.
+"""The two engines that `fidelity` compares, behind one frontend, and the simulated one's profiles.
 
-The transformers engine serves a model of 15 million weights: one whose steps take 7 ms and more of a core, so that they are
-the model's, and not Python's (those of `holdfast model tiny` take 3). Its vocabulary is of whole words, so that each token is
-an event at the client, as each of the simulated engine's is.
+The transformers engine serves a model of 15 million weights. Its steps take 7 ms and more of a core, so that they measure
+the model, and not Python (those of `holdfast model tiny` take 3). Its vocabulary consists of whole words, so that each token is
+an event at the client, as with the simulated engine.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from workers.engines.tiny import CONFIG, VOCABULARY, write_model
 REAL, SIMULATED = "transformers", "simulated"
 MODEL = {**CONFIG, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
 CONTEXT_TOKENS = 2048
-BLOCK_TOKENS, KV_BLOCKS = 32, 2048  # what the transformers engine has
+BLOCK_TOKENS, KV_BLOCKS = 32, 2048  # those of the transformers engine
 BATCH_MAX, PREFILL_TOKENS_MAX = 32, 256
 SHAPE = {
     "context-tokens": CONTEXT_TOKENS,
@@ -29,20 +29,20 @@ SHAPE = {
     "batch-max": BATCH_MAX,
     "prefill-tokens-max": PREFILL_TOKENS_MAX,
 }
-# The engine computes rows by fours: a batch of five takes as long as one of eight.
+# The engine computes rows in groups of four: a batch of five takes as long as one of eight.
 BATCHES = "1,2,4,5,8,12"
 CONTEXTS = "16,128,768"
 LENGTHS = "16,32,64,96,128,192,256,384,512,768"
-CANARIES_S = "3600"  # apart: they would be measured as well
+CANARIES_S = "3600"  # rare: they would be measured as well
 STARTS_S_MAX = 60.0
 
 
 class CannotCompare(HoldfastError):
-    """An engine cannot be measured, or has not answered all requests whole."""
+    """An engine cannot be measured, or has not answered all requests completely."""
 
 
 class Engines:
-    """A fleet of the two, one worker each. The simulated one is replaced with each profile."""
+    """A fleet of the two engines, one worker each. The simulated one is replaced with each profile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class Engines:
 
     @property
     def url(self) -> str:
-        """Where the frontend serves."""
+        """The frontend's URL."""
         assert self._fleet is not None
         return self._fleet.url
 
@@ -69,7 +69,7 @@ class Engines:
         await self._fleet.healthy(1)
 
     async def measure(self, profile: Path, repeats: int) -> None:
-        """Let `holdfast profile` measure the transformers engine. Raise CannotCompare if it cannot."""
+        """Measure the transformers engine with `holdfast profile`. Raise CannotCompare on failure."""
         sweep = ("--isl", LENGTHS, "--context", CONTEXTS, "--concurrency", BATCHES, "--repeats", str(repeats))
         process = await asyncio.create_subprocess_exec(
             *_holdfast("profile", await self._address(), "-o", str(profile), *sweep),
@@ -84,7 +84,7 @@ class Engines:
                 await process.wait()
 
     async def simulate(self, model: str, profile: Path) -> None:
-        """Put a simulated engine of this profile where the last one was. Raise NotAsExpected."""
+        """Replace the simulated engine by one with this profile. Raise NotAsExpected."""
         assert self._fleet is not None
         self._replace(model, profile)
         await self._fleet.until(
@@ -106,7 +106,7 @@ class Engines:
             )
 
     def stop(self) -> None:
-        """End all of it."""
+        """End all processes."""
         self._end_simulated()
         if self._fleet is not None:
             self._fleet.stop()
@@ -124,7 +124,7 @@ class Engines:
 
 
 def alone_ms(profile: Path, prompt: int, answer: int) -> dict[str, float]:
-    """Return how long a prompt and a token of its answer take alone, by a profile."""
+    """Return the time of a prompt and of a token of its answer without other requests, by a profile."""
     model = Interpolated.load(profile)
     prefill_ms = model.prefill_ms(StepPlan(prompt, prefills=(prompt,)))
     return {
@@ -138,7 +138,7 @@ def _holdfast(*words: str) -> list[str]:
 
 
 def _write_words(path: Path) -> None:
-    """Write a tokenizer that gives every id of the model's vocabulary a word of its own."""
+    """Write a tokenizer in which every id of the model's vocabulary is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}

@@ -1,4 +1,4 @@
-"""What do the rounds of `fidelity` say? The distributions of both engines, their percentiles, and a verdict."""
+"""The report of `fidelity`: the distributions of both engines, their percentiles, and a verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from controller.trace.replay.measures import DurationHistogram, ReplayMeasures, 
 
 ENGINES = (REAL, SIMULATED)
 SHARES = {"p50": 0.5, "p95": 0.95}
-LIMITS = {"p50": 0.15, "p95": 0.25}  # of the real engine's
+LIMITS = {"p50": 0.15, "p95": 0.25}  # relative to the real engine
 NAMES = {"ttft": "First token (TTFT)", "itl": "Between tokens (ITL)"}
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round has brought."""
+    """The results of one round."""
 
     measures: dict[str, ReplayMeasures]  # of each engine
     alone_ms: dict[str, float]  # by the round's profile
@@ -28,7 +28,7 @@ class Round:
 
 
 def merged(histograms: Sequence[DurationHistogram]) -> DurationHistogram:
-    """Return one distribution of several."""
+    """Merge several distributions."""
     whole = DurationHistogram()
     for one in histograms:
         whole.counts = [a + b for a, b in zip(whole.counts, one.counts, strict=True)]
@@ -38,7 +38,7 @@ def merged(histograms: Sequence[DurationHistogram]) -> DurationHistogram:
 
 
 def compared(real: DurationHistogram, simulated: DurationHistogram) -> dict[str, dict[str, float]]:
-    """Return both percentiles in milliseconds, and how much the simulated ones are above the real ones."""
+    """Return both percentiles in milliseconds, and the deviation of the simulated ones from the real ones."""
     found = {}
     for name, share in SHARES.items():
         (was,), (is_,) = real.percentiles(share), simulated.percentiles(share)
@@ -116,7 +116,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(str(number), *(f"{at['python']:.1f}, {at['memory']:.1f}" for at in one["speeds_ms"]))
     console.print(table)
     if not report["kept_up"]:
-        console.print("The load generator did not keep up: this machine is too busy to say much.")
+        console.print("The load generator did not keep up: this machine is too busy for meaningful results.")
 
 
 def draw(rounds: Sequence[Round], path: Path) -> None:
@@ -130,6 +130,6 @@ def draw(rounds: Sequence[Round], path: Path) -> None:
                 panel.step([middle_s(place) * 1e3 for place in used], below, where="post", label=name)
             panel.set_xscale("log")
             panel.set_xlabel("ms")
-            panel.set_ylabel("share of all that is no longer")
+            panel.set_ylabel("share of all that is not longer")
             panel.set_title(title)
             panel.legend()

@@ -1,11 +1,11 @@
-"""What would the planner have cost on recorded hours, and whose answers would have been late?
+"""Computes the planner's cost on recorded hours, and how many answers would have been late.
 
     python -m benchmarks planner [--workers 64]
 
-Beside it a fixed fleet, and perfect knowledge. Azure's hour is that of workers that read 4,000 prompt tokens a second and take 25
-to 40 ms a token, 32 at once; 1.5 s and 80 ms are promised. Mooncake's is that of ones that read 20,000 and take 8 to 18 ms, 64 at
-once; 2 s and 40 ms. Each has so many times its requests that the busiest minute needs `--workers`. `holdfast plan --trace FILE`
-does the same for any trace and any worker. One JSON line each.
+It is compared with a fixed fleet, and with perfect knowledge. Azure's hour has workers that read 4,000 prompt tokens per second
+and take 25 to 40 ms per token, 32 at once; the objectives are 1.5 s and 80 ms. Mooncake's has workers that read 20,000 and take 8
+to 18 ms, 64 at once; 2 s and 40 ms. The requests of each are multiplied so that the busiest minute needs `--workers`. `holdfast
+plan --trace FILE` does the same for any trace and any worker. One JSON line each.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TO_REACH = {"late_share": 0.01, "of_perfect": 1.15, "changes_per_hour": 12}
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A recorded hour, and workers that fit it."""
+    """A recorded hour, and suitable workers."""
 
     file: str
     profile: Profile
@@ -63,14 +63,16 @@ HOURS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rehearse both hours; 1: one of them has missed what is to be reached."""
+    """Simulate both hours; return 1 if one of them missed a target."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks planner",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data", type=Path, default=DATA, help="where the traces are")
-    parser.add_argument("--workers", type=whole, default=64, help="that the busiest minute needs")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the traces")
+    parser.add_argument(
+        "--workers", type=whole, default=64, help="workers that the busiest minute needs (default: 64)"
+    )
     args = parser.parse_args(argv)
     missed = False
     for hour in HOURS:

@@ -1,5 +1,6 @@
-"""Can `holdfast trace replay` keep up? A fleet of simulated workers answers many streams at once, and the generator says how
-late it was and how much of a core it took.
+"""Measures how late `holdfast trace replay` is with many streams at once, and its share of a core.
+
+A fleet of simulated workers answers the streams.
 
     python -m benchmarks replay [--streams 2000] [--tokens 300] [--itl-ms 55] [--frontends 2] [--workers 8]
 """

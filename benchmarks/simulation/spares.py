@@ -1,12 +1,12 @@
-"""What does a fleet of 1,024 GPUs lack in a year, with no spares, with as many as it needs, and with a tenth?
+"""Computes the capacity that a fleet of 1,024 GPUs lacks in a year, for several numbers of spares.
 
     python -m benchmarks spares [--years 200]
 
-128 groups of eight GPUs, each on a server of its own, and the spares besides, which fail as well. How often a server fails and
-how long it is away is drawn from the published half of StepFun's fault trace (../shared/data/gpu_faults.json): 313 faults of 400
-servers within 174 days; what of them had not ended by then is taken as the longest. A spare takes a lost group's place within a
-second. The seed's fleet waits 60 s for one (N20). One JSON line for each number of spares; figures are means over the years, and
-the worst of them.
+128 groups of eight GPUs, each on its own server, and the spares, which fail as well. The failure rate of a server and
+the duration of its outages are drawn from the published half of StepFun's fault trace (../shared/data/gpu_faults.json): 313
+faults of 400 servers within 174 days; faults that had not ended by then count as the longest. A spare replaces a failed group
+within a second. The seed's fleet waits 60 s for one (N20). One JSON line for each number of spares; figures are means over
+the years, and the worst of them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ACTIVATION_S = {"holdfast": 1.0, "seed": 60.0}
 
 
 def recorded() -> tuple[float, list[float]]:
-    """Return how many faults a server has in a day, and how many days each of them lasted."""
+    """Return the faults per server and day, and the days that each of them lasted."""
     begun: dict[str, list[float]] = defaultdict(list)
     lasted = []
     for event in sorted(json.loads(TRACE.read_text()), key=lambda one: one["event_time"]):
@@ -41,7 +41,7 @@ def recorded() -> tuple[float, list[float]]:
 
 
 def year(dice: random.Random, units: int, per_day: float, lasted: Sequence[float]) -> list[Outage]:
-    """Return the outages of a year, of units each of which is whole again before it fails the next time."""
+    """Return the outages of a year; each unit has recovered before it fails the next time."""
     found = []
     for _ in range(units):
         at = dice.expovariate(per_day)
@@ -55,7 +55,7 @@ def year(dice: random.Random, units: int, per_day: float, lasted: Sequence[float
 def measured(
     spares: int, years: int, per_day: float, lasted: Sequence[float], activation_s: float
 ) -> dict[str, object]:
-    """Return what so many years lack."""
+    """Return the missing capacity over so many years."""
     lost, worst, lacking, replaced = [], 0, 0.0, 0
     for number in range(years):
         outages = year(random.Random(number), GROUPS + spares, per_day, lasted)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--years", type=int, default=200, help="simulated years (200)")
+    parser.add_argument("--years", type=int, default=200, help="simulated years (default: 200)")
     args = parser.parse_args(argv)
     per_day, lasted = recorded()
     mean = sum(lasted) / len(lasted)

@@ -1,10 +1,10 @@
-"""How close are synthetic requests to those that they were learned from, and how fast are they made?
+"""Compares synthetic requests with the recorded ones, and measures how fast they are generated.
 
     python -m benchmarks synthesizer [--trace FILE] [--block-size 512] [--requests 1000000] [--seeds 3]
 
-`like`: by how many percent each validated figure is off at most, over the seeds, all knobs at 1, as many requests as recorded.
-`rounds`: the same where twice and ten times as many are made. `cache`: what caches of so many percent of all blocks find (least
-recently used), recorded and synthetic. `speed`: `holdfast trace synthesize` from a profile, to a file, in a process of its own.
+`like`: the largest deviation of each validated figure in percent, over the seeds, all knobs at 1, as many requests as recorded.
+`rounds`: the same with twice and ten times as many. `cache`: the hits of caches of so many percent of all blocks (least
+recently used), recorded and synthetic. `speed`: `holdfast trace synthesize` from a profile, to a file, in its own process.
 Without the trace beside this clone it measures our own chat traffic. Prints one JSON object each.
 """
 
@@ -27,11 +27,11 @@ from controller.trace.synthesis import synthesize
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation.jsonl"
 FIGURES = ("input_length", "output_length", "context_length", "hit_rate")
-CACHES = (1, 5, 10, 25, 50, 100)  # percent of the different blocks
+CACHES = (1, 5, 10, 25, 50, 100)  # percent of the distinct blocks
 
 
 def like(recorded: Sequence[TraceRow], profile: TraceProfile, times: int, seeds: int) -> dict[str, Any]:
-    """Compare, over so many seeds, the figures of so many times as many requests."""
+    """Compare, over so many seeds, the figures of `times` as many requests."""
     theirs = analyze(recorded, profile.block_tokens)
     worst: dict[str, float] = {}
     for seed in range(seeds):
@@ -42,7 +42,7 @@ def like(recorded: Sequence[TraceRow], profile: TraceProfile, times: int, seeds:
 
 
 def off(ours: Analysis, theirs: Analysis) -> dict[str, float]:
-    """Return by how many percent each figure is off."""
+    """Return the deviation of each figure in percent."""
     return {
         f"{name} {statistic}": round(
             100 * (getattr(getattr(ours, name), statistic) / getattr(getattr(theirs, name), statistic) - 1), 2
@@ -54,7 +54,7 @@ def off(ours: Analysis, theirs: Analysis) -> dict[str, float]:
 
 
 def found(rows: Iterable[TraceRow], blocks: int) -> float:
-    """Return which share of all blocks a cache of so many finds, each with all before it in its prompt."""
+    """Return the share of all blocks that a cache of so many finds, each with all before it in its prompt."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
     for row in rows:
@@ -80,7 +80,7 @@ def speed(profile: TraceProfile, requests: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "controller.cli", "trace", "synthesize", str(path)]
         began = time.perf_counter()
         process = subprocess.Popen([*command, "--requests", str(requests), "-o", f"{folder}/made.jsonl"])
-        peak = 0  # not its rusage: that begins with the memory of who forked it
+        peak = 0  # not its rusage, which begins with the memory of the forking process
         while process.poll() is None:
             peak = max(peak, _peak_kb(process.pid))
             time.sleep(0.02)

@@ -1,14 +1,14 @@
-"""How near comes `holdfast replay what-if` to what would have happened?
+"""Measures the accuracy of `holdfast replay what-if` against a second simulated run.
 
     python -m benchmarks what_if [--seeds 100] [--of QUESTION …]
 
-A simulated fleet of eight workers breaks as a seed says: two engines raise, one answers wrongly in hardware, one hangs; each is
-whole again after a while. It is played twice, by two policies. What-if is asked on the first journal what the second policy
-would have made of it, and is compared with the second run: when was each fault noticed, when did nothing go there any more,
-when was it over? From the first decision that differs on, the second run draws anew when exactly a canary is asked. Prints one
-JSON object a question: how many figures, the share of them within the range that was told (made wider by a canary's jitter and
-a look at the clock, which nobody can know), and the error of the likely one, in seconds: median and 90th percentile;
-`change_s`: the same of somebody who takes history as it was.
+A simulated fleet of eight workers breaks as a seed says: two engines raise, one answers wrongly in hardware, one hangs; each
+recovers after a while. It is simulated twice, under two policies. What-if predicts from the first journal the outcome under the
+second policy, and is compared with the second run: when each fault was noticed, when no request went there any more, and
+when it was over. From the first decision that differs, the second run draws new times for canaries. Prints one
+JSON object per question: the number of figures, the share of them within the predicted range (widened by a canary's jitter and
+one interval between looks at the clock, which cannot be known), and the error of the likely value, in seconds: median and 90th
+percentile; `change_s`: the same for a prediction that nothing changes.
 """
 
 import argparse
@@ -53,21 +53,21 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlantedFault:
-    """What is broken on purpose. Seconds since the start."""
+    """A planted fault. Seconds since the start."""
 
     kind: str
     worker: str
     at: float
     lasts: float
-    canaries: frozenset[int]  # that are answered wrongly, if any
+    canaries: frozenset[int]  # canaries that are answered wrongly, if any
 
 
 def planted(seed: int, workers: Sequence[str]) -> list[PlantedFault]:
     """Return the faults of a seed, each of another worker."""
     dice = random.Random(seed)
-    who = dice.sample(list(workers), 4)
+    victims = dice.sample(list(workers), 4)
     found = []
-    for kind, worker in zip(("error", "corrupt", "hang", "error"), who, strict=True):
+    for kind, worker in zip(("error", "corrupt", "hang", "error"), victims, strict=True):
         wrong = frozenset(n for n in range(CANARIES) if dice.random() < 0.5)
         wrong = wrong or frozenset({dice.randrange(CANARIES)})
         found.append(PlantedFault(kind, worker, dice.uniform(60, 240), dice.uniform(20, 150), wrong))
@@ -100,7 +100,7 @@ def _hang(machine: Machine, hung: bool) -> None:
 
 
 def scenario(seed: int, values: dict[str, Any]) -> Scenario:
-    """Return a quiet fleet, that is governed by these settings."""
+    """Return a quiet fleet with these settings."""
     terms = PolicyAsked({**USUAL, **values}).terms()
     interval, silence = terms.interval_s or INTERVAL_S, terms.silence_s or SILENCE_S
     return replace(
@@ -113,7 +113,7 @@ def scenario(seed: int, values: dict[str, Any]) -> Scenario:
 
 
 def played(seed: int, values: dict[str, Any]) -> tuple[list[PlantedFault], Recording]:
-    """Play a seed by these settings, and return what was broken, and the journal."""
+    """Simulate a seed with these settings, and return the faults and the journal."""
     simulation = Simulation(scenario(seed, values))
     faults = planted(seed, sorted(simulation.machines))
     with quiet(), uncollected():
@@ -132,7 +132,7 @@ def played(seed: int, values: dict[str, Any]) -> tuple[list[PlantedFault], Recor
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One figure: what was told, and what was. Seconds since the fault began; infinity: never."""
+    """One figure: the predicted and the actual value. Seconds since the fault began; infinity: never."""
 
     seed: int
     fault: str
@@ -144,14 +144,14 @@ class Prediction:
     before: float  # in the first one
 
     def within(self, slack_s: float) -> bool:
-        """Say whether it was as told, up to so many seconds."""
+        """Return whether the prediction was right, within so many seconds."""
         return self.low - slack_s <= self.was <= self.high + slack_s
 
 
 def predictions(
     seed: int, values: dict[str, Any], of: tuple[list[PlantedFault], Recording] | None = None
 ) -> list[Prediction]:
-    """Return all figures of a seed and a question. `of`: what came of the seed by the usual policy, if that is known."""
+    """Return all figures of a seed and a question. `of`: the result of the seed under the usual policy, if known."""
     faults, first = of or played(seed, {})
     _, second = played(seed, values)
     courses = [take(first, PolicyAsked({**USUAL, **values}).terms(place)).weights for place in PLACES]
@@ -187,7 +187,7 @@ def _times(fault: PlantedFault, weights: Weights, recording: Recording) -> dict[
 
 
 def slack_s(values: dict[str, Any]) -> float:
-    """Return by how much two runs by the same policy may differ in when somebody is asked: jitter, and looks at the clock."""
+    """Return by how much the canary times of two runs under the same policy may differ: jitter, and looks at the clock."""
     interval_s: float = max(INTERVAL_S, values.get("canary.interval", 0.0))
     return 0.2 * interval_s + 2 * LOOK_S
 

@@ -1,1 +1,1 @@
-"""Journal, state store, and the fold between them."""
+"""The journal, the state store, and the fold between them."""

@@ -1,10 +1,10 @@
-"""How long does `holdfast replay what-if` take of a million events? `python -m benchmarks decided_again [--calm 9]`
+"""Measures what-if on a million events: `python -m benchmarks decided_again [--calm 9]`
 
-An hour of 128 simulated workers with a fault in every third lies on a real broker, then nine calm ones (`--calm`), and so on,
-each as the hour after, until there are so many events: with the stream's times as they would be, not those at which this
-benchmark has written them. That is two thousand times the faults of the largest fleet that has published them (419 in 54 days
+A real broker holds an hour of 128 simulated workers with a fault in every third, then nine calm hours (`--calm`), and so on,
+until there are so many events. They have the stream's times as they would be, not those at which this
+benchmark wrote them. That is two thousand times the faults of the largest fleet that has published them (419 in 54 days
 of 16,384 GPUs); `--calm 0` is twenty thousand times. Prints one JSON object: events, faults among them, and seconds: of
-reading, of deciding four times and saying it, of both; and of a sweep over twelve values.
+reading, of deciding four times with the report, of both; and of a sweep over twelve values.
 """
 
 import argparse
@@ -50,7 +50,7 @@ NUMBERS = ("number", "sent_under", "routed_under")  # fields that count decision
 
 
 def hour(*, calm: bool = False) -> list[Recorded]:
-    """Return an hour of a fleet, as it is simulated; a calm one has no faults."""
+    """Return an hour of a simulated fleet; a calm one has no faults."""
     scenario = draw(SEED, WORKERS, MINUTES)
     if calm:
         scenario = replace(scenario, worker_faults={}, fleet_faults={}, corrupt_from_start=0)
@@ -90,10 +90,10 @@ def _later(fact: Fact, times: int, later: timedelta, decisions: int) -> Fact:
 
 
 async def fill(url: str, events: int, calm: int) -> int:
-    """Put them on the stream, and return the last sequence."""
+    """Write the events to the stream, and return the last sequence."""
     journal = await NatsJournal.connect(url, "bench:fill")
     client = await nats.connect(url)
-    number = after = 0  # of observations; the last decision's place
+    number = after = 0  # of observations; the last decision's sequence
     for n, event in enumerate(hours(calm, events)):
         decided = isinstance(event.fact, Decision)
         number += not decided
@@ -107,7 +107,7 @@ async def fill(url: str, events: int, calm: int) -> int:
         if n % 5_000 == 0:
             await client.flush()
     await client.flush()
-    while (last := await journal.last_seq()) < events:  # noqa: ASYNC110 (the broker has no flag for us)
+    while (last := await journal.last_seq()) < events:  # noqa: ASYNC110 (the broker sends no notification)
         await asyncio.sleep(0.05)
     await client.close()
     await journal.close()
@@ -115,24 +115,24 @@ async def fill(url: str, events: int, calm: int) -> int:
 
 
 class AsSaid:
-    """A journal at whose times its events would have been written, had the hours passed."""
+    """A journal with the times at which its events would have been written, had the hours passed."""
 
     def __init__(self, reopen: Reopen) -> None:
         self._reopen = reopen
 
     def reopen(self) -> Reopen:
-        """Return what opens it in another process."""
+        """Return a function that opens it in another process."""
         return partial(_as_said, self._reopen)
 
 
 class AsSaidReads:
-    """Who reads it."""
+    """Its reader."""
 
     def __init__(self, journal: JournalReads) -> None:
         self._journal = journal
 
     async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield events, each at the time at which it was said."""
+        """Yield events, each with the time at which it was published."""
         async for batch in self._journal.read(after, until=until):
             yield [replace(event, at=event.said_at or event.at) for event in batch]
 

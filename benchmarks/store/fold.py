@@ -1,4 +1,4 @@
-"""How fast does a fleet fold and decide? `python -m benchmarks fold`
+"""Measures how fast a fleet folds and decides: `python -m benchmarks fold`
 
 Events per second through `evolve`, by kind and fleet size, and microseconds of one `settle` of a calm fleet.
 """

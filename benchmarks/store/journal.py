@@ -1,10 +1,9 @@
-"""The journal: what does an acknowledged append cost, how soon does a view know, how fast is it read back, how soon
-does another controller decide?
+"""Measures the journal: append latency, view delay, read rate, takeover by another controller.
 
     python -m benchmarks journal [--events 200000] [--rate 1000] [--seconds 10] [--runs 3]
 
-A real nats-server that syncs always, in a directory of its own; publisher, view and controllers are processes of
-their own. Prints one JSON object: medians of the runs, with the disk's own fdatasync beside them.
+A real nats-server that syncs always, in its own directory; publisher, view and controllers are separate
+processes. Prints one JSON object: medians of the runs, with the disk's own fdatasync beside them.
 """
 
 import argparse
@@ -43,7 +42,7 @@ TAKEOVERS = 5
 
 
 def passed(worker: str, canary: str = "c0", check: o.CheckType = "scheduled") -> o.CanaryPassed:
-    """Return a good probe's outcome; what is measured travels in `canary`."""
+    """Return a successful probe; the measured data is in `canary`."""
     return o.CanaryPassed(
         worker=worker, instance=f"{worker}-a", canary_key="key", canary=canary, check_type=check, sent_under=0,
         sent_at=datetime.now(UTC), latency_ms=12.0,
@@ -58,7 +57,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def fdatasync_ms(directory: Path) -> float:
-    """Return what the disk itself takes to sync 400 bytes (median)."""
+    """Return the disk's own time to sync 400 bytes (median)."""
     took = []
     with (directory / "sync").open("wb") as file:
         for _ in range(200):
@@ -110,7 +109,7 @@ async def measure_read(journal: NatsJournal, events: int, spool: Path) -> dict[s
 
 
 async def measure_view(url: str, rate: int, seconds: float) -> dict[str, float]:
-    """Publish at a steady rate from here; a view in another process says how late it knew."""
+    """Publish at a steady rate from this process; a view in another process reports its delay."""
     view = await child("view", url, str(int(rate * seconds)))
     assert view.stdout is not None
     assert (await asyncio.wait_for(view.stdout.readline(), 30)).strip() == b"ready"
@@ -129,7 +128,7 @@ async def measure_view(url: str, rate: int, seconds: float) -> dict[str, float]:
 
 
 async def measure_takeover(url: str) -> list[float]:
-    """Kill the controller that decides, and take the time until another one has decided."""
+    """Kill the controller that decides, and measure the time until another one has decided."""
     names = iter(range(100))
     leader = await child("controller", url, f"c{next(names)}")
     took = []
@@ -137,7 +136,7 @@ async def measure_takeover(url: str) -> list[float]:
     for n in range(TAKEOVERS):
         standby = await child("controller", url, f"c{next(names)}")
         await decided(journal, f"t{n}-before")
-        await asyncio.sleep(0.5 + n * 0.13)  # anywhere between two renewals
+        await asyncio.sleep(0.5 + n * 0.13)  # at any point between two renewals
         began = time.monotonic()
         leader.send_signal(signal.SIGKILL)
         await leader.wait()
@@ -218,7 +217,7 @@ async def child(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def follow(url: str, count: int) -> None:
-    """Be a view, and say how late it knew of each of `count` facts."""
+    """Run a view, and report its delay for each of `count` facts."""
     journal = await NatsJournal.connect(url, "frontend:bench")
     for n in range(WORKERS):
         journal.observe(joined(f"w{n}"))
@@ -246,7 +245,7 @@ async def follow(url: str, count: int) -> None:
 
 
 async def control(url: str, name: str) -> None:
-    """Be a controller."""
+    """Run a controller."""
     clock = SystemClock()
     journal = await NatsJournal.connect(url, f"controller:{name}")
     lease = Lease(journal.cell("leader"), journal.source, clock)
@@ -260,9 +259,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--events", type=int, default=200_000, help="events to write and read back")
-    parser.add_argument("--rate", type=int, default=1000, help="facts per second towards the view")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long")
+    parser.add_argument(
+        "--events", type=int, default=200_000, help="events to write and read back (default: 200000)"
+    )
+    parser.add_argument(
+        "--rate", type=int, default=1000, help="facts per second for the view (default: 1000)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="seconds of facts for the view (default: 10)"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -270,7 +275,7 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
-    collector.calm()  # as every role's process does
+    collector.calm()  # as in every role's process
     if arguments.child:
         role, url, what = arguments.child
         uvloop.run(follow(url, int(what)) if role == "view" else control(url, what))

@@ -1,10 +1,10 @@
-"""How soon is a post-mortem there, how large is it, and can people use it? `python -m benchmarks report [--events 10000]`
+"""Measures the post-mortem report: `python -m benchmarks report [--events 10000]`
 
-A made history of 1,000 workers lies on a real broker; `holdfast replay report` tells all of it, as one page. Debian's chromium
-(`make chromium`) opens that, and its slider goes over the whole time, step by step. Prints one JSON object:
+A real broker holds a generated history of 1,000 workers; `holdfast replay report` renders all of it as one page. Debian's
+chromium (`make chromium`) opens the page and moves its slider over the whole time, step by step. Prints one JSON object:
 
     report     seconds of the command, from its start to its end; megabytes of the page
-    page       milliseconds until something is painted, and until all is there; of a step of the slider: p50, p99
+    page       milliseconds until the first paint, and until the page is complete; of a step of the slider: p50, p99
 """
 
 import argparse
@@ -38,7 +38,7 @@ STEPPED = """steps => {
 
 
 async def made(url: str, where: Path) -> float:
-    """Run the command, and return how many seconds it took."""
+    """Run the command, and return its seconds."""
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "controller.cli", "replay", "report", "--since", "1", "-o", str(where)),

@@ -1,4 +1,4 @@
-"""The workers of a history that is only written and read, never served: as they register."""
+"""Registrations of workers for histories that are only written and read, never served."""
 
 from events import observations as o
 

@@ -1,9 +1,9 @@
-"""Where did the time of an event go, and was it the machine's fault? For `benchmarks.store.store`.
+"""Attributes the delay of events to stages, and to the machine, for `benchmarks.store.store`.
 
-    said ── publishing ──▶ stored ── delivery ──▶ written ── commit ──▶ committed
+    published ── publishing ──▶ stored ── delivery ──▶ written ── commit ──▶ committed
 
-`stored` is the broker's own time, before it syncs: the sync belongs to `delivery`, and an event that waits for the one
-before it to be synced belongs to `publishing`. All on one machine, so that one clock counts.
+`stored` is the broker's own time, before it syncs: the sync belongs to `delivery`, and an event that waits for the sync
+of the one before it belongs to `publishing`. All on one machine, so that one clock applies.
 """
 
 import json
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 STALL_MS = 20.0  # an event that took longer is part of a stall
-QUIET_MS = 20.0  # said so long after the last event of a stall, it belongs to another one
+QUIET_MS = 20.0  # an event published this long after the last event of a stall belongs to another one
 PROBE_EVERY_S = 0.02
 PAGE = b"x" * 4096
 STAGES = ("publishing", "delivery", "commit")
 
-Took = tuple[float, float, float, float]  # when it was said, and how long each stage took: milliseconds
+Took = tuple[float, float, float, float]  # time of publication, and duration of each stage: milliseconds
 
 
 def told(events: Sequence[Took]) -> dict[str, Any]:
-    """Return the figures of events in the order in which they were said."""
+    """Return the figures of events in the order of publication."""
     return {
         **percentiles([sum(event[1:]) for event in events]),
         "stages_p99_ms": {
@@ -38,7 +38,7 @@ def told(events: Sequence[Took]) -> dict[str, Any]:
 
 
 def stalls(events: Sequence[Took]) -> dict[str, Any]:
-    """Count the stalls, how many events met one, and which stage took longest for the event that each held up most."""
+    """Count the stalls, the events in them, and the slowest stage of the most delayed event of each."""
     found: list[list[Took]] = []
     for event in events:
         if sum(event[1:]) > STALL_MS:
@@ -64,8 +64,8 @@ def percentiles(milliseconds: Sequence[float]) -> dict[str, float]:
 def probe(directory: Path) -> None:
     """Sleep, append a page to a file and sync it, until stdin ends; then print how long syncs took, and how late it woke.
 
-    It runs in a process of its own beside the measurement, on the same disk: slow syncs are the disk's, and who wakes
-    late had to wait for a processor.
+    It runs in a separate process beside the measurement, on the same disk: slow syncs are the disk's fault, and a late
+    wake-up means that the process had to wait for a processor.
     """
     synced, late = [], []
     file = os.open(directory / "probe", os.O_CREAT | os.O_WRONLY | os.O_APPEND)

@@ -1,10 +1,10 @@
-"""The state store: how soon is an event in it, how fast is a history projected anew, how fast is a look back?
+"""Measures the state store: delay of events, projection of a history, and historical look-ups.
 
     python -m benchmarks store [--events 1000000] [--rate 1000] [--seconds 20] [--runs 3]
 
-Beside how soon events are in it stands where the slow ones lost their time (`stalls.py`), how long the same disk took
-meanwhile to sync a page, and how late another process was woken: a slow disk and a busy machine are no fault of ours.
-Real servers in a directory of their own, the projector in a process of its own. Prints one JSON object.
+Beside the delay of events the report shows where slow ones lost their time (`stalls.py`), how long the same disk took
+meanwhile to sync a page, and how late another process was woken: a slow disk or a busy machine are no fault of ours.
+Real servers in their own directory, the projector in a separate process. Prints one JSON object.
 """
 
 import argparse
@@ -53,7 +53,7 @@ EPOCH = datetime(2026, 3, 1, tzinfo=UTC)
 
 
 def observed(rng: random.Random, now: datetime, number: int) -> Observation:
-    """Return something that a fleet at work reports."""
+    """Return a fact that a working fleet reports."""
     worker = f"w{rng.randrange(WORKERS)}"
     of: dict[str, Any] = {"worker": worker, "instance": f"{worker}-a"}
     probe = {"canary_key": "key", "canary": f"c{rng.randrange(4)}", "check_type": "scheduled", "sent_under": number,
@@ -77,14 +77,14 @@ def observed(rng: random.Random, now: datetime, number: int) -> Observation:
 
 @dataclass
 class Made:
-    """A history in the making, decided on by the real deciders."""
+    """A history under construction, decided on by the real deciders."""
 
     events: int
     rng: random.Random
     now: datetime = EPOCH
     seq: int = 0
     number: int = 0  # of the source's facts
-    decided: int = 0  # the last decision's place
+    decided: int = 0  # the last decision's sequence
 
     def facts(self) -> Iterator[tuple[Fact, dict[str, str]]]:
         """Yield facts and their headers, in stream order."""
@@ -122,8 +122,8 @@ class Made:
 
 
 async def fill(url: str, events: int) -> int:
-    """Put a made history on the stream and return its last sequence."""
-    journal = await NatsJournal.connect(url, "bench:fill")  # makes the stream
+    """Write a generated history to the stream and return its last sequence."""
+    journal = await NatsJournal.connect(url, "bench:fill")  # creates the stream
     client = await nats.connect(url)
     made = Made(events, random.Random(1))
     for n, (fact, headers) in enumerate(made.facts()):
@@ -131,7 +131,7 @@ async def fill(url: str, events: int) -> int:
         if n % 5_000 == 0:
             await client.flush()
     await client.flush()
-    while (last := await journal.last_seq()) < made.seq:  # noqa: ASYNC110 (the broker has no flag for us)
+    while (last := await journal.last_seq()) < made.seq:  # noqa: ASYNC110 (the broker sends no notification)
         await asyncio.sleep(0.05)
     await client.close()
     await journal.close()
@@ -142,7 +142,7 @@ async def fill(url: str, events: int) -> int:
 
 
 async def child_follow(nats_url: str, database_url: str, events: int) -> None:
-    """Project, and say when each event was said and how long it took until it was committed, stage by stage."""
+    """Project, and report when each event was published and how long it took until it was committed, stage by stage."""
     took: list[stalls.Took] = []
     journal = await NatsJournal.connect(nats_url, "projector:bench")
 
@@ -160,7 +160,7 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
     store = Noting(database_url)
     store.prepare()
     projector = Projector(journal, store)
-    collector.calm()  # as the projector's process does
+    collector.calm()  # as in the projector's process
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(projector.run())
@@ -176,7 +176,7 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
 async def published_to_committed(
     nats_url: str, database_url: str, rate: int, seconds: int, directory: Path
 ) -> dict[str, Any]:
-    """Say `rate` events a second and ask the projector's process when each was committed."""
+    """Publish `rate` events per second and get from the projector's process when each was committed."""
     events = rate * seconds
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.store.store", "--child", "follow", nats_url, database_url, str(events + WORKERS),
@@ -188,7 +188,7 @@ async def published_to_committed(
     for n in range(WORKERS):
         journal.observe(joined(f"w{n}"))
     rng = random.Random(2)
-    collector.calm()  # as whoever publishes does
+    collector.calm()  # as in a publishing process
     probe = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.store.stalls", str(directory),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -213,7 +213,7 @@ async def published_to_committed(
 
 
 async def child_catch_up(nats_url: str, database_url: str) -> None:
-    """Project the whole journal into an empty store, as a projector does that was away: in one process."""
+    """Project the whole journal into an empty store, as a projector does after a long absence: in one process."""
     journal = await NatsJournal.connect(nats_url, "projector:bench")
     store = PostgresStore(database_url)
     last = await journal.last_seq()
@@ -228,7 +228,7 @@ async def child_catch_up(nats_url: str, database_url: str) -> None:
 
 
 async def child_rebuild(nats_url: str, database_url: str) -> None:
-    """Rebuild beside the projection that is there, as `holdfast replay rebuild` does."""
+    """Rebuild beside the existing projection, as `holdfast replay rebuild` does."""
     journal = await NatsJournal.connect(nats_url, "replay:bench")
     store = PostgresStore(database_url)
     collector.calm(collector.COLLECT_HISTORY_AT)
@@ -240,7 +240,7 @@ async def child_rebuild(nats_url: str, database_url: str) -> None:
 
 
 async def child_at(nats_url: str, database_url: str) -> None:
-    """Look back at 50 places."""
+    """Look up 50 past positions."""
     journal = await NatsJournal.connect(nats_url, "replay:bench")
     store = PostgresStore(database_url)
     last, rng = await journal.last_seq(), random.Random(3)
@@ -258,19 +258,19 @@ async def child_at(nats_url: str, database_url: str) -> None:
 
 
 def peak_mb() -> int:
-    """Return this process's largest resident size, and that of the process that helped it."""
-    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """Return the largest resident size of this process, and of its helper process."""
+    used = [resource.getrusage(scope).ru_maxrss for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(used) // 1024
 
 
 def cpu_s() -> list[float]:
-    """Return the processor's seconds that this process has taken, and the one that helped it."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """Return the CPU seconds of this process, and of its helper process."""
+    used = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [round(one.ru_utime + one.ru_stime, 2) for one in used]
 
 
 def child(*arguments: str) -> dict[str, Any]:
-    """Run one measurement in a process of its own and return what it printed."""
+    """Run one measurement in a separate process and return what it printed."""
     command = [sys.executable, "-m", "benchmarks.store.store", "--child", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -278,7 +278,7 @@ def child(*arguments: str) -> dict[str, Any]:
 
 
 async def fresh_database(server: EmbeddedServer) -> str:
-    """Make the tables anew and return their owner's URL."""
+    """Create the tables and return their owner's URL."""
     import asyncpg
 
     url = DatabaseAccounts.kept(server.directory / "accounts.json").urls(server.url).owner
@@ -331,7 +331,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def median(runs: list[dict[str, Any]], by: str) -> dict[str, Any]:
-    """Return the run in the middle, with the spread of the figure that it was chosen by."""
+    """Return the median run by one figure, with the spread of that figure."""
     ordered = sorted(runs, key=lambda run: float(run[by]))
     middle = ordered[(len(ordered) - 1) // 2]
     return {
@@ -342,11 +342,17 @@ def median(runs: list[dict[str, Any]], by: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, or be one of the measured processes."""
+    """Measure, or run as one of the measured processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--events", type=int, default=1_000_000, help="events to replay; 0: skip")
-    parser.add_argument("--rate", type=int, default=1_000, help="events a second, published to committed")
-    parser.add_argument("--seconds", type=int, default=20, help="how long; 0: skip")
+    parser.add_argument(
+        "--events", type=int, default=1_000_000, help="events to replay; 0: skip (default: 1000000)"
+    )
+    parser.add_argument(
+        "--rate", type=int, default=1_000, help="events per second, published to committed (default: 1000)"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=20, help="seconds of these events; 0: skip (default: 20)"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -357,7 +363,7 @@ def main() -> None:
     import uvloop
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    collector.calm()  # as the projector's process does
+    collector.calm()  # as in the projector's process
     name, *rest = args.child
     kinds: dict[str, Any] = {"catch_up": child_catch_up, "rebuild": child_rebuild, "at": child_at}
     work = child_follow(rest[0], rest[1], int(rest[2])) if name == "follow" else kinds[name](*rest)

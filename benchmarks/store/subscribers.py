@@ -1,14 +1,14 @@
-"""FastStream's JetStream subscriber beside `events.follow`: speed, cost, order.
+"""Compares FastStream's JetStream subscriber with `events.follow`: speed, cost, order.
 
     python -m benchmarks faststream [--events 50000] [--runs 3]
 
-A durable pull consumer with explicit acknowledgement reads one stream with each of them; every event is decoded to a fact. Each
-reader is a process of its own. Prints a JSON line for each reader:
+Each of them reads one stream through a durable pull consumer with explicit acknowledgement; every event is decoded to a fact.
+Each reader is a separate process. Prints a JSON line for each reader:
 
 events_per_s    from the first event to the last
-cpu_s           processor seconds of the reader, user and system, without its imports
-retry_order     events that the reader handed out before it handed out again one that failed once: 0 keeps the order
-goes_on_after_deleted_consumer    whether it reads on after its consumer was deleted at the broker
+cpu_s           CPU seconds of the reader, user and system, without its imports
+retry_order     events delivered between a failed event and its redelivery: 0 keeps the order
+goes_on_after_deleted_consumer    whether it continues after its consumer was deleted at the broker
 """
 
 import argparse
@@ -43,24 +43,24 @@ from events.journal.broker import delivered
 from events.journal.nats import NatsJournal
 from events.subjects import STREAM
 
-ACK_WAIT_S = 5.0  # as `events.follow` has it
-FAILS_AT = 25  # the event that fails once, where the order is looked at
-SEEN = 600  # events until which the order is looked at
-AWAY_S = 12.0  # for an event to come after the consumer was deleted
+ACK_WAIT_S = 5.0  # as in `events.follow`
+FAILS_AT = 25  # the event that fails once, in the test of the order
+SEEN = 600  # number of events in the test of the order
+AWAY_S = 12.0  # for an event to arrive after the consumer was deleted
 
 
 class Reached(Exception):
-    """The reader has read what it was to read."""
+    """The reader has read all events of the measurement."""
 
 
-Handle = Callable[[int], bool]  # a sequence; False: it is to come again
+Handle = Callable[[int], bool]  # called with a sequence; False: redeliver it
 
 
 # --- the readers -----------------------------------------------------------------------------------------------------
 
 
 async def read_followed(url: str, durable: str, handle: Handle) -> None:
-    """Read with `events.follow`. A failure is what it is for a program that follows: the loop is left, and entered again."""
+    """Read with `events.follow`. A failure is handled as in a following program: the loop is left, and entered again."""
     while True:
         following = follow(url, durable=durable)
         async for event in following:
@@ -112,7 +112,7 @@ READERS: dict[str, Callable[[str, str, Handle], Any]] = {
 }
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
 async def speed(url: str, name: str, events: int) -> dict[str, float]:
@@ -137,7 +137,7 @@ async def speed(url: str, name: str, events: int) -> dict[str, float]:
 
 
 async def order(url: str, name: str) -> dict[str, int]:
-    """Fail one event once; count what was handed out between the failure and its repetition."""
+    """Fail one event once; count the events delivered between the failure and its redelivery."""
     seen: list[int] = []
 
     def handle(seq: int) -> bool:
@@ -152,7 +152,7 @@ async def order(url: str, name: str) -> dict[str, int]:
 
 
 async def deleted(url: str, name: str) -> dict[str, bool]:
-    """Delete the consumer under the reader; see whether it reads on."""
+    """Delete the reader's consumer; return whether it continues reading."""
     durable, seen = f"deleted-{os.getpid()}", [0]
 
     def handle(seq: int) -> bool:
@@ -211,7 +211,7 @@ async def fill(url: str, spool: Path, events: int) -> None:
 
 
 def child(url: str, name: str, measure: str, events: int) -> dict[str, Any]:
-    """Measure one thing of one reader in a process of its own."""
+    """Measure one thing of one reader in a separate process."""
     words = ["--child", url, name, measure, "--events", str(events)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.store.subscribers", *words],
@@ -250,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks faststream", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--events", type=int, default=50_000, help="events that are read (default: 50000)")
+    parser.add_argument("--events", type=int, default=50_000, help="events to read (default: 50000)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each reader (default: 3)")
     parser.add_argument("--readers", nargs="*", choices=READERS, default=list(READERS))
     parser.add_argument("--child", nargs=3, metavar=("URL", "READER", "MEASURE"), help=argparse.SUPPRESS)

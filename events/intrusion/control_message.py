@@ -1,8 +1,8 @@
-"""The form of a control message to a worker, which nothing else on its subject has.
+"""The form of a control message to a worker, which no other message on its subject has.
 
-A broker sends the acknowledgement of a publication wherever its publisher says, past all permissions: so a body that arrives on a
-control subject may come from no controller. A control message names the instance that it is for, and since 0.3 also its form, its
-sender and its verb. A controller of 0.2.0 names only what it wants: the instance, or a value that belongs to the verb.
+A broker sends a publication's acknowledgement to any subject that the publisher names, past all permissions. So a body on a
+control subject may not come from a controller. A control message names the instance that it is for, and since 0.3 also its form,
+its sender and its verb. A controller of 0.2.0 sends only the instance, or a value that belongs to the verb.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def control(verb: str, worker: str, instance: str, sender: str, body: Mapping[st
 
 
 def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
-    """Return why a body is no control message with this verb to this worker; empty if it is one."""
+    """Return why a body is not a control message with this verb to this worker; empty if it is one."""
     form = body.get("control")
     if form is None:
         return (
@@ -39,7 +39,7 @@ def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
 
 
 def acknowledged(body: bytes) -> int | None:
-    """Return the place in the journal of which this is the broker's acknowledgement; None: it is none, or a repetition's."""
+    """Return the stream sequence, if the body is the broker's acknowledgement; None: it is none, or that of a repetition."""
     try:
         found = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError):

@@ -1,7 +1,7 @@
-"""Plausibility of what a worker registers: bounds that no real engine exceeds.
+"""Plausibility checks of a worker's registration: bounds that no real engine exceeds.
 
 A registration outside them is refused by the fold (`controller.deciders.fold`): the worker is not part of the fleet. It is not
-refused by the codec, because readers of every version must take the same events from a journal.
+refused by the codec, because readers of every version must accept the same events of a journal.
 """
 
 from collections.abc import Iterator

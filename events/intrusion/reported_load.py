@@ -1,7 +1,7 @@
-"""Plausibility of the load that a worker reports: bounds that no engine exceeds.
+"""Plausibility checks of the load that a worker reports: bounds that no engine exceeds.
 
-An impossible value would decide about other workers' requests: a time of −10⁹ s until a worker takes requests again is the least
-of all workers' times, and a count that is no number fails every comparison.
+An impossible value would affect other workers' requests. A time of −10⁹ s until a worker accepts requests again is the lowest
+of all workers' times, and a count that is not a number fails every comparison.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def impossible_load(load: Load) -> str:
 
 
 def counts(said: Mapping[str, object]) -> dict[str, int]:
-    """Return the counts of a load as heartbeats on the bus have it, without unknown names. Raise ValueError for an
+    """Return the counts of a load in a heartbeat on the bus, without unknown names. Raise ValueError for an
     impossible one."""
     found: dict[str, int] = {}
     for name in _COUNTS:

@@ -1,4 +1,4 @@
-"""Reports of what was refused to a sender: `IntrusionRefused`, counted, and not more often than the journal can bear."""
+"""Reports refused attempts (`IntrusionRefused`), counted, at a rate that the journal can bear."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +17,17 @@ log = structlog.get_logger(__name__)
 
 
 class ReportIntrusion(Protocol):
-    """Reports that a sender was refused something."""
+    """Reports that an operation of a sender was refused."""
 
     def __call__(
-        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+        self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None: ...
 
 
-def not_reported(who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False) -> None:
-    """Report to nothing."""
+def not_reported(
+    sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+) -> None:
+    """Report nothing."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class _Attempts:
 
 
 class Intrusions:
-    """Observes an attempt at once, and its repetitions together every 10 s."""
+    """Reports an attempt at once, and its repetitions together every 10 s."""
 
     def __init__(self, observe: Callable[[Observation], object], now: Callable[[], float]) -> None:
         self._observe = observe
@@ -43,11 +45,11 @@ class Intrusions:
         self._known: dict[tuple[str, str, bool], _Attempts] = {}
 
     def report(
-        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+        self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None:
-        """Count an attempt, and report it when it is due. `worker`, `instance`: whose life is to be ejected, with `eject`."""
+        """Count an attempt, and report it when it is due. With `eject`, `worker` and `instance` name the life to be ejected."""
         tried = "".join(c if c.isprintable() else "?" for c in tried[:TRIED_MAX])
-        key, now = (who, tried.partition(":")[0], eject), self._now()
+        key, now = (sender, tried.partition(":")[0], eject), self._now()
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= SENDERS_MAX:
@@ -57,8 +59,8 @@ class Intrusions:
         if now - known.said_at < EVERY_S:
             return
         fact = IntrusionRefused(
-            who=who, tried=tried, times=known.times, worker=worker, instance=instance, eject=eject
+            who=sender, tried=tried, times=known.times, worker=worker, instance=instance, eject=eject
         )
         known.said_at, known.times = now, 0
-        log.warning("intrusion_refused", who=who, tried=tried, times=fact.times, eject=eject)
+        log.warning("intrusion_refused", who=sender, tried=tried, times=fact.times, eject=eject)
         self._observe(fact)

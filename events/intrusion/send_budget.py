@@ -1,4 +1,4 @@
-"""A budget of events and bytes per second, with a burst: a token bucket. Time is an argument."""
+"""Token buckets that limit events and bytes per second, with a burst. Time is an argument."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ MUTED_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What one sender may send: on average per second, and at once."""
+    """A sender's limit: the average per second, and the burst."""
 
     per_s: float
     burst: float
@@ -17,7 +17,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLimit:
-    """What one sender may send, in messages and in bytes."""
+    """A sender's limits of messages and of bytes."""
 
     messages: Rate
     size: Rate
@@ -30,7 +30,7 @@ def traffic(per_s: float, burst: float, mb_per_s: float, mb_burst: float) -> Tra
 
 
 class SendBudget:
-    """One sender's bucket. Begins full."""
+    """One sender's token bucket. It begins full."""
 
     __slots__ = ("_at", "_left", "_rate")
 
@@ -40,7 +40,7 @@ class SendBudget:
         self._at = now
 
     def take(self, amount: float, now: float) -> bool:
-        """Spend so much; False: the budget has not got it, and nothing is spent."""
+        """Spend the amount; return False, and spend nothing, if the budget does not cover it."""
         rate = self._rate
         self._left = min(rate.burst, self._left + max(0.0, now - self._at) * rate.per_s)
         self._at = now
@@ -51,7 +51,7 @@ class SendBudget:
 
 
 class TrafficBudget:
-    """One sender's buckets of messages and of bytes."""
+    """One sender's token buckets of messages and of bytes."""
 
     __slots__ = ("_messages", "_muted_until", "_size")
 
@@ -60,28 +60,28 @@ class TrafficBudget:
         self._muted_until = float("-inf")
 
     def mute(self, now: float) -> None:
-        """Drop what the sender sends for the next second, so that a flood costs one report a second."""
+        """Drop the sender's messages for the next second, so that a flood costs one report per second."""
         self._muted_until = now + MUTED_S
 
     def muted(self, now: float) -> bool:
-        """Return whether what arrives is dropped unseen."""
+        """Return whether messages are currently dropped unread."""
         return now < self._muted_until
 
     def take(self, messages: int, size: int, now: float) -> bool:
-        """Spend so many messages of so many bytes together; False: one of the budgets has not got it."""
+        """Spend so many messages with so many bytes in total; return False if one of the budgets does not cover it."""
         return self._messages.take(messages, now) and self._size.take(size, now)
 
 
 class SubjectBudgets:
-    """The buckets of all senders, by the subject to which the broker allows each. Forgets all of them beyond `most`."""
+    """The token buckets of all senders, by the subject that the broker reserves for each. Beyond `most` all are reset."""
 
     def __init__(self, limit: TrafficLimit, most: int) -> None:
-        """Begin without senders."""
+        """Start without senders."""
         self._limit, self._most = limit, most
         self._budgets: dict[str | bytes, TrafficBudget] = {}
 
     def admits(self, subject: str | bytes, size: int, now: float, flooded: Callable[[], object]) -> bool:
-        """Return whether a message is within its sender's budget. If not, call `flooded`, once a second at most."""
+        """Return whether a message is within its sender's budget. If not, call `flooded`, at most once a second."""
         budget = self._budgets.get(subject)
         if budget is None:
             if len(self._budgets) >= self._most:

@@ -1,10 +1,10 @@
-"""Which source may an observation name? A worker's process its own workers' facts; no other process a worker's.
+"""Checks the source of an observation: a worker's facts must come from its own process.
 
-A source and its number make a repetition recognisable (`events.order`), so a fact that names another source's next numbers would
-have every reader drop what that source publishes later. A broker account proves the subject, the subject names the worker, and
-the source must belong to it. A process of several workers is called by the first of them.
+Source and number identify a repetition (`events.order`). So a fact that names another source's next numbers would
+make every reader drop what that source publishes later. A broker account proves the subject, the subject names the worker, and
+the source must belong to that worker. A process of several workers is named after the first of them.
 
-What a reader would get wrong: this holds for the kinds that workers publish. Accounts that publish the others are trusted.
+Note: this covers the kinds that workers publish. Accounts that publish the other kinds are trusted.
 """
 
 from events.fact import Fact
@@ -13,26 +13,26 @@ from events.subjects import token
 
 OF_WORKERS = ("worker", "watch")
 COUNT_MAX = 100_000  # workers of one process
-_WORKERS_SAY = frozenset(SAYS["worker"])
-_SAY = {role: frozenset(kinds) for role, kinds in SAYS.items()}
+_PUBLISHED_BY_WORKERS = frozenset(SAYS["worker"])
+_PUBLISHED_BY = {role: frozenset(kinds) for role, kinds in SAYS.items()}
 
 
 def forged(fact: Fact, source: str) -> str:
     """Return why this source cannot have published this fact; empty if it may have."""
     role, _, rest = source.partition(":")
     kind = fact.__class__
-    if kind not in _WORKERS_SAY:  # no account of a worker may publish it
+    if kind not in _PUBLISHED_BY_WORKERS:  # no account of a worker may publish it
         return ""
     if role in OF_WORKERS:
         first, worker = token(rest.rpartition(":")[0]), token(str(getattr(fact, "worker", "")))
         return "" if lives_in(worker, first) else f"its source is {first}, and it is about {worker}"
-    if role in _SAY and kind not in _SAY[role]:
+    if role in _PUBLISHED_BY and kind not in _PUBLISHED_BY[role]:
         return f"its source is a {role}, which publishes no {fact.kind()}"
     return ""
 
 
 def lives_in(worker: str, first: str) -> bool:
-    """Return whether a worker can live in the process that is called by this first worker."""
+    """Return whether a worker can belong to the process named after this first worker."""
     if worker == first:
         return True
     stem = first.rstrip("0123456789")

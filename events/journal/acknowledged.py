@@ -1,9 +1,9 @@
-"""Does the broker still have what it told us it had stored?
+"""Detects a broker that has lost acknowledged events, or is another broker.
 
-The last acknowledgement, in memory and (once a second, and at the end) in a small file beside the spool. A broker
-that comes back from a power cut without it, or with another event in its place, has lost acknowledged facts or is
-another broker; going on would join two histories. nats-server itself says nothing: it cuts its file at the first
-damage and goes on from there.
+It remembers the last acknowledgement, in memory and (once a second, and at the end) in a small file beside the spool. After a
+power failure a broker may lack that event, or hold another one in its position. Then it has lost acknowledged facts or is
+another broker, and continuing would join two histories. nats-server itself does not report this: it cuts its file at the
+first damage and continues from there.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ class AcknowledgedEvent(msgspec.Struct, frozen=True):
 
 
 class AcknowledgedPosition:
-    """The highest acknowledged event of this process, or of its predecessors on the same directory."""
+    """The last acknowledged event of this process, or of its predecessors on the same directory."""
 
     def __init__(self, path: Path | None) -> None:
         self.seen: AcknowledgedEvent | None = None
@@ -47,11 +47,11 @@ class AcknowledgedPosition:
 
     @property
     def unsaved(self) -> bool:
-        """Whether there is something to write down."""
+        """Whether there is a newer position to save."""
         return self._path is not None and self.seen != self._saved
 
     def save(self) -> None:
-        """Write it down, whole or not at all."""
+        """Save the position, atomically."""
         if self._path is None or self.seen is None or not self.unsaved:
             return
         fresh = self._path.with_suffix(".tmp")
@@ -66,17 +66,17 @@ class AcknowledgedPosition:
     async def check(
         self, connection: BrokerConnection, seen: AcknowledgedEvent | None, state: stream.StreamState
     ) -> None:
-        """Raise JournalChanged if the stream no longer holds what it had acknowledged.
+        """Raise JournalChanged if the stream no longer holds the acknowledged event.
 
-        `seen` is what was seen *before* the state was asked for: acknowledgements may arrive meanwhile.
+        `seen` is the position *before* the state was requested: acknowledgements may arrive meanwhile.
         """
         if seen is not None and (lost := await lost_since(connection, seen, state)):
-            remedy = f" If that is meant, remove {self._path}." if self._path is not None else ""
+            remedy = f" If this is intended, remove {self._path}." if self._path is not None else ""
             raise JournalChanged(f"{lost}: the broker has lost events, or is another broker.{remedy}")
 
 
 async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, state: stream.StreamState) -> str:
-    """Return in words why a stream is not the one that held an event; "" if it is, or if that place is dropped."""
+    """Return in words why a stream is not the one that held an event; "" if it is, or if that event has been dropped."""
     if seen.seq < state.first_seq:
         return ""
     if state.last_seq < seen.seq:
@@ -88,7 +88,7 @@ async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, stat
 
 
 def remembered(spools: Path) -> dict[Path, AcknowledgedEvent]:
-    """Return what the processes of one data directory remember, by file; those below `spools` that can be read."""
+    """Return the positions that the processes of one data directory have saved, by file; unreadable ones are omitted."""
     found = {}
     for path in sorted(spools.glob(f"*/{ACKNOWLEDGED}")):
         seen = AcknowledgedPosition(path).seen

@@ -1,8 +1,8 @@
 """Announces what this process knows, and learns what is in force.
 
-Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller answers with what is
-in force on `live.kinds.NAME`. A process that may read the journal looks there as well, at the last `PolicyAdopted`: a
-controller of an older release answers nothing.
+Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller replies with what is
+in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` there: a
+controller of an older release does not reply.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from events.versions import Known, names, new_kinds, stated_kinds
 
 ANNOUNCE_S = 5.0
 UNINFORMED_S = 0.5  # between two announcements while it is not known what is in force
-LOOK_S = 5.0  # between two looks at the journal while some of our kinds are not in force
+LOOK_S = 5.0  # between two reads of the journal while some of our kinds are not in force
 
 log = structlog.get_logger(__name__)
 
 
 class Announcer:
-    """One process's announcements. `workers`: those of a worker's process, which may not read the journal."""
+    """One process's announcements. `workers`: the workers of a worker process, which may not read the journal."""
 
     def __init__(
         self,

@@ -1,17 +1,17 @@
-"""How large may the journal get, and what must lie in it before its oldest events may go?
+"""The journal's limits of size and age, and the snapshots that must exist before events are dropped.
 
     first                    kept        last
       ▼                        ▼           ▼
       ├────────┼────────┼──────┼──────┼────┤
        dropped one day   newest snapshot    an eighth of the bound at most
 
-The broker itself drops the oldest events when the stream reaches a bound. Whoever then begins to fold cannot begin at the
-first event any more: so while a stream has bounds, or is to have some, the leading controller says the settled fleet on the
-journal (`SnapshotKept`) whenever it has grown by an eighth of them. And a bound is set only when such a snapshot lies in what
-it leaves: nothing is dropped that no snapshot stands for.
+The broker itself drops the oldest events when the stream reaches a bound. A reader that starts then can no longer start at the
+first event. So while a stream has bounds, or is to get some, the leading controller writes the settled fleet to the
+journal (`SnapshotKept`) whenever the journal has grown by an eighth of them. A bound is set only when such a snapshot is within
+the part that remains: no event is dropped that no snapshot covers.
 
-What a reader would get wrong: if no controller leads for seven eighths of a bound, the newest snapshot is dropped, too. The
-state store still has its own; without it nobody could begin.
+Note: if no controller leads for seven eighths of a bound, the newest snapshot is dropped, too. Then a new reader needs the state
+store's own snapshot, and cannot start without it.
 """
 
 from collections.abc import Mapping
@@ -25,45 +25,45 @@ from events.journal.usage import JournalUsage
 from events.nats.connection import BrokerConnection
 
 SHARE = 1 / 8  # of a bound, after which the next snapshot is due
-LEFT_SHARE = 1 / 2  # of a new bound: a snapshot lies in so much of what it leaves
+LEFT_SHARE = 1 / 2  # of a new bound: a snapshot must be within this newest share of what remains
 BYTES_MIN = 8 * 1024 * 1024  # a smaller bound would hold little but snapshots
 AGE_MIN = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
 class JournalBounds:
-    """What the stream may hold; None: no bound."""
+    """The limits of the stream; None: no limit."""
 
     bytes: int | None = None
     age: timedelta | None = None
 
     def __bool__(self) -> bool:
-        """Say whether there is any."""
+        """Return whether there is any limit."""
         return self.bytes is not None or self.age is not None
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAt:
-    """Behind which sequence who begins with the newest whole snapshot reads on, and the stream's time there."""
+    """The sequence after which a reader of the newest complete snapshot continues, and the stream's time there."""
 
     through: int
     since: datetime
 
 
 def due(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None) -> bool:
-    """Say whether the fleet is to be said again."""
+    """Return whether the next snapshot is due."""
     return bool(bounds) and _beyond(bounds, usage, kept, SHARE)
 
 
 def safe(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None) -> bool:
-    """Say whether bounds may be set: what they leave begins before a snapshot, with room to spare."""
+    """Return whether bounds may be set: what remains begins before a snapshot, with a margin."""
     return not bounds or not _beyond(bounds, usage, kept, LEFT_SHARE)
 
 
 def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None, share: float) -> bool:
     if kept is None:
         return usage.last_seq > 0
-    held = usage.bytes / max(1, usage.last_seq - usage.first_seq + 1)  # an event, on average
+    held = usage.bytes / max(1, usage.last_seq - usage.first_seq + 1)  # per event, on average
     grown = (usage.last_seq - kept.through) * held
     if bounds.bytes is not None and grown >= bounds.bytes * share:
         return True
@@ -75,7 +75,7 @@ def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None, sha
 
 
 def changed(config: Mapping[str, Any], bounds: JournalBounds) -> dict[str, Any] | None:
-    """Return a stream's configuration with these bounds; None if it has them."""
+    """Return a stream's configuration with these bounds; None if it already has them."""
     wanted = {
         "max_bytes": bounds.bytes or -1,
         "max_age": round((bounds.age or timedelta(0)).total_seconds() * 1e9),
@@ -85,7 +85,7 @@ def changed(config: Mapping[str, Any], bounds: JournalBounds) -> dict[str, Any] 
 
 
 async def bound(connection: BrokerConnection, bounds: JournalBounds) -> bool:
-    """Give the stream these bounds; False: it has them. Raise JournalUnavailable or BrokerRefused."""
+    """Set the stream's bounds; return False if it already has them. Raise JournalUnavailable or BrokerRefused."""
     answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     config = changed(answer["config"], bounds)
     if config is None:

@@ -1,4 +1,4 @@
-"""JetStream as we speak it: requests to its API, its answers to publications, and the headers of its messages."""
+"""JetStream's protocol: requests to its API, its acknowledgements, and the headers of its messages."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from events.nats.urls import masked
 API = "$JS.API"
 API_DEADLINE_S = 2.0
 
-WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: somebody else has written
+WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: another writer has written
 DUPLICATE_IN_BATCH = 10201
 BATCH_DISABLED = (10174, 10205)
 MESSAGE_TOO_LARGE = 10054
-INTAKE_REFUSES = 90001  # not JetStream's: the intake will never take this fact
-INTAKE_LATER = 90002  # it does not take it now
+INTAKE_REFUSES = 90001  # not JetStream's: the intake will never accept this fact
+INTAKE_LATER = 90002  # the intake does not accept it now
 STREAM_NOT_FOUND = 10059
 MESSAGE_NOT_FOUND = 10037
 STREAM_EXISTS = 10058
@@ -27,7 +27,7 @@ _HEADER_LINE = "NATS/1.0"
 
 
 class BrokerRefused(HoldfastError):
-    """JetStream has answered a request with an error."""
+    """JetStream answered a request with an error."""
 
     def __init__(self, code: int, description: str) -> None:
         super().__init__(f"{description} (JetStream error {code})")
@@ -35,7 +35,7 @@ class BrokerRefused(HoldfastError):
 
 
 class Ack(msgspec.Struct):
-    """JetStream's answer to a publication."""
+    """JetStream's acknowledgement of a publication."""
 
     stream: str = ""
     seq: int = 0
@@ -49,12 +49,12 @@ class Ack(msgspec.Struct):
 
     @property
     def said(self) -> str:
-        """What the error says; empty: there is none, or JetStream has said it."""
+        """The intake's error text; empty: there is no error, or it is JetStream's."""
         return str(self.error.get("description", "")) if self.error and self.code >= INTAKE_REFUSES else ""
 
 
 decode_ack = msgspec.json.Decoder(Ack).decode
-NOBODY = Ack(error={"err_code": 503, "description": "no JetStream answers"})
+NO_RESPONDERS = Ack(error={"err_code": 503, "description": "JetStream does not respond"})
 
 
 async def ask(
@@ -63,7 +63,7 @@ async def ask(
     body: dict[str, Any] | None = None,
     deadline_s: float | None = None,
 ) -> dict[str, Any]:
-    """Ask JetStream's API and return its answer, within 2 s. Raise BrokerRefused or JournalUnavailable."""
+    """Send a request to JetStream's API and return its answer, within 2 s. Raise BrokerRefused or JournalUnavailable."""
     if not connection.connected:
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
@@ -89,7 +89,7 @@ async def ask(
 
 
 def parse_headers(raw: bytes | None) -> dict[str, str]:
-    """Return the headers of a message. An inline status, as in `NATS/1.0 408 Timeout`, is found under `Status`."""
+    """Parse the headers of a message. An inline status, as in `NATS/1.0 408 Timeout`, is returned as `Status`."""
     if not raw:
         return {}
     first, *lines = raw.decode("utf-8", "replace").rstrip("\r\n").split("\r\n")
@@ -104,7 +104,7 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
 
 
 def delivered(reply: bytes) -> tuple[int, int]:
-    """Return stream sequence and timestamp (Unix nanoseconds) from a delivered message's reply subject.
+    """Parse stream sequence and timestamp (Unix nanoseconds) from a delivered message's reply subject.
 
     $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending, or with domain and account before the stream.
     """

@@ -1,8 +1,8 @@
-"""One small value that many processes may write and only one at a time does: compare-and-set on a KV bucket.
+"""A small value with compare-and-set on a KV bucket, which many processes may write.
 
-It is kept in memory on the broker: what it is used for (a lease that lives a second) is worth nothing after a
-restart, and a renewal then costs no fsync. Expiry is the user's business. The bucket's own TTL is not used: a
-create after an expiry would wait for the TTL of the deletion's marker on top.
+The broker holds it in memory: it is used for a lease of one second, which is worth nothing after a
+restart, and so a renewal costs no fsync. Expiry is left to the caller. The bucket's own TTL is not used: a
+create after an expiry would also wait for the TTL of the deletion marker.
 """
 
 from base64 import b64decode
@@ -26,7 +26,7 @@ DEADLINE_S = 0.5
 
 
 class Cell(Protocol):
-    """A value and its revision. 0: nothing has been written."""
+    """A value and its revision. Revision 0: nothing has been written."""
 
     async def read(self) -> tuple[bytes, int]:
         """Return value and revision. Raise JournalUnavailable."""
@@ -39,7 +39,7 @@ class Cell(Protocol):
 
 @dataclass
 class MemoryCell:
-    """The double."""
+    """The test double of `NatsCell`."""
 
     value: bytes = b""
     revision: int = 0

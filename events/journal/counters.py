@@ -1,4 +1,4 @@
-"""What the journal has done since the process began, for the metrics."""
+"""Counters of a journal handle since the process began, for metrics."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ import structlog
 from events.fact import Recorded, Skipped
 
 KNOWN_MAX = 10_000  # skipped messages that are recognised when they are read again
-TOLD_MAX = 100  # told of one by one
+TOLD_MAX = 100  # messages that are logged individually
 
 log = structlog.get_logger(__name__)
 
 
 class SpeakingJournal(Protocol):
-    """A process's journal, as a scrape looks at it: can it write, and what waits or was lost because it could not?"""
+    """A process's journal as metrics see it: whether it can write, and what waits or was lost because it could not."""
 
     @property
     def counters(self) -> "JournalCounters": ...
@@ -27,7 +27,7 @@ class SpeakingJournal(Protocol):
 
 @dataclass
 class JournalCounters:
-    """Plain counts; each only grows."""
+    """Counters; each only grows."""
 
     observed: int = 0
     acknowledged: int = 0
@@ -38,14 +38,14 @@ class JournalCounters:
     appends_unknown: int = 0
     withheld: int = 0  # observations of kinds that are not in force: dropped
     skipped: int = 0  # messages on the stream that are no events of ours; each once, however often it is read
-    unknown: int = 0  # events of kinds that this version does not know, and that were skipped; each once
-    _known: set[int] = field(default_factory=set)  # sequences of them
+    unknown: int = 0  # skipped events of kinds that this version does not know; each once
+    _known: set[int] = field(default_factory=set)  # sequences of skipped messages
     _unknown_kinds: set[str] = field(default_factory=set)  # logged
     _oldest: deque[int] = field(default_factory=deque)
 
     def note(self, event: Recorded) -> None:
-        """Count and tell of a message that was skipped. A process reads the stream more than once: each is told of once, and
-        beyond a hundred of them only the 128th, the 256th, and so on."""
+        """Count and log a skipped message. A process reads the stream more than once: each message is logged once, and
+        after the first hundred only the 128th, the 256th, and so on."""
         fact = event.fact
         if not isinstance(fact, Skipped) or event.seq in self._known:
             return

@@ -1,10 +1,10 @@
-"""Holds observations of new kinds back until they are in force.
+"""Holds back observations of new kinds until these kinds are in force.
 
-    not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observing
+    not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observation
                                                     └──▶ not in force: dropped, counted, logged once per kind
 
 Kinds of release 0.2.0 always pass, with older words in place of new ones that are not in force (`events.words`). So do kinds
-that were in force when an earlier process on the same directory heard of them last (`kind_memory`).
+that were in force when an earlier process on the same directory was last informed (`kind_memory`).
 """
 
 from collections import Counter, deque
@@ -18,8 +18,8 @@ from events.journal.kind_memory import KindMemory
 from events.versions import BASE_KINDS
 from events.words import NEW_WORDS, NewWord, older
 
-WAITING_MAX = 256  # observations; the oldest is dropped: a process without a broker must not grow
-COMMANDS_MAX = 100  # ids of operator commands whose observation was dropped
+WAITING_MAX = 256  # observations; beyond it the oldest is dropped: without a broker the process must not grow
+COMMANDS_MAX = 100  # ids of operator commands that led to a dropped observation
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class KindGate:
         return older(fact, self._known_in_force, self._new_words)
 
     def take(self, fact: Observation, publish: Publish) -> None:
-        """Publish one observation, or let it wait, or drop it."""
+        """Publish one observation, or queue it, or drop it."""
         if self.passes(fact.kind()):
             publish(self.in_words_in_force(fact))
         elif self._in_force is not None:
@@ -81,7 +81,7 @@ class KindGate:
             self._waiting.append((fact, publish))
 
     def learn(self, in_force: frozenset[str]) -> None:
-        """Learn which kinds beyond those of 0.2.0 are in force."""
+        """Set the kinds beyond those of 0.2.0 that are in force."""
         self._in_force = in_force
         self._memory.keep(in_force)
         waiting, self._waiting = self._waiting, deque()

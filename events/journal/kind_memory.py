@@ -1,7 +1,7 @@
-"""The kinds that were in force when this process, or an earlier one on the same directory, heard of them last.
+"""Stores the kinds in force on disk, for a process that starts while the broker is unreachable.
 
-What is in force only grows on one stream. So a process that starts while the broker is away may publish, into its spool on disk,
-what was in force before, instead of keeping it in memory until the broker is back.
+On one stream the set of kinds in force only grows. So such a process may publish, into its spool on disk, the kinds that were
+in force before, instead of holding them in memory until the broker is reachable again.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class KindMemory:
-    """A small file beside the spool; None: nothing is remembered."""
+    """A small file beside the spool; without a path, nothing is stored."""
 
     def __init__(self, path: Path | None, *, read: bool = True) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class KindMemory:
                 log.warning("kinds_in_force_unreadable", file=str(path), error=str(error))
 
     def keep(self, kinds: frozenset[str]) -> None:
-        """Write down what is in force, whole or not at all."""
+        """Write the kinds in force, atomically."""
         if self._path is None or kinds == self.kinds:
             return
         fresh = self._path.with_suffix(".tmp")

@@ -1,7 +1,7 @@
-"""A journal in memory: the double that ships beside the real one and passes the same conformance suite.
+"""A journal in memory: a test double that passes the conformance suite of the real one.
 
-Several handles share one `MemoryStream`, as processes share a broker. `reachable` plays an outage: observations wait
-in the handle, as they would in its spool, and decisions cannot be made.
+Several handles share one `MemoryStream`, as processes share a broker. `reachable` simulates an outage: observations wait
+in the handle, as they would in its spool, and decisions cannot be appended.
 """
 
 import asyncio
@@ -18,23 +18,21 @@ from events.journal.counters import JournalCounters
 from events.journal.messages import FENCE
 from events.journal.port import Fenced, JournalChanged, JournalDropped, JournalUnavailable, StopsAt, StreamEnd
 
-BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
+BATCH_MAX = 1000  # events per yielded batch, and decisions per append: as in the real one
 
 
 @dataclass
 class MemoryStream:
-    """The shared half: what a broker would hold."""
+    """The state that all handles share: what a broker would hold."""
 
     events: list[Recorded] = field(default_factory=list)
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
-    first: int = field(default=1, init=False)  # what lies below it has been dropped
+    first: int = field(default=1, init=False)  # older events have been dropped
     decided: int = field(default=0, init=False)  # sequence of the last message on a decision's subject
     quarantined: dict[int, Recorded] = field(
         default_factory=dict, init=False
-    )  # by place: what quarantines it
-    _places: dict[int, str] = field(
-        default_factory=dict, init=False
-    )  # ids of what would be skipped, by sequence
+    )  # by sequence: the event that quarantines it
+    _places: dict[int, str] = field(default_factory=dict, init=False)  # ids for skipped messages, by sequence
     _last_of: dict[str, int] = field(default_factory=dict, init=False)  # sequence, by subject
     _reachable: bool = True
     _ids: dict[str, int] = field(default_factory=dict)
@@ -50,7 +48,7 @@ class MemoryStream:
 
     @property
     def reachable(self) -> bool:
-        """Whether the broker can be talked to. Coming back, it is sent what waited, as a spool would be."""
+        """Whether the broker is reachable. When it becomes reachable, waiting facts are sent, as from a spool."""
         return self._reachable
 
     @reachable.setter
@@ -62,13 +60,13 @@ class MemoryStream:
             self.wake()
 
     def add(self, fact: Fact, headers: dict[str, str]) -> int:
-        """Store one fact as a broker would, a decision under the fence: repeated ids are acknowledged and not stored again."""
+        """Store one fact as a broker would, a decision under the fence. Repeated ids are acknowledged and not stored again."""
         if isinstance(fact, Decision):
             headers = headers | messages.fence(self.decided)
         return self.publish(subjects.subject(fact), codec.encode_body(fact), messages.as_sent(headers))
 
     def publish(self, subject: str, body: bytes, headers: bytes | None = None) -> int:
-        """Store any message, as a broker does for whoever may publish. 0: it was refused, for its fence."""
+        """Store any message, as a broker does for any publisher. Return 0 if it was refused because of its fence."""
         named = parse_headers(headers)
         id = named.get("Nats-Msg-Id", "")
         if known := self._ids.get(id):
@@ -90,16 +88,16 @@ class MemoryStream:
         return seq
 
     def last_of(self, subject: str) -> int:
-        """Return the sequence of the newest message of a subject that is still there; 0: none is."""
+        """Return the sequence of the newest message on a subject that has not been dropped; 0: there is none."""
         last = self._last_of.get(subject, 0)
         return last if last >= self.first else 0
 
     def drop(self, through: int) -> None:
-        """Let go of the oldest events, up to this sequence, as a broker does at its bounds."""
+        """Drop the oldest events, up to this sequence, as a broker does at its bounds."""
         self.first = max(self.first, min(through, len(self.events)) + 1)
 
     def as_read(self, seq: int, stops_at: StopsAt) -> Recorded:
-        """Return what a reader makes of a message. Raise UnknownKind where it stops."""
+        """Return a message as a reader sees it. Raise UnknownKind where the reader stops."""
         event = self.events[seq - 1]
         if by := self.quarantined.get(seq):
             return messages.step_over(event, by, self._places[seq])
@@ -108,7 +106,7 @@ class MemoryStream:
         return event
 
     def wake(self) -> None:
-        """Tell the readers that there is more."""
+        """Notify the readers that there are more events."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
@@ -124,7 +122,7 @@ class MemoryStream:
             self._waiting.discard(future)
 
     def attach(self, handle: "MemoryJournal") -> None:
-        """Let a handle know when the broker is back."""
+        """Register a handle, to be notified when the broker becomes reachable."""
         self._handles.append(handle)
 
 
@@ -142,17 +140,17 @@ class MemoryJournal:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be talked to right now."""
+        """Whether the broker is reachable right now."""
         return self._stream.reachable
 
     @property
     def reachable(self) -> bool:
-        """Whether it takes facts right now."""
+        """Whether the broker accepts facts right now."""
         return self.connected
 
     @property
     def spool_depth(self) -> int:
-        """How many facts the broker has not taken."""
+        """Number of facts that the broker has not accepted."""
         return len(self._outbox)
 
     def observe(
@@ -175,7 +173,7 @@ class MemoryJournal:
         return id
 
     def send(self) -> None:
-        """Hand over what waits, if the broker is there."""
+        """Send the waiting facts, if the broker is reachable."""
         if not self._stream.reachable or not self._outbox:
             return
         for fact, headers in self._outbox:
@@ -245,7 +243,9 @@ class MemoryJournal:
             )
         while until is None or after < until:
             if stream.first > after + 1:
-                raise JournalDropped(f"the stream begins at {stream.first}: what follows {after} is gone")
+                raise JournalDropped(
+                    f"the stream begins at {stream.first}: the events after {after} are gone"
+                )
             if not stream.reachable or after >= len(stream.events):
                 await stream.grown()
                 continue
@@ -257,7 +257,7 @@ class MemoryJournal:
                 except UnknownKind:
                     if not batch:
                         raise
-                    break  # what came before it is handed out first
+                    break  # the events before it are yielded first
                 batch.append(event)
                 self.counters.note(event)
             after = batch[-1].seq

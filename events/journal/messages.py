@@ -1,14 +1,14 @@
-"""Is this message of the stream an event of ours? Whoever may publish can put anything there, by mistake or not.
+"""Decodes messages of the stream, and detects those that are not events of ours.
 
-What is not is stepped over by everybody alike: its place is taken by a `Skipped`, which nobody folds. Whether it is one
-follows from the message alone, so that every process, every version and every replay skips the same.
+A process with permission to publish can put anything on the stream. Every reader skips the same messages: a `Skipped`, which
+is not folded, takes the message's position. The verdict depends on the message alone, in every process, version and replay.
 
-    no event of ours      other headers, a body that is no such fact, a value that cannot be, another subject than the fact's,
-                          a decision that was not written under the fence
-    perhaps a newer one   our headers, and a kind or a word that this version does not know: a reader that needs it stops
-                          there (`StopsAt`), until Holdfast is upgraded or the place is quarantined (`EventQuarantined`)
+    not an event            other headers, a body that is no such fact, an impossible value, another subject than the fact's,
+                            a decision that was not written under the fence
+    perhaps a newer event   our headers, and a kind or a word that this version does not know: a reader that needs it stops
+                            there (`StopsAt`), until Holdfast is upgraded or the event is quarantined (`EventQuarantined`)
 
-The fence of decisions counts what lies on their subjects, whatever it is: so a `Skipped` says whether it does.
+The fence of decisions counts every message on their subjects, whatever it is. So a `Skipped` says whether it is on one.
 """
 
 import re
@@ -29,24 +29,24 @@ from events.journal.port import StopsAt
 from events.observations import EventQuarantined
 
 FENCE = "Nats-Expected-Last-Subject-Sequence"
-SHOWN_CHARS_MAX = 300  # of a subject, and of why it was skipped
+SHOWN_CHARS_MAX = 300  # of a subject, and of the reason for skipping
 QUARANTINES = f"{subjects.OBSERVED}.event.*.{EventQuarantined.kind()}"
 
 _DECIDED = f"{subjects.DECIDED}.".encode()
-# The first decision of an append: the broker has compared. The others of its batch are taken with it, or not at all.
+# The first decision of an append: the broker has checked its fence. The others of its batch are stored with it, or not at all.
 _fenced = re.compile(
     rf"\r\n{FENCE}: [0-9]+\r\n{FENCE}-Subject: {re.escape(subjects.DECIDED_ALL)}\r\n"
     rf"|\r\nNats-Batch-Sequence: (?!1\r)".encode()
 ).search
 _Place = tuple[
     type[Fact], Callable[[Any], Any], Any
-]  # a kind, its field that the subject names, and the name
+]  # a kind, the field that its subject names, and that name
 _places: dict[bytes, _Place] = {}  # of observations, by subject; bounded
 _PLACES_MAX = 8192
 
 
 def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: bytes) -> Recorded:
-    """Return the event of a message, or what stands in its place. Never fails."""
+    """Return the event of a message, or the `Skipped` that takes its position. Never fails."""
     try:
         event = codec.decode_written(seq, at, headers, body)
         if event is None:
@@ -62,12 +62,12 @@ def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: by
 
 
 def fence(after: int) -> dict[str, str]:
-    """Return the headers by which the broker takes a decision only if nothing lies on the decisions' subjects after `after`."""
+    """Return headers that make the broker refuse a decision if the decisions' subjects have anything newer than `after`."""
     return {FENCE: str(after), f"{FENCE}-Subject": subjects.DECIDED_ALL}
 
 
 def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
-    """Raise BadEvent if a fact does not lie where it belongs. Otherwise remember that it does."""
+    """Raise BadEvent if a fact is on the wrong subject. Otherwise remember that it is right."""
     if isinstance(fact, Observation):
         named = attrgetter("entity" if fact.entity == "fleet" else fact.entity)
         codec.check_name(fact.entity, str(named(fact)))
@@ -79,7 +79,7 @@ def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
         _places[subject] = (fact.__class__, named, named(fact))
     elif not _fenced(headers):
         raise BadEvent(
-            f"its decision, {fact.kind()}, was not written under the fence: no controller has taken it"
+            f"its decision, {fact.kind()}, was not written under the fence: no controller accepts it"
         )
 
 
@@ -97,16 +97,16 @@ def _skipped(
 
 
 def place_id(subject: bytes, body: bytes) -> str:
-    """Return the id of what is skipped. It follows from the message: a stream that was made anew has another one there."""
+    """Return the id of a skipped message. It depends on the message: a recreated stream has another id at that position."""
     return f"skipped:{xxh3_64_hexdigest(subject + b' ' + body)}"
 
 
 def step_over(event: Recorded, by: Recorded, id: str) -> Recorded:
-    """Return what stands in the place of an event that is quarantined, whether this version knows it or not. `id` is that
-    of its place."""
+    """Return the `Skipped` that takes the position of a quarantined event, known to this version or not. `id` is that of its
+    position."""
     fact, said = event.fact, by.fact
     assert isinstance(said, EventQuarantined)
-    why = f"quarantined by {said.by or 'somebody'} at {by.seq}: {said.why}"[:SHOWN_CHARS_MAX]
+    why = f"quarantined by {said.by or 'an operator'} at {by.seq}: {said.why}"[:SHOWN_CHARS_MAX]
     if isinstance(fact, Skipped):
         fact = replace(fact, why=why, unknown=False, quarantined=True)
     else:
@@ -121,18 +121,18 @@ def step_over(event: Recorded, by: Recorded, id: str) -> Recorded:
 
 
 def quarantines(event: Recorded) -> int | None:
-    """Return which place an event quarantines: one before its own; None if it does not."""
+    """Return the sequence that an event quarantines, which is before its own; None: it quarantines nothing."""
     fact = event.fact
     return fact.event if isinstance(fact, EventQuarantined) and 0 < fact.event < event.seq else None
 
 
 def quarantine_subject(seq: int) -> str:
-    """Return the subject on which a place of the stream is quarantined."""
+    """Return the subject on which a sequence of the stream is quarantined."""
     return QUARANTINES.replace("*", str(seq))
 
 
 def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
-    """Return whether a reader stops at an event: one that may be a newer version's, and that it needs."""
+    """Return whether a reader stops at an event: one that may be from a newer version, and that the reader needs."""
     fact = event.fact
     if not isinstance(fact, Skipped) or not fact.unknown:
         return False
@@ -140,17 +140,17 @@ def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
 
 
 def stops(event: Recorded) -> UnknownKind:
-    """Return what is raised at an event that may be a newer version's."""
+    """Return the error that a reader raises at an event that may be from a newer version."""
     fact = event.fact
     assert isinstance(fact, Skipped)
     return UnknownKind(
         f"event {event.seq}, on {fact.subject}, is {fact.why}. If a newer Holdfast wrote it: Upgrade this one before "
-        f"reading on. If not: `{QUARANTINE} {event.seq} --why TEXT` has everybody step over it."
+        f"reading on. If not: `{QUARANTINE} {event.seq} --why TEXT` makes all readers skip it."
     )
 
 
 def _may_be(subject: bytes, headers: bytes | None) -> bool:
-    """Say whether a message lies where a fact of its kind would, and so may be a newer version's."""
+    """Return whether a message is on the subject of a fact of its kind, and so may be from a newer version."""
     kind = parse_headers(headers).get("ce-type", "").removeprefix(codec.TYPE_PREFIX)
     prefix, *rest = subject.decode("utf-8", "replace").removeprefix("fleet.").split(".")
     if prefix == "decided":
@@ -159,7 +159,7 @@ def _may_be(subject: bytes, headers: bytes | None) -> bool:
 
 
 def as_sent(headers: Mapping[str, str]) -> bytes:
-    """Return headers as they go over the wire."""
+    """Return headers in their wire format."""
     return "".join(
         ["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"]
     ).encode()

@@ -1,7 +1,9 @@
-"""The journal on NATS JetStream: the one that is used. `memory` is its double; both pass one conformance suite.
+"""The journal on NATS JetStream.
 
-Observations go through `publisher` (in order, spooled, retried), decisions through `append` (one fenced write, never
-retried: if its outcome is unknown the caller reads again), and everything is read by `reader`.
+It is used in production; `memory` is its test double, and both pass one conformance suite.
+
+Observations go through `publisher` (ordered, spooled, retried). Decisions go through `append`: one fenced write that is never
+retried; if its outcome is unknown the caller reads again. `reader` reads everything.
 """
 
 import asyncio
@@ -50,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 class NatsJournal(JournalReading):
-    """One process instance's handle on the stream FLEET. Made by `connect`."""
+    """One process instance's handle on the stream FLEET. Created by `connect`."""
 
     def __init__(
         self,
@@ -82,14 +84,14 @@ class NatsJournal(JournalReading):
             check=self._check,
             route=self._route,
         )
-        self._intake = False  # our account publishes by way of the intake, and reads nothing
-        self._gate: KindGate | None = None  # None: whatever is observed is published
+        self._intake = False  # our account publishes to the intake, and reads nothing
+        self._gate: KindGate | None = None  # None: every observation is published
         self._announcer: Announcer | None = None
         if known is not None:
-            # what was in force on a stream of which nothing is remembered says nothing of this one
-            told = spool is not None and self._acknowledged_position.seen is not None
+            # Without a memory of this stream, stored kinds in force may belong to another stream.
+            remembered = spool is not None and self._acknowledged_position.seen is not None
             self._gate = KindGate(
-                self.counters, KindMemory(spool.directory / IN_FORCE, read=told) if spool else None
+                self.counters, KindMemory(spool.directory / IN_FORCE, read=remembered) if spool else None
             )
             self._announcer = Announcer(connection, self._gate, source, known, workers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,12 +112,12 @@ class NatsJournal(JournalReading):
         workers: Sequence[str] = (),
         stops_at: StopsAt = "all",
     ) -> "NatsJournal":
-        """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
+        """Return a journal that publishes facts as `source` ("<role>:<name>"; the life's own id is added).
 
-        If the broker is away for longer than `wait_s` (2 s) it goes on trying: facts are spooled under `spool_dir`
-        meanwhile (None: kept in memory only). So are they while it has no stream, which is made only with `make`, and
-        where nothing is remembered of an earlier one. With `known` the process announces what it knows, and holds back
-        observations of kinds that are not in force; `workers` are those of a worker's process.
+        If the broker is unreachable for longer than `wait_s` (2 s), connecting continues in the background. Meanwhile facts are
+        spooled under `spool_dir` (None: held in memory only). They are also spooled while the broker has no stream, which is
+        created only with `make`, and only if no earlier stream is remembered. With `known` the process announces what it knows,
+        and holds back observations of kinds that are not in force; `workers` are those of a worker process.
         Raise StreamRefused or JournalChanged if the stream cannot be trusted, SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
@@ -149,20 +151,20 @@ class NatsJournal(JournalReading):
             self._tasks.append(asyncio.create_task(self._serve(self._announcer.run)))
 
     async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the publisher's loops. A mistake of ours in it must be seen: everything else refuses from then on."""
+        """Run one of the background loops. A bug in it must be visible: afterwards every other operation fails."""
         try:
             await work()
         except Exception as error:
             log.exception("journal_failed")
-            self.fault = HoldfastError(f"the journal's own loop has failed: {error!r}")
+            self.fault = HoldfastError(f"a background loop of the journal failed: {error!r}")
 
     async def _examine(self) -> None:
-        """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
+        """Check the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
         seen = self._acknowledged_position.seen
         make = self._make and seen is None and self.state is None
         found = await stream.ensure(self.connection, self._replicas, make=make)
         if self.state is not None and found.created != self.state.created:
-            raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
+            raise JournalChanged(f"the stream was recreated at {found.created}. {JournalChanged.__doc__}")
         try:
             await self._acknowledged_position.check(self.connection, seen, found)
         except broker.BrokerRefused as error:
@@ -174,7 +176,7 @@ class NatsJournal(JournalReading):
         return subjects.said(self.connection.user, subject) if self._intake else subject
 
     async def _check(self) -> bool:
-        """Return whether the broker may be given facts, now that we are connected (again)."""
+        """Return whether facts may be sent to the broker, after a (re)connection."""
         self._intake = keys.uses_intake(self.connection.url)
         try:
             await (self.end() if self._intake else self._examine())
@@ -201,37 +203,37 @@ class NatsJournal(JournalReading):
             reply = await self.connection.request(subject, b"", broker.API_DEADLINE_S)
             end = msgspec.json.decode(reply.body, type=StreamEnd)
         except DISCONNECTED as error:
-            raise JournalUnavailable(f"no controller takes facts in: {error!r}") from error
+            raise JournalUnavailable(f"no controller runs the intake: {error!r}") from error
         except msgspec.MsgspecError as error:
-            raise JournalUnavailable(f"a controller's answer is unreadable: {error}") from error
+            raise JournalUnavailable(f"a controller's reply cannot be decoded: {error}") from error
         self.fault = None
         return end
 
-    # --- saying -----------------------------------------------------------------------------------------------------
+    # --- observations -----------------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be talked to right now."""
+        """Whether the broker is connected right now."""
         return self.connection.connected
 
     @property
     def reachable(self) -> bool:
-        """Whether the broker can be talked to right now, and has a stream that can be trusted."""
+        """Whether the broker is connected right now, and has a stream that can be trusted."""
         return self.connected and self.fault is None
 
     @property
     def certificate_ends(self) -> float | None:
-        """When the broker's certificate ends, in seconds since 1970; None where it shows none."""
+        """When the broker's certificate expires, in seconds since 1970; None: it presents none."""
         return self.connection.certificate_ends
 
     @property
     def spool_depth(self) -> int:
-        """How many facts the broker has not acknowledged."""
+        """Number of facts that the broker has not acknowledged."""
         return len(self._publisher.outbox)
 
     @property
     def spool_bytes(self) -> int:
-        """About how many bytes they take."""
+        """About how many bytes these facts take."""
         return self._publisher.outbox.bytes
 
     def observe(
@@ -275,7 +277,7 @@ class NatsJournal(JournalReading):
         return OutboxMessage(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
 
     def _renumber(self, message: OutboxMessage) -> OutboxMessage:
-        """Return the same fact as a new one of our own, under our next number."""
+        """Return the same fact as a new one of this source, under its next number."""
         self._number += 1
         id = codec.new_id()
         fresh = {"ce-id": id, "Nats-Msg-Id": id, "ce-source": self.source, "source-number": str(self._number)}
@@ -290,7 +292,7 @@ class NatsJournal(JournalReading):
             await asyncio.sleep(FLUSH_LOOK_S)
         return await self._publisher.flush(max(0.0, until - loop.time()))
 
-    # --- deciding ---------------------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------------------------
 
     async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
         if not 0 < len(decisions) <= APPEND_MAX:
@@ -331,7 +333,7 @@ class NatsJournal(JournalReading):
             fact,
             id=id,
             source=self.source,
-            source_number=0,  # it is in no order with what goes through the spool
+            source_number=0,  # it is not ordered with the facts that go through the spool
             said_at=datetime.now(UTC),
         )
         try:
@@ -341,7 +343,7 @@ class NatsJournal(JournalReading):
                     client = self.connection.client
                     await client.publish(subjects.subject(fact), body, address, headers)
                     answer = await future
-            ack = broker.NOBODY if answer.nobody else broker.decode_ack(answer.body)
+            ack = broker.NO_RESPONDERS if answer.no_responders else broker.decode_ack(answer.body)
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
         if ack.code in broker.WRONG_LAST_SEQUENCE:
@@ -372,9 +374,11 @@ class NatsJournal(JournalReading):
                         reply = address if last else ""
                         await client.publish(subjects.subject(decision), body, reply, headers)
                     answer = await future
-            return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body), headers["ce-id"]
+            return broker.NO_RESPONDERS if answer.no_responders else broker.decode_ack(answer.body), headers[
+                "ce-id"
+            ]
         except MaxPayloadError as error:
-            raise JournalUnavailable(f"a decision is larger than the broker takes: {error!r}") from error
+            raise JournalUnavailable(f"a decision is larger than the broker accepts: {error!r}") from error
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
 

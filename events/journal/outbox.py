@@ -1,6 +1,6 @@
-"""What has been said and not been acknowledged, in the order of saying: in memory, and in the spool.
+"""The outbox of observed facts that are not acknowledged yet, in order: in memory, and in the spool.
 
-Every fact has a token, which grows with the order of saying. What earlier processes left comes first.
+Every fact has a token, which grows in the order of observation. Facts that earlier processes left come first.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from events.journal.counters import JournalCounters
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool
 
 MARK_EVERY = 64  # acknowledgements per mark in the spool
-RECENT = 2000  # acknowledged sequences kept to see who overtook whom
-OVERHEAD_BYTES = 400  # of a fact's subject, headers and records, beside its body
+RECENT = 2000  # acknowledged sequences kept to detect that a fact was overtaken
+OVERHEAD_BYTES = 400  # of a fact's subject, headers and records, besides its body
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ class OutboxEntry:
     """One fact that waits."""
 
     message: OutboxMessage
-    own: bool  # said by this process, not left by an earlier one
+    own: bool  # observed by this process, not left by an earlier one
     sent_at: float = 0.0  # monotonic; the last attempt
 
     @property
@@ -46,7 +46,7 @@ class Outbox:
         self._bytes_max = spool.bytes_max if spool is not None else BYTES_MAX
         self._open: dict[int, OutboxEntry] = {}
         self._next = 0
-        self._last_number = 0  # own number said last
+        self._last_number = 0  # of the last fact of this process
         self._inherited = 0
         self._unmarked = 0
         self._full = False
@@ -57,11 +57,11 @@ class Outbox:
         return len(self._open)
 
     def get(self, token: int) -> OutboxEntry | None:
-        """Return a fact that still waits."""
+        """Return a fact that still waits; None: it does not."""
         return self._open.get(token)
 
     def inherit(self) -> list[int]:
-        """Take over what earlier processes left, and return its tokens."""
+        """Take over the facts that earlier processes left, and return their tokens."""
         if self._spool is None:
             return []
         tokens = [self._enter(message, own=False) for message in self._spool.take_over()]
@@ -70,9 +70,9 @@ class Outbox:
         return tokens
 
     def add(self, message: OutboxMessage) -> int | None:
-        """Take one fact and return its token; beyond the bound it is dropped, counted and said."""
+        """Add one fact and return its token. Beyond the bound it is dropped, counted and logged."""
         self._counters.observed += 1
-        if len(message.body) > BODY_BYTES_MAX:  # whoever reads would step over it
+        if len(message.body) > BODY_BYTES_MAX:  # every reader would skip it
             self._counters.dropped += 1
             log.error("fact_dropped", why="it is larger than an event may be", subject=message.subject)
             return None
@@ -87,7 +87,7 @@ class Outbox:
             log.warning("facts_kept_again", dropped=self._counters.dropped)
         self._last_number = message.number
         if self._spool is not None:
-            self._spool.put(message)  # if the disk refuses, memory still has it
+            self._spool.put(message)  # if the disk refuses it, it is still in memory
         return self._enter(message, own=True)
 
     def _enter(self, message: OutboxMessage, *, own: bool) -> int:
@@ -98,13 +98,13 @@ class Outbox:
         return token
 
     def give_up(self, token: int, why: str) -> None:
-        """Drop a fact that the broker will never take."""
+        """Drop a fact that the broker will never accept."""
         entry = self.settle(token)
         self._counters.dropped += 1
         log.error("fact_dropped", why=why, subject=entry.message.subject, number=entry.message.number)
 
     def settle(self, token: int) -> OutboxEntry:
-        """Let go of a fact that needs no more sending."""
+        """Remove a fact that needs no more sending, and return it."""
         entry = self._open.pop(token)
         self.bytes -= entry.size
         if not entry.own:
@@ -131,7 +131,7 @@ class Outbox:
         return any(s == source and n > number and q < seq for s, n, q in self._recent)
 
     async def flush(self, deadline_s: float, broker_away: "asyncio.Event") -> bool:
-        """Wait until what was said so far is acknowledged, or safely on the disk while the broker is away."""
+        """Wait until everything observed so far is acknowledged, or synced to disk while the broker is unreachable."""
         last = self._next - 1
         try:
             async with asyncio.timeout(deadline_s):
@@ -146,11 +146,11 @@ class Outbox:
         return True
 
     def sync(self) -> None:
-        """Bring what waits to the disk."""
+        """Sync the waiting facts to disk."""
         if self._spool is not None and self._open:
             self._spool.sync()
 
     def close(self) -> None:
-        """Let go of the spool; what was not acknowledged stays in it."""
+        """Close the spool; facts without acknowledgement stay in it."""
         if self._spool is not None:
             self._spool.close(empty=not self._open)

@@ -1,8 +1,10 @@
-"""The journal, as everything above it sees it. Two implementations pass one conformance suite: NATS and memory.
+"""The port of the journal, with two implementations: NATS and memory.
+
+Both pass one conformance suite.
 
 Observations never wait for the broker: `observe` numbers the fact and puts it into a bounded outbox, which is
-published in order and spooled to a local file while the broker is away. Decisions are never spooled: `append` is
-one fenced write that lands entirely or not at all.
+published in order and spooled to a local file while the broker is unreachable. Decisions are never spooled: `append` is
+one fenced write that is stored entirely or not at all.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,16 +19,16 @@ from events.journal.counters import JournalCounters
 
 
 class JournalUnavailable(HoldfastError):
-    """The journal cannot be reached. Whether the last append landed is unknown: read again before deciding again."""
+    """The journal cannot be reached. Whether the last append was stored is unknown: read again before deciding again."""
 
 
 class JournalGone(JournalUnavailable):
-    """The broker has no stream. Nobody makes another in its place while anything remembers the old one: put the broker's
-    directory back from a backup, or stop the fleet and begin a new history with `holdfast up --accept-journal`."""
+    """The broker has no stream. No process creates another while any data remembers the old one: restore the broker's
+    directory from a backup, or stop the fleet and begin a new history with `holdfast up --accept-journal`."""
 
 
 class Fenced(HoldfastError):
-    """Another one has written since: drop what you believe and read again."""
+    """Another writer has written since: discard the local state and read again."""
 
 
 class JournalChanged(HoldfastError):
@@ -34,19 +36,19 @@ class JournalChanged(HoldfastError):
 
 
 class JournalDropped(JournalChanged):
-    """What comes next has been dropped at the journal's bounds: begin with a snapshot that is further on."""
+    """The next events have been dropped at the journal's bounds: begin with a later snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Where the stream ended at one instant, by the clock that stamps its events."""
+    """The end of the stream at one instant, by the clock that stamps its events."""
 
     seq: int  # of its last event; 0: empty
     at: datetime
 
 
 class JournalReads(Protocol):
-    """Who only reads what is kept."""
+    """Read-only access to the journal."""
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         """Yield events as `Journal.read` does."""
@@ -54,19 +56,20 @@ class JournalReads(Protocol):
 
 
 StopsAt: TypeAlias = Literal["all", "decisions", "nothing"]
-"""At which events of unknown kinds a reader stops. What it does not stop at is skipped, counted and logged once per kind.
+"""The events of unknown kinds at which a reader stops. Other such events are skipped, counted and logged once per kind.
 
-all: it keeps or compares every event (projector, `replay verify`). decisions: it decides, and must know every decision;
-an unknown observation only lacks. nothing: it serves or displays, and goes on with what it knows.
+all: for a reader that stores or compares every event (projector, `replay verify`). decisions: for one that decides, and must
+know every decision; an unknown observation is only missing. nothing: for one that serves or displays, and continues with what
+it knows.
 """
 
 
 Reopen: TypeAlias = Callable[[], AbstractAsyncContextManager[JournalReads]]
-"""What another process of this host is given to read the same journal: it can be pickled."""
+"""Opens the same journal for reading in another process of this host. It can be pickled."""
 
 
 class Journal(Protocol):
-    """Where facts are kept, in one order."""
+    """The ordered store of facts."""
 
     source: str  # this process instance, as `ce-source`
     counters: JournalCounters
@@ -74,9 +77,9 @@ class Journal(Protocol):
     def observe(
         self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
     ) -> str:
-        """Say one fact and return its id. Never blocks and never fails: what cannot be kept is counted and logged.
+        """Publish one fact and return its id. Never blocks and never fails: a fact that cannot be stored is counted and logged.
 
-        `traceparent` is the trace of the client's request that it is about (W3C Trace Context), if there is one.
+        `traceparent` is the trace of the client's request that the fact is about (W3C Trace Context), if there is one.
         """
         ...
 
@@ -97,35 +100,35 @@ class Journal(Protocol):
         ...
 
     async def observe_next(self, fact: Observation, *, after: int) -> str:
-        """Write one fact, only if it follows the one at `after` on its subject (0: if nothing is there), and return its id. It is
-        for what two may say of the same thing at once: never spooled, and never sent twice.
+        """Write one fact, only if it follows the one at `after` on its subject (0: if the subject is empty), and return its id.
+
+        It is for facts that two processes may publish about the same thing at once: never spooled, and never sent twice.
 
         Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
         """
         ...
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield every event with a sequence above `after`, in order, in batches as they arrive. What is no event of ours
-        is yielded in its place as `Skipped`, counted, and said in the log once.
+        """Yield every event with a sequence above `after`, in order, in batches as they arrive. A message that is not an event of
+        ours is yielded in its position as `Skipped`, counted, and logged once.
 
-        With `until`, end once that sequence has been yielded; else follow for ever, reconnecting by itself.
+        With `until`, end once that sequence has been yielded; else follow forever and reconnect automatically.
         Raise UnknownKind at an event that only a newer version can know, unless it was quarantined or this handle does not stop
-        there (`StopsAt`), and JournalChanged if
-        the stream has lost events that were not read (JournalDropped: at its bounds).
+        there (`StopsAt`). Raise JournalChanged if the stream has lost events that were not read (JournalDropped: at its bounds).
         """
         ...
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield as `read` does, for whoever only looks: also what only a newer version can know, as `Skipped`."""
+        """Yield as `read` does, for inspection: events that only a newer version can know are yielded as `Skipped`."""
         ...
 
     def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
-        """Yield, oldest first, what the stream holds above `after` of a kind that is said of the whole fleet, and end. For rare
-        kinds: each is one question to the broker. Raise JournalUnavailable."""
+        """Yield, oldest first, all events above `after` of a kind about the whole fleet, and end. For rare
+        kinds: each event is one request to the broker. Raise JournalUnavailable."""
         ...
 
     async def first_seq(self) -> int:
-        """Return the sequence of the oldest event that the stream holds, or of its first one to be. Raise JournalUnavailable."""
+        """Return the sequence of the oldest event on the stream, or of its first one to come. Raise JournalUnavailable."""
         ...
 
     async def last_seq(self) -> int:
@@ -133,13 +136,13 @@ class Journal(Protocol):
         ...
 
     async def end(self) -> StreamEnd:
-        """Return where the stream ends, and what its own clock says. Raise JournalUnavailable."""
+        """Return the stream's end, with the time of its own clock. Raise JournalUnavailable."""
         ...
 
     def reopen(self) -> Reopen | None:
-        """Return what opens this journal in another process, to read it; None: only this one has it."""
+        """Return a function that opens this journal for reading in another process; None: only this process can read it."""
         ...
 
     async def close(self) -> None:
-        """Flush what can be flushed in half a second and let go of the broker."""
+        """Flush for up to half a second and close the connection."""
         ...

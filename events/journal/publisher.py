@@ -1,18 +1,18 @@
-"""How observations reach the broker: in order, each once, whatever happens to the broker or to us.
+"""Publishes observations to the broker in order, once each, across failures of broker and process.
 
-    said ─▶ spool (a local file) ─▶ outbox ─▶ in flight ─▶ acknowledged
-                                      ▲            │
-                                      └── timeout, refusal, reconnection: all of it again, in order, with the same ids
+    observed ─▶ spool (a local file) ─▶ outbox ─▶ in flight ─▶ acknowledged
+                                          ▲            │
+                                          └── timeout, refusal, reconnection: all are sent again, in order, with the same ids
 
-Several messages are in flight at once (each acknowledgement costs the server an fsync); a long queue goes as atomic
-batches instead, which share one fsync, and never both at a time.
+Several messages are in flight at once, because each acknowledgement costs the server an fsync. A long queue is sent as atomic
+batches instead, which share one fsync. The two ways are never used at the same time.
 
-A message that is refused while a later one is stored would arrive behind its successor, and every fold drops a
-number that is not above its source's last. The sequences in the acknowledgements show this: such a fact is said
+A message that is refused while a later one is stored would arrive after its successor, and every fold drops a
+number that is not above its source's last one. The sequences in the acknowledgements reveal this: such a fact is published
 again under a new number.
 
-Nothing is repeated once half of the time has passed for which folds remember a source (`events.order`): they could
-not tell it from a new fact. So what a killed process left is sent for a week, and dropped, counted and said after it.
+Nothing is repeated after half of the time for which folds remember a source (`events.order`): they could
+not tell it from a new fact. So what a killed process left is sent for a week. After that it is dropped, counted and logged.
 """
 
 import asyncio
@@ -37,20 +37,20 @@ from events.order import REMEMBERED
 from events.subjects import OBSERVED
 
 WINDOW = 16  # messages in flight: 4 ms of a server that syncs each, 50 ms of one with a busy disk; more becomes a batch
-AT_ONCE = 4  # so many go in the turn in which they are said; the rest of a burst becomes a batch
+AT_ONCE = 4  # facts sent in the same turn of the loop in which they are observed; the rest of a burst becomes a batch
 BATCH_MIN = 16  # an atomic batch costs 2.5 ms, as much as a dozen single messages
 BATCH_MAX = 500  # the server allows 1,000
 ACK_DEADLINE_S = 2.5
 PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # after a refusal
 KEEP_EVERY_S = 0.6
 GIVEN_UP = (broker.MESSAGE_TOO_LARGE, broker.INTAKE_REFUSES)
-REPEATED_FOR = REMEMBERED / 2  # after it was said; see the module's text
+REPEATED_FOR = REMEMBERED / 2  # after the fact was observed; see the module's docstring
 
 log = structlog.get_logger(__name__)
 
 
 class Publisher:
-    """Sends what is in the outbox. `add` never waits."""
+    """Sends the facts in the outbox. `add` never waits."""
 
     def __init__(
         self,
@@ -63,28 +63,28 @@ class Publisher:
         check: Callable[[], Awaitable[bool]],
         route: Callable[[str], str] = str,
     ) -> None:
-        """`route` returns where a message for a subject of the stream is published: there, or to the intake."""
+        """`route` returns the subject to publish on, given a subject of the stream: the same, or the intake's."""
         self.outbox = outbox
         self._route = route
         self._connection = connection
         self._counters = counters
         self._acknowledged_position = acknowledged_position
         self._renumber = renumber
-        self._check = check  # may the broker be trusted, since the last reconnection?
+        self._check = check  # whether the broker can be trusted, since the last reconnection
         self._checked = False
         self._inbox = connection.new_inbox()
         self._waiting: deque[int] = deque()  # tokens to be sent
         self._flight: dict[int, None] = {}  # tokens, in the order of sending
-        self._batch: dict[int, list[int]] = {}  # tokens, by that of the commit
-        self._singly = 0  # so many facts from here on must not go as a batch
+        self._batch: dict[int, list[int]] = {}  # tokens of a batch, by that of its commit
+        self._singly = 0  # number of next facts that must not be sent as a batch
         self._batches = True
         self._paused_until = 0.0
         self._pause_s = PAUSE_MIN_S
         self._wake = asyncio.Event()
-        self._away = asyncio.Event()  # a flag: the broker is
+        self._away = asyncio.Event()  # a flag: the broker is unreachable
 
     async def start(self) -> None:
-        """Begin to listen for acknowledgements and take over what earlier processes left."""
+        """Subscribe to acknowledgements and take over the facts that earlier processes left."""
         await self._connection.subscribe_raw(f"{self._inbox}.*", self._heard)
         self._connection.listen(self._connection_changed)
         if not self._connection.connected:
@@ -92,7 +92,7 @@ class Publisher:
         self._waiting.extend(self.outbox.inherit())
 
     def add(self, message: OutboxMessage) -> None:
-        """Take one fact."""
+        """Accept one fact."""
         token = self.outbox.add(message)
         if token is None:
             return
@@ -102,7 +102,7 @@ class Publisher:
             self._wake.set()
 
     def _send_now(self, token: int, message: OutboxMessage) -> bool:
-        """Send a fact that nothing waits before. False: it has to wait."""
+        """Send a fact at once if no other is queued before it. False: it has to wait."""
         now = asyncio.get_running_loop().time()
         entry = self.outbox.get(token)
         if entry is None or now < self._paused_until:
@@ -113,18 +113,18 @@ class Publisher:
             if not client.say(subject, message.body, f"{self._inbox}.{token}", message.headers):
                 return False
         except MaxPayloadError:
-            return False  # `run` gives it up
+            return False  # `run` drops it
         entry.sent_at = now
         self._flight[token] = None
         self._singly -= 1
         return True
 
     async def flush(self, deadline_s: float) -> bool:
-        """Wait until what was said so far is acknowledged, or safely on the disk while the broker is away."""
+        """Wait until everything observed so far is acknowledged, or synced to disk while the broker is unreachable."""
         return await self.outbox.flush(deadline_s, self._away)
 
     async def keep(self) -> None:
-        """For ever: write down what would be needed after a power cut."""
+        """Save, forever, what is needed after a power failure."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             if self._acknowledged_position.unsaved:
@@ -133,19 +133,19 @@ class Publisher:
                 await asyncio.to_thread(self.outbox.sync)
 
     async def run(self) -> None:
-        """Send for ever: whenever something waits, and again what was not acknowledged in time."""
+        """Send forever: whenever a fact waits, and again those that were not acknowledged in time."""
         loop = asyncio.get_running_loop()
-        self._wake.set()  # whether the broker can be trusted is asked at once
+        self._wake.set()  # check at once whether the broker can be trusted
         while True:
             with contextlib.suppress(TimeoutError):
                 # not wait_for: that of Python 3.11 can swallow a cancellation
-                async with asyncio.timeout(self._patience(loop.time())):
+                async with asyncio.timeout(self._wait_s(loop.time())):
                     await self._wake.wait()
             self._wake.clear()
             now = loop.time()
             if self._overdue(now):
                 log.warning("acknowledgement_overdue", in_flight=len(self._flight))
-                self._checked = False  # we may have to publish elsewhere by now
+                self._checked = False  # by now we may have to publish on another subject
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
@@ -157,7 +157,7 @@ class Publisher:
                 self._pause(now)
         return self._checked
 
-    def _patience(self, now: float) -> float:
+    def _wait_s(self, now: float) -> float:
         if self._paused_until > now:
             return self._paused_until - now
         return ACK_DEADLINE_S / 4 if len(self.outbox) else 60.0
@@ -190,18 +190,18 @@ class Publisher:
             self._pause(now)
 
     def _goes_as_batch(self) -> bool:
-        """Return whether what waits goes as an atomic batch. The intake takes single facts."""
+        """Return whether the queue is sent as an atomic batch. The intake accepts only single facts."""
         many = self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN
         return many and self._route(OBSERVED) == OBSERVED
 
     def _due(self, token: int) -> OutboxEntry | None:
-        """Return a fact to send; None if it was acknowledged after all, or must not be repeated any more."""
+        """Return a fact to send; None if it was acknowledged after all, or is too old to be repeated."""
         entry = self.outbox.get(token)
         if entry is None or (entry.own and not entry.sent_at):  # never sent: no repetition
             return entry
         if datetime.now(UTC) - datetime.fromisoformat(entry.message.headers["ce-time"]) <= REPEATED_FOR:
             return entry
-        self.outbox.give_up(token, f"it was said more than {REPEATED_FOR.days} days ago")
+        self.outbox.give_up(token, f"it was observed more than {REPEATED_FOR.days} days ago")
         self.outbox.moved.set()
         return None
 
@@ -240,16 +240,16 @@ class Publisher:
         except MaxPayloadError:
             if self.outbox.get(token) is not None:
                 self._flight.pop(token, None)
-                self.outbox.give_up(token, "it is larger than the broker takes")
+                self.outbox.give_up(token, "it is larger than the broker accepts")
 
     # --- acknowledgements: called in the read loop ------------------------------------------------------------------
 
     def _heard(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         token = int(subject[subject.rindex(b".") + 1 :])
         try:
-            ack = broker.decode_ack(data) if data else broker.NOBODY
+            ack = broker.decode_ack(data) if data else broker.NO_RESPONDERS
         except msgspec.MsgspecError:
-            ack = broker.NOBODY
+            ack = broker.NO_RESPONDERS
         tokens = self._batch.pop(token, [token])
         if ack.error:
             self._refused(tokens, ack)
@@ -263,7 +263,7 @@ class Publisher:
     def _acknowledged(self, token: int, seq: int) -> None:
         self._flight.pop(token, None)
         if self.outbox.get(token) is None:
-            return  # an answer to an earlier attempt has been here
+            return  # an earlier attempt was already acknowledged
         message = self.outbox.settle(token).message
         self._counters.acknowledged += 1
         self._acknowledged_position.note(seq, message.headers["ce-id"])
@@ -273,25 +273,25 @@ class Publisher:
 
     def _refused(self, tokens: list[int], ack: Ack) -> None:
         if tokens[-1] not in self._flight:
-            return  # an earlier refusal has turned the flight back
+            return  # an earlier refusal already returned the messages in flight to the queue
         if ack.code in GIVEN_UP and len(tokens) == 1:
             self._flight.pop(tokens[0])
             if self.outbox.get(tokens[0]) is not None:
-                self.outbox.give_up(tokens[0], ack.said or "it is larger than the stream takes")
+                self.outbox.give_up(tokens[0], ack.said or "it is larger than the stream accepts")
             return
         if ack.code in broker.BATCH_DISABLED:
             self._batches = False
-        if len(tokens) > 1:  # some of it may be stored already: one by one, each recognised by its id
+        if len(tokens) > 1:  # some may be stored already: send them one by one, each recognised by its id
             self._singly = len(tokens)
         self._rewind()
-        if ack.code == broker.NOBODY.code:
+        if ack.code == broker.NO_RESPONDERS.code:
             self._checked = False  # the stream may be gone
         if ack.code != broker.DUPLICATE_IN_BATCH:
             log.warning("journal_refuses", error=ack.error, waiting=len(self.outbox))
             self._pause(asyncio.get_running_loop().time())
 
     def _rewind(self) -> None:
-        """Everything in flight will be sent again, before what follows it."""
+        """Return everything in flight to the front of the queue."""
         again = sorted(token for token in self._flight if self.outbox.get(token) is not None)
         self._counters.retried += len(again)
         self._flight.clear()
@@ -307,7 +307,9 @@ class Publisher:
             self._away.clear()
             self._checked = False
             self._paused_until, self._pause_s = 0.0, PAUSE_MIN_S
-            self._singly = len(self._flight)  # a batch of them would be refused for one that had landed
+            self._singly = len(
+                self._flight
+            )  # a batch of them would be refused because of one that was stored
             self._rewind()
         else:
             self._away.set()
@@ -315,6 +317,6 @@ class Publisher:
         self.outbox.moved.set()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._acknowledged_position.save()
         self.outbox.close()

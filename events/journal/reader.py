@@ -1,12 +1,12 @@
-"""How the stream is read: every event once, in order, for ever, as fast as it can be decoded.
+"""Reads the stream: every event once, in order, forever, as fast as it can be decoded.
 
-One ephemeral pull consumer without acknowledgements or filter, asked again before its last request is used up. It
-can go silent (a restarted broker has forgotten it, a route was lost), so the broker sends idle heartbeats and
-whoever hears nothing makes a new one, from the last event read *inclusive*: if the broker now holds another event
-there, it lost what it had acknowledged, or is another stream, and going on would fold two histories into one.
+It uses one ephemeral pull consumer without acknowledgements or filter, and sends the next request before the last one is used up.
+The consumer can fall silent: a restarted broker has forgotten it, or a route was lost. So the broker sends idle heartbeats, and
+a reader that misses them creates a new consumer, from the last event read *inclusive*. If the broker now holds another event
+there, it lost acknowledged events, or it is another stream: continuing would fold two histories into one.
 
-What is no event of ours is stepped over (`events.journal.messages`). Before an event that only a newer version can know,
-and at a place that is said to be quarantined, the broker is asked what has been decided about it.
+Messages that are not events of ours are skipped (`events.journal.messages`). Before an event that only a newer version can know,
+and at a sequence with a quarantine message, the broker is queried for the quarantine.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from events.journal.counters import JournalCounters
 from events.journal.port import JournalChanged, JournalDropped, JournalUnavailable, StopsAt
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
-REQUEST = 2000  # events asked for at a time
-LOW = REQUEST // 2  # ask again when so few are still to come
-BATCH_MAX = 1000  # events handed out at a time
+REQUEST = 2000  # events per request
+LOW = REQUEST // 2  # send the next request when so few are outstanding
+BATCH_MAX = 1000  # events per yielded batch
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5
 EXPIRES_S = 60.0
-FORGOTTEN_AFTER_S = 30.0  # the broker drops a consumer that nobody asks
+FORGOTTEN_AFTER_S = 30.0  # after which the broker deletes a consumer without requests
 RETRY_S = 0.1
 
 UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, BrokerRefused, *DISCONNECTED)
@@ -44,11 +44,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class _Inbox:
-    """What has arrived and not been decoded. `stale` asks for a new consumer."""
+    """Messages that have arrived and are not decoded yet. `stale` demands a new consumer."""
 
     waiting: list[tuple[bytes, bytes, bytes, bytes | None]] = field(default_factory=list)
     flag: asyncio.Event = field(default_factory=asyncio.Event)
-    outstanding: int = 0  # events asked for and not arrived
+    outstanding: int = 0  # events requested and not arrived
     stale: str = ""
 
     def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
@@ -58,7 +58,10 @@ class _Inbox:
             self.outstanding -= 1
         else:
             status = parse_headers(headers)
-            if status.get("Status") in ("404", "408"):  # that request has ended; so many are not coming
+            if status.get("Status") in (
+                "404",
+                "408",
+            ):  # that request has ended; its remaining events will not arrive
                 self.outstanding -= int(status.get("Nats-Pending-Messages", REQUEST))
             elif status.get("Status") != "100":
                 self.stale = f"{status.get('Status')} {status.get('Description', '')}"
@@ -66,7 +69,7 @@ class _Inbox:
 
 
 class JournalReader:
-    """One reading of the stream, from one position on."""
+    """One read of the stream, from a position on."""
 
     def __init__(
         self,
@@ -78,19 +81,19 @@ class JournalReader:
         stops_at: StopsAt,
         look_up: bool = False,
     ) -> None:
-        """`look_up`: also learn whether events that it does not stop at are quarantined."""
+        """`look_up`: also look up the quarantine of events at which the reader does not stop."""
         self._connection = connection
         self._counters = counters
         self._created = created
         self._after = after
-        self._last_id = ""  # of the event at `after`, once we have read it ourselves
+        self._last_id = ""  # of the event at `after`, if this reader has read it
         self._inbox = _Inbox()
         self._interest: Interest | None = None
         self._gap_at = -1  # position after which an event was missing
         self._stops_at = stops_at
         self._looks_up: StopsAt = "all" if look_up else stops_at
-        self._said_quarantined: frozenset[int] = frozenset()  # places
-        self._quarantines: dict[int, Recorded | None] = {}  # what has been found of them, by place
+        self._perhaps_quarantined: frozenset[int] = frozenset()  # sequences with a quarantine message
+        self._quarantines: dict[int, Recorded | None] = {}  # results of look-ups, by sequence
         self._address = ""
         self._consumer = ""
 
@@ -119,7 +122,7 @@ class JournalReader:
     # --- the consumer -------------------------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
-        """Make a consumer that goes on where we are, however long it takes. Raise JournalChanged."""
+        """Create a consumer that continues at the current position, however long it takes. Raise JournalChanged."""
         while True:
             try:
                 await self._leave()
@@ -133,18 +136,18 @@ class JournalReader:
 
     async def _check(self) -> None:
         found = await stream.state(self._connection)
-        self._said_quarantined = found.quarantined
+        self._perhaps_quarantined = found.quarantined
         if self._created is None:
             self._created = found.created
         if found.created != self._created:
-            raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
+            raise JournalChanged(f"the stream was recreated at {found.created}. {JournalChanged.__doc__}")
         if found.last_seq < self._after:
             raise JournalChanged(
                 f"the stream ends at {found.last_seq}, but {self._after} has been read. {JournalChanged.__doc__}"
             )
         if found.first_seq > self._after + 1:
             raise JournalDropped(
-                f"the stream begins at {found.first_seq}: what follows {self._after} is gone. {JournalDropped.__doc__}"
+                f"the stream begins at {found.first_seq}: the events after {self._after} are gone. {JournalDropped.__doc__}"
             )
         if self._last_id:
             await self._check_last()
@@ -159,7 +162,7 @@ class JournalReader:
 
     async def _create(self) -> None:
         self._inbox = _Inbox()
-        name = f"reader{next(_names)}-{codec.new_id()[-12:]}"  # 0.2.0 has r1-…: it announces nothing, and is told by that
+        name = f"reader{next(_names)}-{codec.new_id()[-12:]}"  # identifies the version: 0.2.0 uses r1-…, and announces nothing
         config = {
             "name": name,
             "deliver_policy": "by_start_sequence",
@@ -193,7 +196,7 @@ class JournalReader:
         )
 
     async def _leave(self) -> None:
-        """Drop the present consumer, as far as the broker can be told."""
+        """Delete the current consumer, if the broker is reachable."""
         interest, self._interest = self._interest, None
         consumer, self._consumer = self._consumer, ""
         if interest is not None:
@@ -213,7 +216,7 @@ class JournalReader:
     # --- what arrives -------------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Wait for something to arrive; give the consumer up when it is silent."""
+        """Wait for something to arrive; mark the consumer as stale if it is silent."""
         inbox = self._inbox
         if inbox.waiting:
             return
@@ -226,7 +229,7 @@ class JournalReader:
                 inbox.stale = inbox.stale or "silent"
 
     async def _top_up(self) -> None:
-        """Ask for more before the last request is used up, but not faster than we read."""
+        """Send the next request before the last one is used up, but not faster than the caller reads."""
         inbox = self._inbox
         if inbox.outstanding > LOW or len(inbox.waiting) > REQUEST:
             return
@@ -236,24 +239,24 @@ class JournalReader:
             inbox.stale = inbox.stale or repr(error)
 
     def _gap(self, seq: int) -> None:
-        """Read again from where we are, once. Raise JournalChanged if the broker itself has the gap."""
+        """Read again from the current position, once. Raise JournalChanged if the broker itself has the gap."""
         if self._gap_at == self._after:
             raise JournalChanged(
-                f"event {self._after + 1} cannot be read: the broker goes on with {seq}, and has lost or removed it"
+                f"event {self._after + 1} cannot be read: the broker continues with {seq}, and has lost or removed it"
             )
         self._gap_at = self._after
         self._inbox.waiting.clear()
         self._inbox.stale = self._inbox.stale or f"gap: {seq} follows {self._after}"
 
     async def _look_up(self, seq: int) -> None:
-        """Learn whether a place is quarantined."""
+        """Look up whether a sequence is quarantined."""
         try:
             self._quarantines[seq] = await stream.quarantine(self._connection, seq)
         except UNANSWERED as error:
             self._inbox.stale = self._inbox.stale or repr(error)
 
     def _decode(self, until: int | None) -> tuple[list[Recorded], int]:
-        """Return what has arrived, checked for gaps, and where it stops because something must be looked up (0: it does not).
+        """Return the arrived events, checked for gaps, and the sequence that must be looked up first (0: none).
         Raise UnknownKind."""
         inbox = self._inbox
         taken, inbox.waiting = inbox.waiting[:BATCH_MAX], inbox.waiting[BATCH_MAX:]
@@ -268,10 +271,10 @@ class JournalReader:
             at = _EPOCH + timedelta(0, 0, nanoseconds // 1000)
             event = messages.read(seq, at, subject, raw, body)
             id = event.id
-            if event.fact.__class__ is Skipped or seq in self._said_quarantined:
+            if event.fact.__class__ is Skipped or seq in self._perhaps_quarantined:
                 judged = self._judge(event, messages.place_id(subject, body))
                 if judged is None:
-                    inbox.waiting = taken[place:] + inbox.waiting  # what came before it is handed out first
+                    inbox.waiting = taken[place:] + inbox.waiting  # the events before it are yielded first
                     return events, seq
                 event, id = judged, parse_headers(raw).get("ce-id", "")
             events.append(event)
@@ -279,9 +282,9 @@ class JournalReader:
         return events, 0
 
     def _judge(self, event: Recorded, id: str) -> Recorded | None:
-        """Return what is handed out in place of a doubtful event; None if it must be looked up first. Raise UnknownKind."""
+        """Return the event to yield for a doubtful one; None if it must be looked up first. Raise UnknownKind."""
         seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
-        if (unknown or seq in self._said_quarantined) and seq not in self._quarantines:
+        if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
             return None
         if (by := self._quarantines.get(seq)) is not None:
             event = messages.step_over(event, by, id)

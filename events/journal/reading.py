@@ -1,4 +1,4 @@
-"""What a handle on the journal reads: events, and how the stream stands. `NatsJournal` is one who also writes."""
+"""Read access to the journal: events and stream state. `NatsJournal` adds writing."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ class JournalReading:
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.counters = JournalCounters()
-        self.state: StreamState | None = None  # as it was when we connected
+        self.state: StreamState | None = None  # when we connected
         self.stops_at: StopsAt = "all"
         self.connection = connection
 
@@ -74,18 +74,18 @@ class JournalReading:
             raise JournalUnavailable(str(error)) from error
 
     async def usage(self, *, growth: bool = True) -> JournalUsage:
-        """Return what the stream takes on the broker, and how fast that grows, if that is asked. Raise JournalUnavailable
-        (JournalGone: there is none)."""
+        """Return the stream's size on the broker, and with `growth` its growth rate. Raise JournalUnavailable
+        (JournalGone: there is no stream)."""
         try:
             return await usage(self.connection, growth=growth)
         except broker.BrokerRefused as error:
-            await self.stream_state()  # says it if there is none
+            await self.stream_state()  # raises JournalGone if there is no stream
             raise JournalUnavailable(str(error)) from error
 
 
 @asynccontextmanager
 async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReading]:
-    """Yield the same stream, read over a connection of its own."""
+    """Yield read access to the same stream over a new connection."""
     connection = await BrokerConnection.open(url, name)
     try:
         reading = JournalReading(connection)

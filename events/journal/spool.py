@@ -1,17 +1,17 @@
-"""Facts that the broker has not acknowledged yet, in a local file, so that a killed process loses none.
+"""The spool: unacknowledged facts in a local file, so that a killed process loses none.
 
-Write-ahead: a fact is written here when it is said and marked when it is acknowledged, whether the broker is
-there or not. So the file of a process that was killed holds exactly what it had not got through (and at most a few
-facts more, which the ids make recognisable), and the next process on the same directory sends it first.
+Write-ahead: a fact is written here when it is observed and marked when it is acknowledged, whether the broker is
+reachable or not. So the file of a killed process holds exactly its unacknowledged facts (and at most a few more, which the ids
+identify). The next process on the same directory sends them first.
 
     record = kind (1 byte) · length (4) · CRC-32 of the body (4) · CRC-32 of these nine bytes (4) · body
 
 The header has a CRC of its own because a flipped bit in a length would otherwise look like a torn tail, and
-hide all that follows it. A torn tail is what a crash leaves and is no damage; anything else that does not add up is
-counted, the readable rest is kept, and the file is put aside for a person to look at.
+hide everything after it. A crash leaves a torn tail, which is no damage. Anything else that fails a check is
+counted, the readable rest is kept, and the file is moved aside for an operator to inspect.
 
-fsync: none per fact (a killed process loses nothing, the kernel has it); `sync` is called once a second while the
-broker is away, so that a power cut costs at most the last second of facts that no broker had taken.
+There is no fsync per fact: after a kill the kernel still has the data. `sync` is called once a second while the
+broker is unreachable, so that a power failure costs at most the last second of unacknowledged facts.
 """
 
 import fcntl
@@ -29,7 +29,9 @@ import structlog
 from events.errors import HoldfastError
 
 BYTES_MAX = 64 * 1024 * 1024  # of one process; about 100,000 facts
-SEGMENT_BYTES = 2 * 1024 * 1024  # a longer file is followed by another, and removed when all of it is marked
+SEGMENT_BYTES = (
+    2 * 1024 * 1024
+)  # a longer file is followed by another, and removed when all of its facts are marked
 RECORD_BYTES_MAX = 8 * 1024 * 1024
 SUFFIX = ".spool"  # <life>.<number of the segment>.spool
 
@@ -43,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class OutboxMessage(msgspec.Struct, array_like=True):
-    """One fact as it will be published: what stands in the spool is what goes over the wire."""
+    """One fact as it will be published: the spool holds the same bytes as the wire."""
 
     number: int  # of its source
     subject: str
@@ -57,12 +59,12 @@ _decode = msgspec.msgpack.Decoder(OutboxMessage).decode
 
 @dataclass
 class SpoolContent:
-    """What a spool file holds."""
+    """The content of a spool file."""
 
     messages: list[OutboxMessage] = field(default_factory=list)
     acked: int = 0  # everything up to this number
-    damaged: int = 0  # places that did not add up
-    torn: bool = False  # the last record was cut off: the process died while writing it
+    damaged: int = 0  # places that failed a check
+    torn: bool = False  # the last record is incomplete: the process died while writing it
 
 
 def scan(data: bytes) -> Iterator[tuple[int, bytes] | None]:
@@ -90,7 +92,7 @@ def _header_holds(header: bytes) -> bool:
 
 
 def _next_header(data: bytes, offset: int) -> int:
-    """Return where the next whole header begins, or the end."""
+    """Return the offset of the next valid header, or the end."""
     while offset + _HEADER_BYTES <= len(data):
         if data[offset] in (FACT, ACKED) and _header_holds(data[offset : offset + _HEADER_BYTES]):
             return offset
@@ -99,7 +101,7 @@ def _next_header(data: bytes, offset: int) -> int:
 
 
 def read(data: bytes) -> SpoolContent:
-    """Return what a spool file's bytes say, whatever has happened to them."""
+    """Return the content of a spool file's bytes, however damaged they are."""
     left = SpoolContent()
     try:
         for record in scan(data):
@@ -130,15 +132,15 @@ class _Segment:
 
 
 class Spool:
-    """This process's files, and the ones that earlier processes left in the same directory.
+    """This process's spool files, and those that earlier processes left in the same directory.
 
-    Acknowledgements come in order, so one number marks all up to it.
+    Acknowledgements arrive in order, so one number marks all facts up to it.
     """
 
     def __init__(
         self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Make our first file. Raise SpoolUnusable."""
+        """Create the first file. Raise SpoolUnusable."""
         self._segment_bytes = segment_bytes
         self.directory = directory
         self.life = life
@@ -161,7 +163,7 @@ class Spool:
         self._segments.append(_Segment(path, file))
 
     def take_over(self) -> list[OutboxMessage]:
-        """Return what killed processes left here, oldest first. Their files go with `forget_earlier`."""
+        """Return the facts that killed processes left, the oldest first. `forget_earlier` removes their files."""
         lives: dict[str, list[Path]] = {}
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             life = path.name.split(".")[0]
@@ -175,15 +177,15 @@ class Spool:
         for path in paths:
             file = _locked(path)
             if file is None:
-                continue  # its process lives
+                continue  # its process is running
             left = read(path.read_bytes())
-            self._say(path, left)
+            self._report(path, left)
             messages += left.messages
             acked = max(acked, left.acked)
             self._earlier.append((path, file))
         return [message for message in messages if message.number > acked]
 
-    def _say(self, path: Path, left: SpoolContent) -> None:
+    def _report(self, path: Path, left: SpoolContent) -> None:
         if left.damaged:
             aside = path.with_suffix(".damaged")
             aside.write_bytes(path.read_bytes())
@@ -192,14 +194,14 @@ class Spool:
             log.info("spool_taken_over", file=path.name, facts=len(left.messages), torn=left.torn)
 
     def forget_earlier(self) -> None:
-        """Remove the earlier processes' files: all that they held has been acknowledged."""
+        """Remove the earlier processes' files: all of their facts have been acknowledged."""
         for path, file in self._earlier:
             path.unlink(missing_ok=True)
             os.close(file)
         self._earlier.clear()
 
     def put(self, message: OutboxMessage) -> bool:
-        """Write one fact down. False: it does not fit, or the file system refused it."""
+        """Write one fact. False: it does not fit, or the file system refused it."""
         body = _encode(message)
         held = sum(segment.bytes for segment in self._segments)
         if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
@@ -220,7 +222,7 @@ class Spool:
         return True
 
     def mark(self, number: int, *, empty: bool) -> None:
-        """Note that everything up to `number` is acknowledged; `empty`: nothing at all waits."""
+        """Mark everything up to `number` as acknowledged; `empty`: no fact waits at all."""
         newest = self._segments[-1]
         try:
             while len(self._segments) > 1 and self._segments[0].last <= number:
@@ -234,18 +236,20 @@ class Spool:
         self._write(ACKED, _NUMBER.pack(number))
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync written data to disk."""
         for segment in list(self._segments):
             if not segment.unsynced:
                 continue
             segment.unsynced = False
             try:
                 os.fdatasync(segment.file)
-            except OSError as error:  # called in a thread: the file may also be gone, and with it the need
+            except (
+                OSError
+            ) as error:  # called in a thread: the file may have been removed meanwhile, which is fine
                 self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:
-        """Let go of the files; `empty`: remove ours, for nothing in them waits."""
+        """Close the files; `empty`: also remove ours, because no fact in them waits."""
         for segment in self._segments:
             if empty:
                 self._drop(segment)
@@ -266,7 +270,7 @@ class Spool:
         record = b"".join((head, _CRC.pack(zlib.crc32(head)), body))
         try:
             written = os.write(segment.file, record)
-            if written < len(record):  # a full disk: take the piece back, lest it hide what follows
+            if written < len(record):  # a full disk: remove the fragment, which would hide what follows
                 os.ftruncate(segment.file, segment.bytes)
                 raise OSError("short write")
         except OSError as error:
@@ -283,7 +287,7 @@ class Spool:
 
 
 def _locked(path: Path) -> int | None:
-    """Open a spool file for this process alone; None if another one has it."""
+    """Open a spool file for this process alone; None if another process holds it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

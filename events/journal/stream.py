@@ -1,7 +1,7 @@
-"""The stream FLEET: what it must be like for the journal to be trusted, and making it so.
+"""Creates the stream FLEET, and checks that its configuration can be trusted.
 
-A server drops configuration fields that it does not know without a word, and an operator may have made the stream
-by hand; so it is read back and compared, and what differs in a way that matters is refused with the reason.
+A server silently drops configuration fields that it does not know, and an operator may have created the stream
+by hand. So the configuration is read back and compared, and a difference that matters is refused with the reason.
 """
 
 import re
@@ -30,11 +30,14 @@ from events.nats.urls import masked
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
 REPLICAS = 3  # in a cluster
-LOOKED_AT_MAX = (
-    100  # messages on a quarantine's subject: anything can lie there, and the first true one counts
-)
+LOOKED_AT_MAX = 100  # messages on a quarantine's subject: any may be there, and the first valid one counts
 PLACE = re.compile("[0-9]{1,18}").fullmatch  # a sequence
-NOT_YET = (10005, 10008, 10023, 10049)  # no suitable peers, no leader, no resources, no store: it may come
+NOT_YET = (
+    10005,
+    10008,
+    10023,
+    10049,
+)  # no suitable peers, no leader, no resources, no store: all may be temporary
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +48,7 @@ class StreamRefused(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What a stream holds. `created` tells it from another of the same name."""
+    """The state of a stream. `created` distinguishes it from another of the same name."""
 
     created: str
     first_seq: int
@@ -53,8 +56,8 @@ class StreamState:
     replicas: int
     bytes: int
     bytes_max: int  # -1: no limit but the disk
-    at: datetime  # when this was so, by the clock that stamps the stream's events
-    quarantined: frozenset[int] = frozenset()  # places that somebody has said to be; only from `state`
+    at: datetime  # when this was measured, by the clock that stamps the stream's events
+    quarantined: frozenset[int] = frozenset()  # sequences with a quarantine message; only from `state`
 
 
 def wanted(replicas: int) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def wanted(replicas: int) -> dict[str, Any]:
         "subjects": list(subjects.STREAM_SUBJECTS),
         "retention": "limits",
         "storage": "file",
-        "discard": "new",  # a full journal refuses; it never forgets
+        "discard": "new",  # a full journal refuses new events and drops none
         "max_consumers": -1,
         "max_msgs": -1,
         "max_bytes": -1,
@@ -82,10 +85,10 @@ def wanted(replicas: int) -> dict[str, Any]:
 
 
 def differences(config: dict[str, Any], replicas: int) -> list[str]:
-    """Return in words what of a stream's configuration breaks a promise of the journal.
+    """Return, in words, the parts of a stream's configuration that break a promise of the journal.
 
-    Limits (age, bytes) are the operator's choice and not compared: whoever reads notices what is gone, and begins with a
-    snapshot behind it (`events.journal.bounds`). Where there are any, the oldest events may go for new ones.
+    Limits (age, bytes) are the operator's choice and not compared: a reader notices dropped events, and starts from a later
+    snapshot (`events.journal.bounds`). With limits, the oldest events may be dropped for new ones.
     """
     must = {
         name: value
@@ -115,25 +118,25 @@ def differences(config: dict[str, Any], replicas: int) -> list[str]:
     forbidden = ("no_ack", "sealed", "allow_rollup_hdrs", "mirror", "sources", "subject_transform")
     found += [f"{name} is set" for name in forbidden if config.get(name)]
     if config.get("persist_mode") == "async":
-        found.append("persist_mode is async: it acknowledges what is not on the disk")
+        found.append("persist_mode is async: it acknowledges data that is not on disk")
     return found
 
 
 def replicas_for(connection: BrokerConnection) -> int:
-    """Return how many replicas a stream of this broker gets: three in a cluster, however many nodes are up just now."""
+    """Return the number of replicas for a stream of this broker: three in a cluster, however many nodes are up."""
     return REPLICAS if connection.client.clustered else 1
 
 
 async def ensure(
     connection: BrokerConnection, replicas: int | None = None, *, make: bool = True
 ) -> StreamState:
-    """Create the stream if there is none, read it back and return its state. Raise StreamRefused, or JournalGone where
-    there is none and `make` is not set."""
+    """Create the stream if it does not exist, read it back and return its state. Raise StreamRefused, or JournalGone if it
+    does not exist and `make` is not set."""
     replicas = replicas or replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     except BrokerRefused as error:
-        if error.code in NOT_YET:  # a cluster in the middle of an election
+        if error.code in NOT_YET:  # a cluster during an election
             raise JournalUnavailable(f"the stream {subjects.STREAM} cannot be read yet: {error}") from error
         if error.code != STREAM_NOT_FOUND:
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be read: {error}") from error
@@ -145,7 +148,7 @@ async def ensure(
         version = connection.client.server_version
         raise StreamRefused(
             f"the stream {subjects.STREAM} at {masked(connection.url)} cannot be trusted: {'; '.join(faults)}. "
-            f"Holdfast needs nats-server 2.12 or newer (this is {version}) and a stream made by itself."
+            f"Holdfast needs nats-server 2.12 or newer (this is {version}) and a stream created by itself."
         )
     return _state(answer)
 
@@ -167,7 +170,7 @@ async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]
 
 
 async def state(connection: BrokerConnection) -> StreamState:
-    """Return what the stream holds now. Raise JournalUnavailable (JournalGone: there is none) or Refused."""
+    """Return the stream's current state. Raise JournalUnavailable (JournalGone: there is no stream) or BrokerRefused."""
     try:
         request = {"subjects_filter": QUARANTINES}
         return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}", request))
@@ -184,7 +187,7 @@ def _gone(connection: BrokerConnection) -> JournalGone:
 
 
 async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
-    """Return the event that quarantines a place of the stream; None if nobody has. Raise JournalUnavailable or Refused."""
+    """Return the event that quarantines a sequence; None: there is none. Raise JournalUnavailable or BrokerRefused."""
     subject, after = quarantine_subject(seq), seq
     for _ in range(LOOKED_AT_MAX):
         event = await next_on(connection, subject, after)
@@ -195,8 +198,8 @@ async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
 
 
 async def next_on(connection: BrokerConnection, subject: str, after: int) -> Recorded | None:
-    """Return the first message of a subject above `after`, as it is read; None: there is none. Raise JournalUnavailable or
-    Refused."""
+    """Return the first message on a subject above `after`, decoded; None: there is none. Raise JournalUnavailable or
+    BrokerRefused."""
     try:
         answer = await ask(
             connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": after + 1, "next_by_subj": subject}
@@ -219,7 +222,7 @@ def _stored(found: dict[str, Any]) -> Recorded:
 
 
 async def last_on(connection: BrokerConnection, subject: str) -> Recorded | None:
-    """Return the newest message of a subject, as it is read; None: there is none. Raise JournalUnavailable or Refused."""
+    """Return the newest message on a subject, decoded; None: there is none. Raise JournalUnavailable or BrokerRefused."""
     try:
         answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"last_by_subj": subject})
     except BrokerRefused as error:
@@ -230,7 +233,7 @@ async def last_on(connection: BrokerConnection, subject: str) -> Recorded | None
 
 
 async def consumer_names(connection: BrokerConnection) -> list[str]:
-    """Return the names of all consumers of the stream. Raise JournalUnavailable or Refused."""
+    """Return the names of all consumers of the stream. Raise JournalUnavailable or BrokerRefused."""
     found: list[str] = []
     while True:
         answer = await ask(connection, f"CONSUMER.NAMES.{subjects.STREAM}", {"offset": len(found)})

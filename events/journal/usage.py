@@ -1,7 +1,9 @@
-"""How large is the journal, and how fast does it grow? Two questions to the broker, and nothing that has to be remembered.
+"""The journal's size and growth rate, as the broker reports them.
 
-The growth is that of the last day, or of the stream's whole life where that is shorter: so many messages came in that time, each
-as large as all are on average.
+Nothing is remembered between two calls.
+
+The growth is that of the last day, or of the stream's whole life if that is shorter. It is estimated as the number of messages in
+that time, multiplied by the average size of all messages.
 """
 
 from dataclasses import dataclass
@@ -12,23 +14,23 @@ from events.journal.broker import ask
 from events.nats.connection import BrokerConnection
 
 WINDOW = timedelta(days=1)
-SHORTEST = timedelta(minutes=10)  # of a life from which a day is reckoned
+SHORTEST = timedelta(minutes=10)  # the shortest life from which a day's growth is estimated
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-FORGOTTEN_AFTER_S = 5.0  # the broker drops the consumer that counts
+FORGOTTEN_AFTER_S = 5.0  # after which the broker deletes the consumer that counts
 
 
 @dataclass(frozen=True, slots=True)
 class JournalUsage:
-    """What the stream takes on the broker's disk."""
+    """The stream's use of the broker's disk."""
 
-    first_seq: int  # of the oldest event that is kept
+    first_seq: int  # of the oldest event on the stream
     last_seq: int
     bytes: int
     bytes_max: int | None  # None: no limit but the disk
-    bytes_a_day: float | None  # None: it is too young to say
+    bytes_a_day: float | None  # None: the stream is too young for an estimate
     age_max: timedelta | None = None  # None: no limit
-    at: datetime = EPOCH  # when this was so, by the clock that stamps the events
-    refuses: bool = False  # at `bytes_max`: nothing more, instead of its oldest events
+    at: datetime = EPOCH  # when this was measured, by the clock that stamps the events
+    refuses: bool = False  # at `bytes_max` it refuses new events, instead of dropping its oldest ones
 
 
 async def usage(
@@ -38,7 +40,7 @@ async def usage(
     *,
     growth: bool = True,
 ) -> JournalUsage:
-    """Ask the broker. The growth is that within `window`, and not told of a life below `shortest`, nor without `growth`.
+    """Query the broker. The growth is that within `window`; it is omitted for a life below `shortest`, and without `growth`.
 
     Raise JournalUnavailable or BrokerRefused.
     """
@@ -59,7 +61,7 @@ async def usage(
 
 
 async def _since(connection: BrokerConnection, when: datetime) -> int:
-    """Return how many messages have come since an instant: what a consumer that began there would have before it."""
+    """Return the number of messages since an instant: the number that a consumer starting there has pending."""
     name = f"count-{codec.new_id()[-12:]}"
     config = {
         "name": name,

@@ -1,1 +1,1 @@
-"""The broker's client, in one home: connections, channels through the broker, bus."""
+"""The broker client: connections, byte-stream channels and the message bus."""

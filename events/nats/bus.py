@@ -1,7 +1,7 @@
-"""What is said between processes and kept by nobody: heartbeats, link reports, the operator's requests.
+"""Messages between processes that are not stored: heartbeats, link reports, operators' requests.
 
-Core NATS, JSON bodies. A message that nobody hears is gone; whoever needs it kept uses the journal.
-`MemoryBus` is the double that tests plug in.
+Core NATS with JSON bodies. A message without a subscriber is lost; messages that must be kept go to the journal.
+`MemoryBus` is the test double.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from events.nats.connection import DISCONNECTED, BrokerConnection, NotPermitted
 Body = Mapping[str, Any]
 Answer = Body | None
 Handler = Callable[[str, Body], Answer | Awaitable[Answer]]
-"""Takes subject and body. What it returns is the answer, if the sender asked for one."""
+"""Called with subject and body. Its result is the reply, if the sender requested one."""
 Notice = Callable[[str, Body], None]
 Admits = Callable[[str, int], bool]
-"""Says by subject and size whether a message is to be decoded."""
+"""Called with subject and size; returns whether the message is to be decoded."""
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -37,63 +37,63 @@ class BusUnavailable(HoldfastError):
 
 
 class NoAnswer(HoldfastError):
-    """Nobody answered in time."""
+    """No reply arrived in time."""
 
 
 class NobodyHeard(NoAnswer):
-    """Nobody has heard it."""
+    """No process subscribes to the subject of the request."""
 
 
 class NotAllowed(NoAnswer):
-    """The broker's permissions do not allow this user the request. Use the account of its role: `holdfast nats permissions`."""
+    """The broker's permissions deny this account the request. Use the account of its role: `holdfast nats permissions`."""
 
 
 class Subscription(Protocol):
-    """One handler's interest in a subject."""
+    """One handler's subscription to a subject."""
 
     async def cancel(self) -> None:
-        """Stop hearing."""
+        """Unsubscribe."""
         ...
 
 
 class Bus(Protocol):
-    """The port. `since`: connected without a break since then (monotonic seconds); None: not now. `unread`: bytes that have
-    come and nobody has read yet: who is behind by many has not heard what was said."""
+    """The port. `since`: connected without a break since then (monotonic seconds); None: not connected. `unread`: bytes that
+    have arrived and are not read yet. A process with many unread bytes is behind, and has not processed recent messages."""
 
     @property
     def since(self) -> float | None: ...
     @property
     def unread(self) -> int: ...
     async def publish(self, subject: str, body: Body) -> bool:
-        """Say `body` to whoever listens. Never raises; False: the broker is away, it was not said."""
+        """Publish `body`. Never raises; False: the broker is unreachable, and nothing was published."""
         ...
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
-        """Call `handler` for each message; survives reconnections."""
+        """Call `handler` for each message; the subscription survives reconnections."""
         ...
 
     async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
-        """Call `handler` for each message that `admits` lets in, by subject and size, before it is decoded. Answer nothing."""
+        """Call `handler` for each message that `admits` accepts, by subject and size, before decoding. Never reply."""
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        """Ask and return the first answer. Raise BusUnavailable, NobodyHeard, NotAllowed or NoAnswer."""
+        """Send a request and return the first reply. Raise BusUnavailable, NobodyHeard, NotAllowed or NoAnswer."""
         ...
 
     async def close(self) -> None: ...
 
 
 class NatsBus:
-    """Core NATS over one connection."""
+    """The bus on core NATS, over one connection."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.connection = connection
-        self.refused = 0  # messages that could not be said because the broker was away
+        self.refused = 0  # messages that were not published because the broker was unreachable
         self.faults = 0  # handlers that raised, and bodies that were not JSON objects
 
     @classmethod
     async def connect(cls, url: str, name: str, *, wait_s: float = 2.0, echo: bool = True) -> "NatsBus":
-        """Connect within `wait_s`, or go on trying in the background. Without `echo` it does not hear itself."""
+        """Connect within `wait_s`, or continue in the background. Without `echo` it does not receive its own messages."""
         return cls(await BrokerConnection.open(url, name, wait_s=wait_s, echo=echo))
 
     @property
@@ -135,7 +135,7 @@ class NatsBus:
             except msgspec.MsgspecError as error:
                 self.faults += 1
                 log.warning("bus_handler_refused", subject=name, error=str(error))
-            except Exception:  # a handler's own mistake must not end the read loop
+            except Exception:  # a handler's bug must not end the read loop
                 self.faults += 1
                 log.exception("bus_handler_failed", subject=name)
 
@@ -149,7 +149,7 @@ class NatsBus:
             self.faults += 1
             log.warning("bus_handler_refused", subject=message.subject, error=str(error))
             return {"error": str(error)}
-        except Exception:  # a handler's own mistake must not silence the subscription for ever
+        except Exception:  # a handler's bug must not end the subscription
             self.faults += 1
             log.exception("bus_handler_failed", subject=message.subject)
             return {"error": "internal error, see the log"}
@@ -161,13 +161,13 @@ class NatsBus:
             answer = await self.connection.request(subject, _encode(body), deadline_s)
             return _decode(answer.body)
         except NoRespondersError as error:
-            raise NobodyHeard(f"nobody listens on {subject}") from error
+            raise NobodyHeard(f"no process subscribes to {subject}") from error
         except NotPermitted as error:
             raise NotAllowed(f"{error}. {NotAllowed.__doc__}") from error
         except TimeoutError as error:
-            raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
+            raise NoAnswer(f"no reply on {subject} within {deadline_s:g} s") from error
         except msgspec.MsgspecError as error:
-            raise NoAnswer(f"the answer on {subject} is not a JSON object: {error}") from error
+            raise NoAnswer(f"the reply on {subject} is not a JSON object: {error}") from error
         except DISCONNECTED as error:
             raise BusUnavailable from error
 
@@ -187,8 +187,8 @@ class _MemorySubscription:
 
 @dataclass
 class MemoryBus:
-    """A bus inside one process. `reachable` False plays a broker that is away, `unread` an observer that is behind; `said` is
-    what it heard."""
+    """A bus inside one process. `reachable` False simulates a broker that is unreachable, `unread` an observer that is behind;
+    `said` holds the published messages."""
 
     reachable: bool = True
     unread: int = 0
@@ -226,9 +226,9 @@ class MemoryBus:
             async with asyncio.timeout(deadline_s):
                 answers = await self._deliver(subject, body)
         except TimeoutError as error:
-            raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
+            raise NoAnswer(f"no reply on {subject} within {deadline_s:g} s") from error
         if not answers:
-            raise NobodyHeard(f"nobody listens on {subject}")
+            raise NobodyHeard(f"no process subscribes to {subject}")
         return answers[0]
 
     async def _deliver(self, subject: str, body: Body) -> list[Body]:

@@ -1,13 +1,15 @@
-"""A byte stream between two processes over core NATS that is in order and whole, or broken: an asyncio transport.
+"""A reliable byte stream between two processes over core NATS, as an asyncio transport.
 
-    dialled ── answered ──▶ made ── close ──▶ over
-       │                      │
-       └── nobody listens, a gap, a reset, silence, no broker ──▶ over
+A channel delivers all bytes in order, or it breaks.
 
-Core NATS delivers a message at most once, in order, and says nothing of those that it drops. So each message says where in
-its stream it stands and how far the other stream has been read: what does not fit breaks the channel, also where the
-last message is the one that was lost. The second number bounds what is on its way, for a broker cuts off who reads
-too slowly. Each message also names whom to answer: where nobody listens any more, the broker says so at once.
+    dialled ── answered ──▶ open ── close ──▶ closed
+       │                     │
+       └── no responders, a gap, a reset, silence, no broker ──▶ closed
+
+Core NATS delivers a message at most once, in order, and does not report dropped ones. So each message carries its position
+in its stream, and how far the other stream has been read. A mismatch breaks the channel, also if the
+last message is the lost one. The second number bounds the bytes in flight, because a broker disconnects a slow reader.
+Each message also has a reply subject: if the peer no longer subscribes, the broker reports so at once.
 """
 
 import asyncio
@@ -20,51 +22,51 @@ import structlog
 from events.nats.windows import ReceiveWindow, SendWindow
 
 OPEN, DATA, CLOSE, RESET = 1, 2, 3, 4
-HEAD = struct.Struct("<BQQ")  # kind, the message's place in its stream, what was read of the other
-TICK_S = 0.05  # between two messages of a channel in use: by the answer a dead peer is noticed
+HEAD = struct.Struct("<BQQ")  # kind, the message's position in its stream, bytes read of the other stream
+TICK_S = 0.05  # between two messages of a channel in use: the answers reveal a dead peer
 IDLE_S = 1.0
-LIVELY_S = 0.3  # a channel is in use for so long after its last bytes
+LIVELY_S = 0.3  # a channel is in use for this long after its last bytes
 SILENT_S_MAX = 10.0
 
 log = structlog.get_logger(__name__)
 
 
 class NobodyListens(ConnectionError):
-    """No responders: nobody listens on that subject."""
+    """No responders: no process subscribes to that subject."""
 
 
 class MessageCarrier(Protocol):
-    """Takes a channel's messages to the other side."""
+    """Delivers a channel's messages to the peer."""
 
     @property
     def taken(self) -> int:
-        """How many bytes of the broker have been read so far."""
+        """Number of bytes read from the broker so far."""
         ...
 
     def unread(self) -> int:
-        """Return how many bytes of the broker have arrived and were not read."""
+        """Return how many bytes have arrived from the broker and were not read."""
         ...
 
     @property
     def payload_max(self) -> int:
-        """How many bytes of a stream one message may carry."""
+        """Number of bytes of a stream that one message may carry."""
         ...
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message, by the end of this turn of the loop. `route`: subject and reply, a blank after each."""
+        """Send a message by the end of this turn of the loop. `route`: subject and reply subject, a space after each."""
         ...
 
     def wake(self, channel: "Channel") -> None:
-        """Let the channel have its turn before this one of the loop is over."""
+        """Call the channel's `turn` before this turn of the loop is over."""
         ...
 
     def forget(self, channel: "Channel") -> None:
-        """It is over."""
+        """Remove a closed channel."""
         ...
 
 
 class Channel(asyncio.Transport):
-    """One side of a channel. Its protocol is made when the other side is known to be there."""
+    """One side of a channel. Its protocol is created when the peer is known to be there."""
 
     def __init__(
         self, carrier: MessageCarrier, own: str, other: str, make: Callable[[], asyncio.Protocol]
@@ -76,27 +78,27 @@ class Channel(asyncio.Transport):
         self._protocol: asyncio.BaseProtocol | None = None
         self.outgoing = SendWindow()
         self.incoming = ReceiveWindow()
-        self._ending = self._ended_there = self._closing = self._over = False
-        self._heard_at = self._said_at = self._used_at = self._loop.time()
+        self._ending = self._peer_closed = self._closing = self._over = False
+        self._received_at = self._sent_at = self._used_at = self._loop.time()
         self.own = own.encode()
         self.route = f"{other} {own} ".encode()
         self.answered: asyncio.Future[asyncio.BaseProtocol] = self._loop.create_future()
 
     def begin(self) -> None:
-        """The other side is there."""
+        """Create the protocol: the peer is there."""
         self._protocol = self._make()
         self.answered.set_result(self._protocol)
         self._protocol.connection_made(self)
 
-    # --- what comes in
+    # --- receiving
 
     def hear(self, kind: int, place: int, read: int, payload: bytes) -> None:
-        """Take a message of the other side. One of another kind is not from there: the broker's word to someone else, for one."""
+        """Process a message of the peer. Ignore other kinds: they are not from the peer, but, for example, from the broker."""
         if not OPEN <= kind <= RESET:
             return
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         if kind == RESET:
-            self.end(ConnectionResetError(payload.decode(errors="replace") or "the other side broke it"))
+            self.end(ConnectionResetError(payload.decode(errors="replace") or "the peer reset the channel"))
             return
         out, received = self.outgoing, self.incoming.received
         if place != received or kind == OPEN:
@@ -113,30 +115,30 @@ class Channel(asyncio.Transport):
         if payload:
             self._receive(payload)
         if kind == CLOSE and not self._over:
-            self._ended_there = True
-            self._end_as_there()
+            self._peer_closed = True
+            self._close_after_peer()
 
     def _receive(self, payload: bytes) -> None:
-        self._used_at = self._heard_at
+        self._used_at = self._received_at
         if self._closing:
             self.incoming.drop(payload)
         elif self.incoming.take(payload):
             self.carrier.wake(self)
         else:
-            self._break("more was sent than the window allows")
+            self._break("the peer sent more than the window allows")
 
-    def _hand_on(self) -> None:
-        """Let the protocol take all that has come in this turn, in one piece."""
+    def _deliver(self) -> None:
+        """Pass all data of this turn to the protocol, in one piece."""
         incoming = self.incoming
         if not (incoming.held and incoming.reading) or self._closing:
             return
         assert isinstance(self._protocol, asyncio.Protocol)
-        self._tell(self._protocol.data_received, incoming.hand_on())
+        self._call_protocol(self._protocol.data_received, incoming.hand_on())
         if incoming.due and not self._over:
-            self._say(DATA)
+            self._send(DATA)
 
-    def _tell(self, call: Callable[..., None], *about: bytes) -> None:
-        """Call the protocol. A mistake of its own ends this channel, and no other."""
+    def _call_protocol(self, call: Callable[..., None], *about: bytes) -> None:
+        """Call the protocol. Its own bug ends this channel, and no other."""
         try:
             call(*about)
         except Exception as error:
@@ -144,7 +146,7 @@ class Channel(asyncio.Transport):
             self._loop.call_exception_handler(context)
             self.abort()
 
-    # --- what goes out
+    # --- sending
 
     def write(self, data: Any) -> None:
         if self._closing or not data:
@@ -155,44 +157,44 @@ class Channel(asyncio.Transport):
             self.pump()
             if len(out.buffer) > out.high and not out.paused and self._protocol is not None:
                 out.paused = True
-                self._tell(self._protocol.pause_writing)
+                self._call_protocol(self._protocol.pause_writing)
         self.carrier.wake(self)
 
     def turn(self) -> None:
-        """Hand on what has come, and send what waits: once in a turn of the loop."""
-        self._hand_on()
+        """Pass on received data, and send waiting data: once per turn of the loop."""
+        self._deliver()
         self.pump()
 
     def pump(self) -> None:
-        """Send as much of what waits as the window allows."""
+        """Send as much waiting data as the window allows."""
         out = self.outgoing
         while out.buffer and not self._over and (payload := out.take(self.carrier.payload_max)):
             self._used_at = self._loop.time()
-            self._say(DATA, payload)
+            self._send(DATA, payload)
         if out.paused and len(out.buffer) <= out.low and self._protocol is not None:
             out.paused = False
-            self._tell(self._protocol.resume_writing)
+            self._call_protocol(self._protocol.resume_writing)
         if self._ending and not out.buffer and not self._over:
-            self._say(CLOSE)
+            self._send(CLOSE)
             self.end(None)
 
-    def _say(self, kind: int, payload: bytes = b"") -> None:
+    def _send(self, kind: int, payload: bytes = b"") -> None:
         out, incoming = self.outgoing, self.incoming
-        self._said_at, incoming.said_read = self._loop.time(), incoming.read
+        self._sent_at, incoming.said_read = self._loop.time(), incoming.read
         self.carrier.post(self.route, HEAD.pack(kind, out.sent, incoming.read), payload)
         out.sent += len(payload)
 
     def tick(self, now: float, excused_s: float) -> None:
-        """Say that this side lives, and see whether the other one does. `excused_s`: how long we stood still ourselves."""
-        self._heard_at = min(now, self._heard_at + excused_s)
-        if now - self._heard_at > SILENT_S_MAX:
-            self._break(f"nothing was heard for {SILENT_S_MAX:g} s")
+        """Send a sign of life, and check the peer's. `excused_s`: how long this process itself was blocked."""
+        self._received_at = min(now, self._received_at + excused_s)
+        if now - self._received_at > SILENT_S_MAX:
+            self._break(f"nothing was received for {SILENT_S_MAX:g} s")
         elif self._protocol is not None:
             lively = now - self._used_at < LIVELY_S or self.incoming.read > self.incoming.said_read
-            if now - self._said_at > (TICK_S if lively else IDLE_S) - TICK_S / 2:
-                self._say(DATA)
+            if now - self._sent_at > (TICK_S if lively else IDLE_S) - TICK_S / 2:
+                self._send(DATA)
 
-    # --- its end
+    # --- closing
 
     def close(self) -> None:
         self._closing = self._ending = True
@@ -202,7 +204,7 @@ class Channel(asyncio.Transport):
     def abort(self) -> None:
         self.incoming.drop()
         if not self._over:
-            self._say(RESET)
+            self._send(RESET)
         self.end(None)
 
     def _break(self, why: str) -> None:
@@ -210,9 +212,9 @@ class Channel(asyncio.Transport):
         self.carrier.post(self.route, HEAD.pack(RESET, self.outgoing.sent, self.incoming.read), why.encode())
         self.end(ConnectionResetError(why))
 
-    def _end_as_there(self) -> None:
-        """The other side has closed: end here when all of it has been read."""
-        self._hand_on()
+    def _close_after_peer(self) -> None:
+        """The peer has closed: close this side once all data has been read."""
+        self._deliver()
         if self.incoming.held or self._over:
             return
         if self._protocol is not None and not self._closing:
@@ -221,8 +223,8 @@ class Channel(asyncio.Transport):
         self.end(None)
 
     def end(self, error: Exception | None) -> None:
-        """It is over: because of an error, or because one side has closed it."""
-        self._hand_on()  # it came before the end
+        """Close the channel: because of an error, or because one side has closed it."""
+        self._deliver()  # data that arrived before the end
         if self._over:
             return
         self._over = self._closing = True
@@ -232,10 +234,10 @@ class Channel(asyncio.Transport):
         if self._protocol is not None:
             self._loop.call_soon(self._protocol.connection_lost, error)
         elif not self.answered.done():
-            self.answered.set_exception(error or ConnectionAbortedError("it was given up"))
-            self.answered.exception()  # seen: who dialled may have gone meanwhile
+            self.answered.set_exception(error or ConnectionAbortedError("the dial was cancelled"))
+            self.answered.exception()  # mark it as retrieved: the dialling caller may be gone
 
-    # --- what else a transport can do
+    # --- other methods of a transport
 
     def is_closing(self) -> bool:
         return self._closing
@@ -264,7 +266,7 @@ class Channel(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.incoming.reading = True
-        if self._ended_there:
-            self._end_as_there()
+        if self._peer_closed:
+            self._close_after_peer()
         elif not self._over:
             self.carrier.wake(self)

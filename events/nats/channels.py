@@ -1,9 +1,9 @@
-"""All channels of one process over one connection to the broker: who is dialled, who is let in, who is told what.
+"""Dials, accepts and dispatches all channels of one process over one connection to the broker.
 
-A frontend listens to what workers answer it, a worker on one subject; the last token of a subject names the channel.
-Messages are read in the broker connection's read loop itself; what one of its reads has brought a channel is handed on in
-one piece, and what one turn of the loop says is written at its end, in one piece. The connection is the request plane's
-own: a burst of tokens holds up neither the journal nor the heartbeats.
+A frontend subscribes to workers' replies to it, a worker to one subject; the last token of a subject names the channel.
+Messages are read in the broker connection's read loop itself. The data that one read brings a channel is delivered in
+one piece, and the data sent in one turn of the loop is written at its end, in one piece. The connection is used by the request
+plane alone: a burst of tokens delays neither the journal nor the heartbeats.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from events import subjects
 from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NobodyListens
 from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
 
-MESSAGE_BYTES_MAX = 64 * 1024  # a longer one would hold up those of all others
+MESSAGE_BYTES_MAX = 64 * 1024  # a longer one would delay those of all others
 FLUSH_S = 1.0
 VERSION = b"1"
 
@@ -29,7 +29,7 @@ class ChannelListener:
         self._accepted, self._subject = accepted, subject
 
     def close(self) -> None:
-        """Accept nobody any more; channels that are open stay so."""
+        """Accept no more channels; open ones stay open."""
         self._accepted.pop(self._subject, None)
 
 
@@ -51,39 +51,39 @@ class Channels:
 
     @classmethod
     async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "Channels":
-        """Connect within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
+        """Connect within `wait_s`, or continue in the background. Raise BadBrokerUrl."""
         channels = cls(await BrokerConnection.open(url, name, wait_s=wait_s))
         channels.connection.listen(channels._changed)
         return channels
 
     @property
     def count(self) -> int:
-        """How many channels are open, or being made."""
+        """Number of channels that are open, or being opened."""
         return len(self._channels)
 
     async def up(self) -> None:
-        """Wait until the broker is there."""
+        """Wait until the broker is connected."""
         await self.connection.up.wait()
 
     async def close(self) -> None:
-        """Send what is gathered, and let go of the broker."""
+        """Send buffered messages, and close the connection."""
         self._flush()
         if self._ticking is not None:
             self._ticking.cancel()
         await self.connection.close()
 
-    # --- making channels
+    # --- opening channels
 
     async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
-        """Return the protocol of a channel to whoever listens there; the deadline is the caller's.
+        """Open a channel to the process that listens there, and return its protocol; the deadline is the caller's.
 
         Raise NobodyListens, or another ConnectionError.
         """
         if not self._dials:
-            self._dials = True  # first: two may dial at once
+            self._dials = True  # before the await: two dials may happen at once
             await self.connection.hear_answers(self._heard)
         number, asker = next(self._numbers), self.connection.asker
-        own = subjects.answer(subjects.asked(subject) or subjects.ANYBODY, asker, number)
+        own = subjects.answer(subjects.asked(subject) or subjects.ANONYMOUS, asker, number)
         channel = Channel(self, own, f"{subject}.{asker.rpartition('.')[2]}-{number}", make)
         self._add(channel)
         self.post(channel.route, HEAD.pack(OPEN, 0, 0), VERSION)
@@ -95,11 +95,11 @@ class Channels:
             raise
 
     async def listen(self, subject: str, make: Make) -> ChannelListener:
-        """Let others in on this subject. Without a broker: as soon as there is one."""
+        """Accept channels on this subject. Without a broker: as soon as it is connected."""
         self._accepted[subject.encode()] = make
         await self.connection.subscribe_raw(f"{subject}.*", self._heard)
         if self.connection.connected:
-            self._client.write()  # nats-py's ping would overtake the subscription
+            self._client.write()  # otherwise nats-py's ping would overtake the subscription
             with contextlib.suppress(*DISCONNECTED):
                 async with asyncio.timeout(FLUSH_S):
                     await self._client.flush()
@@ -111,11 +111,11 @@ class Channels:
             self._due = self._loop.time() + TICK_S
             self._ticking = self._loop.call_at(self._due, self._tick)
 
-    # --- what the broker brings
+    # --- receiving
 
     def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         channel = self._channels.get(subject)
-        if headers is not None and BrokerReply(body, headers).nobody:
+        if headers is not None and BrokerReply(body, headers).no_responders:
             if channel is not None:
                 channel.end(NobodyListens("no responders"))
         elif len(body) >= HEAD.size:
@@ -126,10 +126,10 @@ class Channels:
                 self._stranger(kind, subject, reply, body[HEAD.size :])
 
     def _stranger(self, kind: int, subject: bytes, reply: bytes, payload: bytes) -> None:
-        """Let a new channel in, or say that there is none."""
+        """Accept a new channel, or reply that there is none."""
         make = self._accepted.get(subject.rpartition(b".")[0])
         if kind != OPEN or make is None or payload != VERSION or not reply:
-            why = "this channel is not open" if kind != OPEN else "nobody is let in here"
+            why = "this channel is not open" if kind != OPEN else "no channels are accepted here"
             if reply:
                 self.post(b"%b %b " % (reply, subject), HEAD.pack(RESET, 0, 0), why.encode())
             return
@@ -144,33 +144,33 @@ class Channels:
                 channel.end(ConnectionResetError("the connection to the broker is lost"))
 
     def unread(self) -> int:
-        """Return how many bytes of the broker have arrived and not been read: then it is us who are late."""
+        """Return how many bytes have arrived from the broker and were not read: with many, this process is late."""
         return self._client.unread()
 
     @property
     def taken(self) -> int:
-        """How many bytes of the broker have been read so far."""
+        """Number of bytes read from the broker so far."""
         return self._client.taken
 
-    # --- what goes out
+    # --- sending
 
     @property
     def payload_max(self) -> int:
-        """How many bytes of a stream one message may carry."""
+        """Number of bytes of a stream that one message may carry."""
         return max(1, min(MESSAGE_BYTES_MAX, self._client.max_payload) - HEAD.size)
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message by the end of this turn. Without a broker it is lost, and all channels with it."""
+        """Send a message by the end of this turn. Without a broker it is lost, and all channels are closed."""
         self._client.post(route, head, payload)
         self._flush_soon()
 
     def wake(self, channel: Channel) -> None:
-        """Let a channel have its turn before this one of the loop is over."""
+        """Call a channel's `turn` before this turn of the loop is over."""
         self._awake[channel] = None
         self._flush_soon()
 
     def forget(self, channel: Channel) -> None:
-        """It is over."""
+        """Remove a closed channel."""
         self._channels.pop(channel.own, None)
         self._awake.pop(channel, None)
 

@@ -1,8 +1,8 @@
-"""One NATS connection of one process: made in the background, remade for ever.
+"""One NATS connection of one process, established in the background and re-established forever.
 
-nats-py keeps a reconnect buffer that replays what was published while the broker was away, long after the
-publisher has given up on it. We keep none (`pending_size=0`): while disconnected a publish raises at once;
-what must not be lost is kept in the journal's outbox and spool instead.
+nats-py has a reconnect buffer that replays what was published while the broker was unreachable, long after the
+publisher has given up on it. We disable it (`pending_size=0`): while disconnected a publish raises at once.
+Facts that must not be lost are kept in the journal's outbox and spool instead.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 2
 PINGS_MAX = 2  # a broker that is silent for 4-6 s is taken for dead
-PENDING_MSGS_MAX = 65536  # of one subscription; nats-py drops what is beyond, and readers notice the gap
-
+PINGS_MAX = 2  # a broker that is silent for 4-6 s is considered dead
+PENDING_MSGS_MAX = 65536  # per subscription; nats-py drops messages beyond it, and readers notice the gap
 FORBIDDEN = "permissions violation"
 TOLD_MAX = 64  # subjects
 
 log = structlog.get_logger(__name__)
 
 DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
-"""What nats-py may raise when the broker is not there or does not answer in time."""
+"""Errors that nats-py may raise when the broker is unreachable or does not respond in time."""
 
 
 class NotPermitted(NatsError):
-    """The broker's permissions do not let this user publish a request, or hear the answer to it."""
+    """The broker's permissions do not let this account publish a request, or subscribe to the reply."""
 
 
 class Interest:
-    """A subscription that may be wished for before there is a connection."""
+    """A subscription that may be requested before there is a connection."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Interest:
         self._cancelled = False
 
     async def start(self, client: FastClient) -> None:
-        """Tell the broker."""
+        """Subscribe at the broker."""
         if self._cancelled:
             return
         self._client = client
@@ -75,7 +75,7 @@ class Interest:
             client.hear_raw(self._inner, self._raw)
 
     async def cancel(self) -> None:
-        """Stop hearing."""
+        """Unsubscribe."""
         self._cancelled = True
         if self._inner is not None and self._client is not None:
             self._client.hear_no_more(self._inner)
@@ -85,19 +85,19 @@ class Interest:
 
 @dataclass(frozen=True, slots=True)
 class BrokerReply:
-    """What came back."""
+    """The reply to a request."""
 
     body: bytes
     headers: bytes | None
 
     @property
-    def nobody(self) -> bool:
-        """Whether it is the broker's word that nobody listens."""
+    def no_responders(self) -> bool:
+        """Whether it is the broker's notice that the subject has no subscriber."""
         return not self.body and self.headers is not None and b" 503" in self.headers[:16]
 
 
 class BrokerConnection:
-    """A client that reconnects by itself. `since` is when the present connection was made (None: none)."""
+    """A client that reconnects automatically. `since` is when the current connection was established (None: none)."""
 
     def __init__(self, url: str, name: str, *, echo: bool = True) -> None:
         self.url = url
@@ -107,17 +107,17 @@ class BrokerConnection:
         self.since: float | None = None  # monotonic seconds
         self.up = asyncio.Event()  # a flag: connected
         self.last_error: Exception | None = None
-        self.refused = 0  # what we said, or wanted to hear, and may not
-        self._told: set[str] = set()
+        self.refused = 0  # publications and subscriptions that were denied
+        self._logged_denials: set[str] = set()
         self._listeners: list[Callable[[bool], None]] = []
         self._waiting: list[Interest] = []
-        self.user = user(url)  # what the broker's permissions call us; empty: nobody has said
-        own = self.client.new_inbox().rpartition(".")[2]  # nobody else on this broker has it
+        self.user = user(url)  # our account name in the broker's permissions; empty: not stated
+        own = self.client.new_inbox().rpartition(".")[2]  # unique on this broker
         self._inbox = f"{inbox(url)}.{own}"
         self._asks_workers = False
         self._asked = 0
         self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
-        self._asked_on: dict[int, str] = {}  # subjects of requests that await an answer, in lower case
+        self._request_subjects: dict[int, str] = {}  # subjects of requests that await a reply, in lower case
         self._ever = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -126,8 +126,8 @@ class BrokerConnection:
     async def open(
         cls, url: str, name: str, *, wait_s: float | None = None, echo: bool = True
     ) -> "BrokerConnection":
-        """Start connecting; return once connected, or after `wait_s` (2 s) and go on trying in the background. Without `echo`,
-        what is said on it is not heard on it. Raise BadBrokerUrl.
+        """Start connecting; return once connected, or after `wait_s` (2 s) and continue in the background. Without `echo`,
+        the connection does not receive its own messages. Raise BadBrokerUrl.
         """
         check_url(url)
         load_web_sockets(url)
@@ -138,42 +138,40 @@ class BrokerConnection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S if wait_s is None else wait_s):
                 await connection.up.wait()
         except TimeoutError:
-            log.warning(
-                "nats_away", connection=name, url=masked(url), why=connection.why
-            )  # it is tried for ever
+            log.warning("nats_away", connection=name, url=masked(url), why=connection.why)  # retried forever
         return connection
 
     @property
     def asker(self) -> str:
-        """The name below which workers answer this connection."""
-        return f"{self.user or subjects.ANYBODY}.{self._inbox.rpartition('.')[2]}"
+        """The subject tokens below which workers send replies to this connection."""
+        return f"{self.user or subjects.ANONYMOUS}.{self._inbox.rpartition('.')[2]}"
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be talked to right now."""
+        """Whether the broker is connected right now."""
         return self.since is not None and bool(self.client.is_connected)
 
     @property
     def certificate_ends(self) -> float | None:
-        """When the broker's certificate ends, in seconds since 1970; None where it shows none."""
+        """When the broker's certificate expires, in seconds since 1970; None: it presents none."""
         return self.client.certificate_ends if self.connected else None
 
     @property
     def why(self) -> str:
         """Why there is no connection."""
-        return str(self.last_error or "") or "it does not answer"
+        return str(self.last_error or "") or "it does not respond"
 
     def listen(self, callback: Callable[[bool], None]) -> None:
         """Call `callback(connected)` at each change."""
         self._listeners.append(callback)
 
     def unlisten(self, callback: Callable[[bool], None]) -> None:
-        """Call it no more."""
+        """Remove a callback."""
         if callback in self._listeners:
             self._listeners.remove(callback)
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Interest:
-        """Hear `subject` from now or the first connection on; nats-py renews it at each reconnection."""
+        """Subscribe to `subject`, now or at the first connection; nats-py renews it at each reconnection."""
         interest = Interest(subject, callback)
         if self._ever:
             await interest.start(self.client)
@@ -182,7 +180,7 @@ class BrokerConnection:
         return interest
 
     async def subscribe_raw(self, subject: str, raw: Raw, *, queue: str = "") -> Interest:
-        """Like `subscribe`, on the short way: for many messages, undecoded. Those of one `queue` share the messages."""
+        """Like `subscribe`, on the fast path: for many messages, undecoded. Subscribers of one `queue` share the messages."""
         interest = Interest(subject, raw=raw, queue=queue)
         if self._ever:
             await interest.start(self.client)
@@ -191,18 +189,18 @@ class BrokerConnection:
         return interest
 
     def new_inbox(self) -> str:
-        """Return a subject of our own, on which nobody else may listen where the broker knows who we are."""
+        """Return a subject of our own. If the broker knows our account, no other process may subscribe to it."""
         self._asked += 1
         return f"{self._inbox}-{self._asked}"
 
     async def hear_answers(self, heard: Raw) -> None:
-        """Hear what workers answer to us."""
+        """Subscribe to workers' replies to us."""
         await self.subscribe_raw(subjects.answers(self.asker), heard)
 
     @contextlib.contextmanager
     def expect(self, worker: str | None = None) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
-        """Yield an address for one answer, and its future. It fails at once when the connection breaks. A `worker` answers
-        below its own name: there the broker lets nobody else speak."""
+        """Yield a reply subject for one reply, and its future, which fails at once when the connection breaks. A `worker` replies
+        below its own name: the broker lets no other process publish there."""
         self._asked += 1
         token = self._asked
         future: asyncio.Future[BrokerReply] = asyncio.get_running_loop().create_future()
@@ -215,43 +213,43 @@ class BrokerConnection:
     async def request(
         self, subject: str, body: bytes, deadline_s: float, headers: dict[str, str] | None = None
     ) -> BrokerReply:
-        """Ask and return the first answer. Raise one of DISCONNECTED, NoRespondersError and NotPermitted among them.
+        """Send a request and return the first reply. Raise one of DISCONNECTED, NoRespondersError and NotPermitted among them.
 
         Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
         deadline when the connection breaks.
         """
-        if deaf := self._deaf():
-            raise NotPermitted(deaf)
+        if no_replies := self._why_no_replies():
+            raise NotPermitted(no_replies)
         worker = subjects.asked(subject)
-        with self.expect(worker) as (address, future), self._asking(subject):
+        with self.expect(worker) as (address, future), self._request_on(subject):
             async with asyncio.timeout(deadline_s):
                 if worker and not self._asks_workers:
-                    self._asks_workers = True  # first: two may ask at once
+                    self._asks_workers = True  # before the await: two requests may be sent at once
                     await self.hear_answers(self._answered)
                 await self.client.publish(subject, body, address, headers)
                 answer = await future
-        if answer.nobody:
+        if answer.no_responders:
             raise NoRespondersError
         return answer
 
     @contextlib.contextmanager
-    def _asking(self, subject: str) -> Iterator[None]:
-        """Note what the latest request was published on: the broker names the subject of what it does not permit."""
+    def _request_on(self, subject: str) -> Iterator[None]:
+        """Record the subject of the latest request: the broker names the subject of what it does not permit."""
         token = self._asked
-        self._asked_on[token] = subject.lower()
+        self._request_subjects[token] = subject.lower()
         try:
             yield
         finally:
-            del self._asked_on[token]
+            del self._request_subjects[token]
 
-    def _deaf(self) -> str:
-        """Return why no answer can be heard on this connection; empty: it can."""
-        if not any(self._inbox.lower() in why.lower() for why in self._told):
+    def _why_no_replies(self) -> str:
+        """Return why no reply can be received on this connection; empty: it can."""
+        if not any(self._inbox.lower() in why.lower() for why in self._logged_denials):
             return ""
-        return f"the broker does not let {self._account()} subscribe to {self._inbox}.*, where answers arrive"
+        return f"the broker does not let {self._account()} subscribe to {self._inbox}.*, where replies arrive"
 
     def _account(self) -> str:
-        return f"the user {self.user!r}" if self.user else "the user of this connection"
+        return f"the account {self.user!r}" if self.user else "the account of this connection"
 
     def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
@@ -259,7 +257,7 @@ class BrokerConnection:
             future.set_result(BrokerReply(data, headers))
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Let go of the broker."""
+        """Close the connection."""
         self._closing = True
         self.client.connect_no_more()
         self._changed(False)
@@ -267,7 +265,7 @@ class BrokerConnection:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=deadline_s)
-        # In a task: nats-py ends its own reconnecting by a cancellation that reaches whoever waits for the same transport.
+        # In a task: nats-py ends its own reconnecting by a cancellation that reaches all that wait for the same transport.
         closing = asyncio.create_task(self.client.close(), name=f"nats-close-{self.name}")
         await asyncio.wait({closing}, timeout=deadline_s)
         if not closing.done():
@@ -308,28 +306,30 @@ class BrokerConnection:
     async def _on_error(self, error: Exception) -> None:
         if FORBIDDEN in str(error).lower():
             self._forbidden(str(error))
-        if repr(error) != repr(self.last_error):  # one that is away says the same ten times a second
+        if repr(error) != repr(
+            self.last_error
+        ):  # an unreachable broker causes the same error ten times a second
             log.debug("nats_error", error=repr(error), connection=self.name)
         refused = "authorization" in str(self.last_error).lower()
         if not (
             refused and isinstance(error, ConnectionError)
-        ):  # by which the broker ends who may not come in
+        ):  # the broker closes a refused connection with this error
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:
-        """Count what the broker lets us neither say nor hear, and say it once for each subject. A request that it concerns
+        """Count denied publications and subscriptions, and log each subject once. A request that is affected
         fails."""
         self.refused += 1
-        if why not in self._told and len(self._told) < TOLD_MAX:
-            self._told.add(why)
+        if why not in self._logged_denials and len(self._logged_denials) < TOLD_MAX:
+            self._logged_denials.add(why)
             log.error("broker_refuses", connection=self.name, user=self.user, why=why)
-        deaf = self._deaf()
-        for token, subject in self._asked_on.items():
+        no_replies = self._why_no_replies()
+        for token, subject in self._request_subjects.items():
             future = self._answers.get(token)
-            refused = deaf or f'publish to "{subject}"' in why.lower()
+            refused = no_replies or f'publish to "{subject}"' in why.lower()
             if refused and future is not None and not future.done():
-                said = deaf or f"the broker does not let {self._account()} publish to {subject}"
-                future.set_exception(NotPermitted(said))
+                denial = no_replies or f"the broker does not let {self._account()} publish to {subject}"
+                future.set_exception(NotPermitted(denial))
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
@@ -343,8 +343,10 @@ class BrokerConnection:
 
     def _changed(self, connected: bool) -> None:
         self.since = time.monotonic() if connected else None
-        if not connected:  # the next connection may be permitted more
-            self._told = {why for why in self._told if self._inbox.lower() not in why.lower()}
+        if not connected:  # the next connection may have other permissions
+            self._logged_denials = {
+                why for why in self._logged_denials if self._inbox.lower() not in why.lower()
+            }
         if connected:
             self.up.set()
         else:

@@ -1,6 +1,6 @@
-"""Who are we at the broker? An nkey: an Ed25519 pair whose seed lies in a file, and whose public half the broker knows.
+"""The nkeys by which processes authenticate to the broker: Ed25519 pairs with the seed in a file.
 
-The seed never leaves its file and this process: what the broker gets is a signature of the number that it has just made up.
+The broker knows the public key. The seed never leaves its file and this process: the broker receives a signature of a nonce.
 """
 
 import contextlib
@@ -12,24 +12,24 @@ from events.errors import BadSetting
 from events.nats.urls import SUFFIX, account
 
 SEED_BYTES = 32
-ADMITTED_WITHIN_S = 5.0  # then the broker refuses us for a while
+ADMITTED_WITHIN_S = 5.0  # after which the broker refuses us for a while
 POLL_S = 0.02
-TOLD = ".pub"  # beside a seed: the broker lets it in
-KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can hand its facts to the intake
+TOLD = ".pub"  # beside a seed: the broker accepts it
+KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can send its facts to the intake
 INTAKE = ".intake"  # beside a seed: the broker lets it publish facts to the intake only
 
 
 def seed_file(folder: Path, name: str) -> Path:
-    """Return where a user's seed lies."""
+    """Return the path of an account's seed."""
     return folder / f"{name}{SUFFIX}"
 
 
 def kept(folder: Path, name: str) -> bool:
-    """Make sure that there is a seed for a user, for its owner alone; return whether it is new. Raise OSError."""
+    """Create a seed for an account if it has none, readable by its owner alone; return whether it is new. Raise OSError."""
     path = seed_file(folder, name)
     if path.exists():
         return False
-    import nkeys  # 20 ms, and a worker's keeper would keep it, too
+    import nkeys  # takes 20 ms, and a worker's keeper process would keep it in memory, too
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = folder / f".{name}.{os.getpid()}.tmp"
@@ -41,7 +41,7 @@ def kept(folder: Path, name: str) -> bool:
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.link(fresh, path)  # whoever was faster is right
+        os.link(fresh, path)  # the first writer wins
     except FileExistsError:
         return False
     finally:
@@ -50,7 +50,7 @@ def kept(folder: Path, name: str) -> bool:
 
 
 def join(folder: Path, name: str) -> None:
-    """Make sure of a seed, and wait a while until the fleet's broker knows a new one. Raise OSError."""
+    """Create a seed if there is none, and wait a while until the fleet's broker knows it. Raise OSError."""
     knows_intake(folder, name)
     if not kept(folder, name):
         return
@@ -60,28 +60,28 @@ def join(folder: Path, name: str) -> None:
 
 
 def knows_intake(folder: Path, name: str) -> None:
-    """Note beside a seed that its process can hand its facts to the intake. Raise OSError."""
+    """Record beside a seed that its process can send its facts to the intake. Raise OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / f"{name}{KNOWS_INTAKE}").touch(mode=0o600)
 
 
 def uses_intake(url: str) -> bool:
-    """Return whether the broker takes this user's facts by way of the intake. The answer can change while we live."""
+    """Return whether this account's facts go to the intake. The answer can change while the process runs."""
     seed = account(url).get("nkeys_seed", "")
     return bool(seed) and Path(seed).with_suffix(INTAKE).exists()
 
 
 def public(folder: Path, name: str) -> str:
-    """Return the public half of a user's key. Raise BadSetting."""
+    """Return the public half of an account's key. Raise BadSetting."""
     import nkeys
 
     path = seed_file(folder, name)
     try:
         return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
     except (OSError, ValueError, nkeys.NkeysError) as error:
-        raise BadSetting(f"{path} is no nkey's seed: {error or type(error).__name__}") from error
+        raise BadSetting(f"{path} is not an nkey seed: {error or type(error).__name__}") from error
 
 
 def users(folder: Path) -> list[str]:
-    """Return the users who have a seed in a folder."""
+    """Return the accounts with a seed in a folder."""
     return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

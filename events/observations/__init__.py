@@ -1,10 +1,11 @@
-"""What the world can report. One frozen dataclass per kind; the body of the event is its fields.
+"""The kinds of observations: one frozen dataclass per kind. Its fields are the body of the event.
 
-An optional field may be added to a kind; a new meaning is a new kind; nothing is ever renamed. Units stand last in
-a name. No user's prompt or text ever enters an event: the tokens in here are a canary's, and canaries are ours.
+An optional field may be added to a kind. A new meaning is a new kind, and nothing is ever renamed. A field's unit is the last
+part of its name. No prompt or text of a user ever enters an event: the only tokens in here are those of canaries, and their
+prompts are ours.
 
 `worker` is the stable name of a place that runs an engine ("w3"); `instance` is one life of it. State belongs to
-the pair: a fact about another instance falls through.
+the pair: a fact about another instance does not change it.
 """
 
 from events.observations.canaries import (

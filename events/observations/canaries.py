@@ -1,4 +1,4 @@
-"""What is observed of a worker's answers to questions whose right answer is known: canaries and their goldens."""
+"""Observations of canaries (probes with a known right answer) and of goldens (those answers)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ CanaryReason = Literal[
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
 LINEAGE_PART = 8  # of a canary key
 KIND_PARTS = (0, 3, 6, 7)  # of a canary key: model, engine, size of group, device
-UNMARKED = (
-    "@unmarked"  # ends the canary id of what unmarked questions showed; the id of a golden stands before it
-)
+UNMARKED = "@unmarked"  # suffix of the canary id of unmarked probes; the id of their golden precedes it
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
 
@@ -23,8 +21,8 @@ TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one 
 class CanaryResult(WorkerObservation):
     """The base of a probe's outcome. One probe is one fact, however many attempts it took.
 
-    `sent_under` is the number of the last decision that the prober had folded when it sent the (first) question, so
-    that a result from before a breaker's trial is recognised by number.
+    `sent_under` is the number of the last decision that the prober had folded when it sent the (first) probe. It identifies a
+    result from before a breaker's trial.
     """
 
     canary_key: str
@@ -33,32 +31,32 @@ class CanaryResult(WorkerObservation):
     sent_under: int  # number of the last decision that the prober had folded
     sent_at: datetime  # the prober's clock
     latency_ms: float
-    attempts: int = 1  # times that it was asked
-    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
-    temperature: float | None = None  # at which the answer was drawn; None: greedily
+    attempts: int = 1  # how often the probe was sent
+    rank: int | None = None  # the DP rank that was probed; None: the worker has only one
+    temperature: float | None = None  # sampling temperature of the answer; None: greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryPassed(CanaryResult):
-    """Right tokens, right logits, in time. `distance` is the largest logprob difference from the golden."""
+    """A probe passed: right tokens, right logits, in time. `distance` is the largest logprob difference from the golden."""
 
-    distance: float = 0.0  # the largest difference of a logprob from the golden's
+    distance: float = 0.0  # largest logprob difference from the golden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySlow(CanaryResult):
-    """Right tokens and logits, but slower than three times the baseline. It passed; it is only slow."""
+    """A probe passed, but slowly: right tokens and logits, at more than three times the baseline latency."""
 
     baseline_ms: float
-    distance: float = 0.0  # the largest difference of a logprob from the golden's
+    distance: float = 0.0  # largest logprob difference from the golden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryFailed(CanaryResult):
-    """A probe that did not pass. `confirmed`: repeating the same canary at once gave the same kind of wrong answer.
+    """A probe failed. `confirmed`: an immediate repetition of the same canary gave the same kind of wrong answer.
 
-    `golden` says what the answer was compared with: an `agreed` one convicts, a `provisional` one convicts only the
-    worker that it came from, `none` convicts nobody.
+    `golden` says what the answer was compared with. An `agreed` golden convicts. A `provisional` one convicts only the
+    worker that gave it. `none` convicts no worker.
     """
 
     reason: CanaryReason
@@ -66,17 +64,15 @@ class CanaryFailed(CanaryResult):
     golden: Literal["agreed", "provisional", "none"] = "none"
     expected: tuple[int, ...] = ()
     got: tuple[int, ...] = ()
-    distance: float | None = None  # the largest difference of a logprob from the golden's
+    distance: float | None = None  # largest logprob difference from the golden
     detail: str = ""
-    whole: bool = (
-        False  # `got` is the whole answer, and `top_k` is of it: it counts as a vote against an agreed golden
-    )
-    top_k: tuple[TopK, ...] = ()  # of each position of a whole answer
+    whole: bool = False  # `got` and `top_k` are the complete answer: it is a vote against an agreed golden
+    top_k: tuple[TopK, ...] = ()  # per position of a complete answer
     engine_went_on: bool = False  # timeout: the worker's engine answered other requests meanwhile
 
     @property
     def golden_canary(self) -> str:
-        """The canary whose golden speaks of the same weights: sampled and unmarked questions have none of their own."""
+        """The canary that has the golden of the same weights: sampled and unmarked probes have none themselves."""
         if self.temperature is None and not self.canary.endswith(UNMARKED):
             return self.canary
         return self.canary.rpartition("@")[0] or self.canary
@@ -84,76 +80,76 @@ class CanaryFailed(CanaryResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenProposed(WorkerObservation):
-    """A worker's answer to a canary that has no golden yet; or the configured answer (`configured`)."""
+    """A worker answered a canary that has no golden yet; or an answer was configured (`configured`)."""
 
     canary_key: str
     canary: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...]
-    margin: float  # the smallest top-1/top-2 logprob difference over the answer
-    tolerance: float  # of one logprob; 0.0: compare tokens only
+    margin: float  # smallest top-1/top-2 logprob difference over the answer
+    tolerance: float  # allowed difference of one logprob; 0.0: compare tokens only
     configured: bool = False
-    asked: int = 0  # how many tokens; some upstreams tell of fewer. 0: as many as in `tokens`
+    asked: int = 0  # tokens requested; some upstreams report fewer. 0: as many as in `tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenDisputed(WorkerObservation):
     """This worker's confirmed answer differs from a golden that only `proposed_by` has given: one of them is wrong.
 
-    `configured` instead of a worker: it contradicts the configured answer, which no worker has confirmed."""
+    With `proposed_by` = `configured`, the answer contradicts the configured golden, which no worker has confirmed."""
 
     canary_key: str
     canary: str
     proposed_by: str
     tokens: tuple[int, ...]
-    distance: float | None = None  # the largest difference of a logprob from the golden's
-    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+    distance: float | None = None  # largest logprob difference from the golden
+    rank: int | None = None  # the DP rank that was probed; None: the worker has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenAnswer:
-    """A golden that an operator brings: the question, and the answer that is to be right."""
+    """A golden that an operator supplies: the prompt and its right answer."""
 
     canary: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
-    tolerance: float = 0.0  # of one logprob; 0.0: compare tokens only
-    asked: int = 0  # how many tokens; 0: as many as in `tokens`
+    tolerance: float = 0.0  # allowed difference of one logprob; 0.0: compare tokens only
+    asked: int = 0  # tokens requested; 0: as many as in `tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRequested(Commanded):
-    """An operator wants goldens approved, retired or recorded anew. A decision about each of them follows.
+    """An operator requested that goldens be approved, retired or recorded again. A decision about each of them follows.
 
-    `approve`: the provisional goldens, the answers of `worker`, or `answers`. `retire`: they no longer count. `record`: they
-    no longer count, and the next answer of `worker` is the provisional golden.
+    `approve` makes these right: the provisional goldens, the answers of `worker`, or `answers`. `retire`: the goldens no longer
+    count. `record`: they no longer count, and the next answer of `worker` becomes the provisional golden.
     """
 
     entity: ClassVar[str] = "fleet"
-    worker: str = ""  # whose answers are meant; empty: those of no worker
-    instance: str = ""  # one life of it
+    worker: str = ""  # the worker that gave the answers; empty: none
+    instance: str = ""  # one life of that worker
     act: Literal["approve", "retire", "record"]
     canary_key: str
     canaries: tuple[str, ...]
-    answers: tuple[GoldenAnswer, ...] = ()  # approve: instead of what workers have answered
+    answers: tuple[GoldenAnswer, ...] = ()  # approve: used instead of workers' answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensUnlikely(WorkerObservation):
-    """A worker drew tokens that are less likely than chance explains: its sampler may be broken. No proof; it asks for a look.
+    """A worker drew tokens that are less likely than chance explains: its sampler may be broken. This is a warning, no proof.
 
-    `canary`: sampled canaries found it, and it does not convict, because no other worker could serve or confirm the comparison.
-    `users`: the share of unlikely tokens among those of users' requests is beyond that of its peers.
+    `canary`: sampled canaries found it; it does not convict, because no other worker could serve or confirm the comparison.
+    `users`: the share of unlikely tokens in users' requests is higher than that of the worker's peers.
     """
 
     found_by: Literal["canary", "users"]
     canary: str = ""
-    tokens: int  # that were looked at
-    unlikely: int  # of them
-    peers_share: float  # of unlikely tokens, at its peers
-    probability: float  # that chance alone explains it
+    tokens: int  # tokens examined
+    unlikely: int  # of these, unlikely ones
+    peers_share: float  # share of unlikely tokens at the worker's peers
+    probability: float  # probability that chance alone explains it
     detail: str = ""
 
 
@@ -169,10 +165,10 @@ def canary_key(
     device: str,
     lineage: str = "",
 ) -> str:
-    """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23).
+    """Return the key under which goldens are stored: answers are comparable only where all of this is equal (N23).
 
-    `lineage`: what an engine tells of its weights and how it computes; empty: it does not. Of a tokenizer's folder only the
-    last part counts: hosts keep the same model in different places, and what is in the folder is known by the revision.
+    `lineage` is what an engine reports of its weights and of how it computes; empty: nothing. Of a tokenizer's folder only the
+    last part counts: hosts keep the same model in different places, and the revision identifies the folder's content.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
     parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
@@ -180,8 +176,10 @@ def canary_key(
 
 
 def is_new_lineage(key: str, known: Collection[str]) -> bool:
-    """Return whether a canary key that tells its lineage is none of `known`, while these know another lineage of its kind: of
-    the same model, engine, size of group and device. What an engine tells now and did not tell before is no difference."""
+    """Return whether a canary key with a lineage is not in `known`, while `known` has another lineage of the same kind.
+
+    The same kind means the same model, engine, group size and device. A lineage that an engine reports now and did not report
+    before is no difference."""
     parts = tuple(key.split("|"))
     if len(parts) <= LINEAGE_PART or key in known:
         return False

@@ -1,4 +1,4 @@
-"""What is said of the journal itself: by an operator, and by a controller for whoever begins to read."""
+"""Observations about the journal itself: an operator's quarantine, a controller's snapshot."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,27 +9,27 @@ from events.fact import Observation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventQuarantined(Observation):
-    """An operator has decided that what stands at this place of the journal does not count: everybody steps over it, whoever
-    reads it from now on. It has no effect on what stands behind it."""
+    """An operator quarantined the event at this stream sequence: every reader skips it from now on. Later events are not
+    affected."""
 
     entity: ClassVar[str] = "event"
     event: int  # the stream sequence
     why: str
-    by: str = ""  # who decided it
+    by: str = ""  # the operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotKept(Observation):
-    """A part of the fleet's settled state, for whoever begins to fold when what came before is no longer on the journal. It
-    changes nothing, and no audit table keeps it."""
+    """One part of a snapshot of the fleet's settled state, from which a reader starts when older events are no longer on the
+    journal. It changes no state, and no audit table keeps it."""
 
     entity: ClassVar[str] = "fleet"
-    snapshot: str  # which: all of its parts have the same
+    snapshot: str  # the snapshot's id, the same in all of its parts
     part: int  # from 1
-    parts: int  # of the snapshot, in all
-    shape: int  # of the states that were written down: another release has another
-    through: int  # stream sequence of the last observation in it
-    decided: int  # of the last decision in it
-    number: int  # of that decision
-    since: datetime  # the stream's time: nothing older than this has to be read with it
+    parts: int  # number of parts of the snapshot
+    shape: int  # version of the serialized states: it differs between releases
+    through: int  # stream sequence of the last observation in the snapshot
+    decided: int  # stream sequence of the last decision in the snapshot
+    number: int  # number of that decision
+    since: datetime  # the stream's time: a reader of the snapshot needs nothing older than this
     data: str  # base64

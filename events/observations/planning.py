@@ -1,4 +1,4 @@
-"""What is observed of load and of how many workers carry it: by frontends, planners, operators, and whoever scales."""
+"""Observations of traffic, capacity and scaling."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,23 +10,23 @@ from events.observations.requests import FrontendObservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficReported(FrontendObservation):
-    """What came to one frontend for one model within one minute. It is said of every minute, also where nothing
-    came: a minute of which nobody tells is not one without traffic."""
+    """The traffic of one frontend for one model within one minute. Every minute is reported, also one without traffic: a missing
+    report does not mean that there was none."""
 
     model: str
-    minute: datetime  # when it began, by the frontend's clock
-    requests: int  # that were sent to a worker, each once
+    minute: datetime  # its start, by the frontend's clock
+    requests: int  # requests that were sent to a worker, each counted once
     prompt_tokens: int
-    prompt_tokens_squared: int  # each prompt's, added up
-    output_tokens: int  # of the answers that ended within it
-    late: int  # answers that ended within it, and had begun or gone on later than the objectives allow
-    rejected: int  # requests besides: turned away, though one more worker might have served them
-    last: bool = False  # this frontend stops: it tells of no minute after this one
+    prompt_tokens_squared: int  # sum of the squares of the prompts' lengths
+    output_tokens: int  # of the answers that ended within the minute
+    late: int  # answers that ended within it and missed an objective for first token or pace
+    rejected: int  # further requests: rejected, though one more worker might have served them
+    last: bool = False  # this frontend stops: it reports no later minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelObservation(Observation):
-    """Something about one model."""
+    """The base of facts about one model."""
 
     entity: ClassVar[str] = "model"
     model: str
@@ -34,40 +34,40 @@ class ModelObservation(Observation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityReported(ModelObservation):
-    """What the workers of a model can carry: on each change, and once a minute."""
+    """The capacity of a model's workers. Reported on each change, and once a minute."""
 
     planner: str
-    provisioned: int  # workers that are there, whatever they do; without those that drain
-    healthy: int  # of them: requests are sent to them
-    lost: int  # of them: dead, convicted or out of service, so that they have to be replaced
+    provisioned: int  # workers that exist, in any state; without those that drain
+    healthy: int  # of these, workers that requests are sent to
+    lost: int  # of these, workers to be replaced: dead, convicted or out of service
     gpus: int  # of one worker
     achievable_rps: (
-        float  # requests per second of the objectives' average size that the healthy ones carry within them
+        float  # requests per second, of the objectives' average size, that healthy workers serve within them
     )
-    ratio: float  # of what all that are provisioned would carry
+    ratio: float  # `achievable_rps` over what all provisioned workers would achieve
     position: int  # stream sequence up to which the state store was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleProposed(ModelObservation):
-    """A planner holds another number of workers for right. Of two that propose at once only one is written."""
+    """A planner proposed another number of workers. Of two proposals at the same time only one is written."""
 
     planner: str
     before: int  # workers that were provisioned
-    after: int  # that should be
+    after: int  # workers that are proposed
     why: str  # up, down, lost, floor, operator
-    needed: int  # for what is expected; 0: it does not follow from traffic
-    method: str  # by which the load was foreseen; empty: it was not
-    error: float | None  # of this method lately: what it was off by, over what came
-    bound: str  # what needs them: first_token, token_time, batch, kv
-    held: str  # what keeps more from being changed at once; empty: nothing
-    by: str  # who is to carry it out: supervisor, command, http; empty: whoever likes
+    needed: int  # workers for the expected load; 0: not derived from traffic
+    method: str  # forecasting method; empty: no forecast
+    error: float | None  # recent error of this method, relative to the actual load
+    bound: str  # what limits a worker: first_token, token_time, batch, kv
+    held: str  # what limited the size of this change; empty: nothing
+    by: str  # what should apply it: supervisor, command, http; empty: not specified
     position: int  # stream sequence up to which the state store was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSet(ModelObservation):
-    """An operator wants this number of workers, whatever the planner holds for right, until he releases it."""
+    """An operator fixed the number of workers: it overrides the planner until an operator releases it."""
 
     workers: int | None  # None: released
     by: str
@@ -79,7 +79,7 @@ class ScaleApplied(ModelObservation):
     """A proposal was carried out, or could not be."""
 
     proposal: str  # id of the ScaleProposed
-    after: int  # workers that it wanted
+    after: int  # workers that were proposed
     by: str  # supervisor, command, http
     ok: bool
-    says: str  # what was done, or why not
+    says: str  # what was done, or why it failed

@@ -1,4 +1,4 @@
-"""What frontends observe of requests: those that were served, failed, moved, given up, turned away or answered wrong."""
+"""Observations of requests by frontends: served, failed, migrated, abandoned, rejected, exposed."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,70 +10,65 @@ from events.observations.workers import WorkerObservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsServed(WorkerObservation):
-    """What one frontend was served by one worker in one window of time. Latencies are medians of the window."""
+    """What one worker served one frontend in one time window. Latencies are medians over the window."""
 
     frontend: str
     count: int  # answers
     tokens: int  # of these answers
     ttft_ms: float
     itl_ms: float
-    routed_under: int  # the last decision that the frontend had folded when it sent the first of them
+    routed_under: int  # number of the last decision the frontend had folded when it sent the first request
     window_s: float
-    weighed: int = 0  # tokens of these answers that came with logprobs, because clients asked for them
-    unlikely: int = 0  # of these: below the frontend's logprob floor
-    sampling: tuple[float, float, int] | None = (
-        None  # the commonest (temperature, top_p, top_k) of these requests
-    )
+    weighed: int = 0  # tokens of these answers that came with logprobs, because clients requested them
+    unlikely: int = 0  # of these, tokens below the frontend's logprob floor
+    sampling: tuple[float, float, int] | None = None  # most common (temperature, top_p, top_k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed(WorkerObservation):
-    """A request failed on this worker; the client's own mistakes never count."""
+    """A request failed on this worker. Client errors never count."""
 
     frontend: str
     failures_in_a_row: int  # of this worker at this frontend
     reason: str
-    routed_under: int  # the last decision that the frontend had folded when it sent the request
+    routed_under: int  # number of the last decision the frontend had folded when it sent the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSuspected(WorkerObservation):
-    """This worker fell (its connection broke, or its server's ended) before anything of this request's answer had come from
-    it. Most such requests are innocent: until one like it brings a token they are tried with no other suspect beside them."""
+    """This worker failed (its connection broke, or its server's ended) before it had returned any part of this request's answer.
+
+    Most such requests are innocent. Until a similar one yields a token, each is tried without another suspect on its worker."""
 
     frontend: str
     request: str
     model: str
-    fingerprint: (
-        str  # the same for all requests of this prompt and form; nothing of the text can be read from it
-    )
-    reason: str  # how the worker fell: disconnected, upstream_lost
-    prompt_tokens: int  # of the request, and what was accepted of its answer before
+    fingerprint: str  # equal for all requests of this prompt and form; it reveals nothing of the text
+    reason: str  # how the worker failed: disconnected, upstream_lost
+    prompt_tokens: int  # of the request, and of the part of its answer that was accepted before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPoisonous(WorkerObservation):
-    """A request failed in the same way on two workers, of which this is one: it was not tried a third time, and its like is
-    refused for a while. What it had counted against them is taken back."""
+    """A request failed in the same way on two workers, of which this is one. It was not tried on a third, and similar requests
+    are refused for a while. The failures that it had counted against both workers are taken back."""
 
     frontend: str
     request: str
     model: str
-    fingerprint: (
-        str  # the same for all requests of this prompt and form; nothing of the text can be read from it
-    )
+    fingerprint: str  # equal for all requests of this prompt and form; it reveals nothing of the text
     reason: str  # the way in which it fails
     prompt_tokens: int
     max_tokens: int
-    guided: str  # the field that constrains the answer's form, if there is one
+    guided: str  # the field that constrains the answer's form; empty: none
     failures_in_a_row: int  # of this worker at this frontend, without this request's
-    routed_under: int  # the last decision that the frontend had folded when it sent the request
-    refused_s: float  # for so long its like is refused
+    routed_under: int  # number of the last decision the frontend had folded when it sent the request
+    refused_s: float  # seconds for which similar requests are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlow(WorkerObservation):
-    """A frontend found this worker slower than three times its peers."""
+    """A frontend measured that this worker is more than three times slower than its peers."""
 
     frontend: str
     latency_ms: float
@@ -82,7 +77,7 @@ class WorkerSlow(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlowCleared(WorkerObservation):
-    """A worker that had been slow keeps up with its peers again."""
+    """A worker that was slow is as fast as its peers again."""
 
     frontend: str
     latency_ms: float
@@ -91,7 +86,7 @@ class WorkerSlowCleared(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendObservation(Observation):
-    """The base of what a frontend says about its own work."""
+    """The base of facts that a frontend reports about its own work."""
 
     entity: ClassVar[str] = "frontend"
     frontend: str
@@ -114,7 +109,7 @@ MigrationCause = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMigrated(FrontendObservation):
-    """A request went on elsewhere. `tokens` were already accepted from the source; `gap_ms` is what the client saw."""
+    """A request continued on another worker. `tokens` were accepted from the source; `gap_ms` is the pause the client saw."""
 
     request: str
     model: str
@@ -124,22 +119,24 @@ class RequestMigrated(FrontendObservation):
     target_instance: str
     cause: MigrationCause  # drain, device_fault, throttled, operator: nothing had failed
     method: Literal["transfer", "reprefill"]  # with its KV cache, or by its tokens alone
-    tokens: int  # accepted from the source, and not computed anew
-    gap_ms: float  # what the client saw: from the last token before to the next
+    tokens: int  # accepted from the source, and not generated again
+    gap_ms: float  # the pause the client saw: from the token before the move to the next one
     attempt: int  # 2 for the first migration
-    exact: bool  # False: the answer is approximate, it may differ from an undisturbed one from here on
-    kind_of_move: Literal["new_request", "ongoing_request"] = "ongoing_request"  # no token had come; some had
-    bytes: int = 0  # of KV cache that travelled, over all shards
-    blocks: int = 0  # of KV cache that travelled, over all shards
-    link: str = ""  # over what they travelled
-    predicted_ms: float | None = None  # of the method that was chosen; None: nothing was, after a failure
-    refused: str = ""  # why a transfer that was wanted became a re-prefill
+    exact: bool  # False: from here on the answer may differ from an undisturbed one
+    kind_of_move: Literal["new_request", "ongoing_request"] = (
+        "ongoing_request"  # before, after its first token
+    )
+    bytes: int = 0  # of KV cache transferred, over all shards
+    blocks: int = 0  # of KV cache transferred, over all shards
+    link: str = ""  # the link of the transfer
+    predicted_ms: float | None = None  # by the chosen method; None: after a failure no method is chosen
+    refused: str = ""  # why a transfer that was requested became a re-prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPreempted(FrontendObservation):
-    """A running answer was put off, because a request of a better tier would have missed its deadline: its worker has freed
-    it, and it goes on later. Nothing has failed."""
+    """A running answer was preempted, because a request of a better tier would have missed its deadline. Its worker has freed
+    it, and it resumes later. Nothing has failed."""
 
     request: str
     model: str
@@ -151,21 +148,21 @@ class RequestPreempted(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResumed(FrontendObservation):
-    """An answer that was put off goes on: its next token has come."""
+    """A preempted answer resumed: its next token arrived."""
 
     request: str
     model: str
-    source: str  # the worker that it was with before
+    source: str  # the worker that served it before
     target: str
     target_instance: str
-    tokens: int  # accepted before, and not computed anew
-    gap_ms: float  # what the client saw: from the last token before to the next
-    exact: bool  # False: the answer is approximate, it may differ from an undisturbed one from here on
+    tokens: int  # accepted before, and not generated again
+    gap_ms: float  # the pause the client saw: from the token before the preemption to the next one
+    exact: bool  # False: from here on the answer may differ from an undisturbed one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAbandoned(FrontendObservation):
-    """A request could not be continued; the client got the original error."""
+    """A request could not be continued; the client received the original error."""
 
     request: str
     model: str
@@ -179,7 +176,7 @@ class RequestAbandoned(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsRejected(FrontendObservation):
-    """Requests that were turned away in one window: shed, not accepted, over a bound."""
+    """Requests that were rejected in one time window: shed, not admitted, or over a limit."""
 
     model: str
     count: int  # requests
@@ -189,35 +186,37 @@ class RequestsRejected(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyThresholdsSet(FrontendObservation):
-    """Somebody has set, through this frontend, from where on workers of a model are busy. What is missing stays as it is."""
+    """An operator or client set, through this frontend, the thresholds above which a model's workers are busy. A field that is
+    None keeps its value."""
 
     model: str
     active_decode_blocks: float | None = None  # share of a rank's KV blocks, 0 to 1
-    active_prefill_tokens: int | None = None  # prompt tokens still to be read
-    active_prefill_tokens_frac: float | None = None  # the same as a multiple of the tokens of one step
+    active_prefill_tokens: int | None = None  # prompt tokens that are not prefilled yet
+    active_prefill_tokens_frac: float | None = None  # the same, as a multiple of the tokens of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExposed(FrontendObservation):
     """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted.
 
-    A worker is convicted with all of its DP ranks: `canary_failed` says which of them was found out, `rank` which one spoke.
+    A worker is convicted with all of its DP ranks: `canary_failed` names the rank that failed, `rank` the one that generated
+    these tokens.
     """
 
     request: str
     model: str
     worker: str
     instance: str
-    first: int  # place of a token in the answer, from 0
-    last: int  # place of a token in the answer, itself included
+    first: int  # position of the first such token in the answer, from 0
+    last: int  # position of the last one, inclusive
     finished: bool
     action: Literal["continue", "restart", "error", "none"]
-    rank: int | None = None  # the DP rank that said them; None: its worker has only one
+    rank: int | None = None  # the DP rank that generated them; None: the worker has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExposureUnknown(FrontendObservation):
-    """This frontend cannot say which requests the worker served in this span (restarted, or its memory was full)."""
+    """This frontend does not know which requests the worker served in this span: it restarted, or its memory was full."""
 
     worker: str
     instance: str
@@ -228,19 +227,19 @@ class ExposureUnknown(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerMove:
-    """One move of a frontend's own breaker of one worker."""
+    """One transition of a frontend's own breaker of one worker."""
 
     worker: str
     instance: str
     position: Literal["closed", "open", "half_open"]  # after the move
     ago_ms: float  # before the event was published, by the frontend's clock
-    reason: str  # of an opening; fleet_breaker_closed: the fleet's verdict reset it; empty: a trial began or passed
+    reason: str  # of an opening; fleet_breaker_closed: the fleet's breaker reset it; empty: a trial began or passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendBreakersMoved(FrontendObservation):
-    """All moves of this frontend's own breakers within one second, in order. They only keep this frontend's requests away from
-    a worker: no decider reads them."""
+    """All transitions of this frontend's own breakers within one second, in order. They affect only this frontend's requests:
+    no decider reads them."""
 
     moves: tuple[BreakerMove, ...]  # the first 200
     dropped: int  # moves that did not fit
@@ -248,7 +247,7 @@ class FrontendBreakersMoved(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicBegan(FrontendObservation):
-    """Less than half of a model's weight was routable: this frontend ignores its own breakers for it."""
+    """Less than half of a model's weight was routable: this frontend ignores its own breakers for the model."""
 
     model: str
     routable_share: float  # of the model's weight, 0 to 1

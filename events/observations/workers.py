@@ -1,4 +1,4 @@
-"""What is observed of a worker: what it is, that it came and went, and what breaks in it."""
+"""Observations of workers: registration, lifecycle, faults, and operators' commands."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,10 +9,10 @@ from events.fact import Observation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a worker can do, as it registered it: the input of the capacity model.
+    """The performance of a worker, as it registered it: the input of the capacity model.
 
-    `tpot_ms` is a curve of (running sequences, milliseconds per output token), ascending; between its points it is
-    linear, beyond the last it grows in proportion.
+    `tpot_ms` is a curve of (running sequences, milliseconds per output token), ascending. It is linear between its points and
+    proportional to the number of sequences beyond the last one.
     """
 
     kv_blocks: int
@@ -20,22 +20,22 @@ class Profile:
     max_batch: int
     prefill_tokens_per_s: float
     tpot_ms: tuple[tuple[int, float], ...]
-    prefill_tokens_max: int | None = None  # prompt tokens that one step takes; None: it does not say
+    prefill_tokens_max: int | None = None  # prompt tokens per step; None: not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where a worker's devices are."""
+    """The location of a worker's devices."""
 
     host: str = ""  # its name
-    nvlink_domain: str = ""  # who has the same is joined by NVLink; empty: nobody that is known
+    nvlink_domain: str = ""  # workers of the same domain are joined by NVLink; empty: none known
     rail: str = ""  # the network rail of its adapters; empty: not known
-    gpus: tuple[str, ...] = ()  # UUIDs; a simulated rank's is SIM-worker-rank
+    gpus: tuple[str, ...] = ()  # UUIDs; a simulated rank has SIM-worker-rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """What one token's KV cache consists of, over all shards: its size follows. Blocks have `Profile.block_tokens`."""
+    """The shape of one token's KV cache over all shards, which gives its size. A block has `Profile.block_tokens` tokens."""
 
     layers: int
     kv_heads: int  # over all shards
@@ -53,7 +53,7 @@ class WorkerObservation(Observation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined(WorkerObservation):
-    """A worker is up and can be reached at `url` (tcp://host:port, or nats:SUBJECT through the broker: the request plane)."""
+    """A worker is up and reachable at `url`: tcp://host:port, or nats:SUBJECT if the request plane uses the broker."""
 
     url: str
     model: str
@@ -62,54 +62,57 @@ class WorkerJoined(WorkerObservation):
     engine: str  # simulated, transformers, openai
     engine_version: str
     dtype: str
-    tp: int  # ranks of this group; 1: a lone worker
+    tp: int  # ranks of this group; 1: a single worker
     device: str
     profile: Profile
-    canary_key: str  # goldens are kept per canary key: see `canary_key`
+    canary_key: str  # the key of its goldens: see `canary_key`
     pid: int
-    topology: Topology = Topology()  # where its devices are: over which link KV caches would travel
-    migration_limit: int | None = None  # None: no limit of this worker's own
+    topology: Topology = Topology()  # of its devices: it determines the link of a KV transfer
+    migration_limit: int | None = None  # None: this worker sets no limit
     context_tokens: int = 4096
     exact: bool = True  # False: continuations on this engine may differ from an undisturbed answer
-    kv: KvLayout | None = None  # None: requests cannot leave or come with their KV cache
-    dp: int = 1  # DP ranks, 0 to dp - 1: each has a KV cache and a queue of its own
-    kv_events: bool = False  # it says which KV blocks it stores and removes, and answers questions about them
-    waiting_max: int | None = None  # requests that it lets wait beside `max_batch`; None: it does not say
-    spare: bool = False  # it begins as a spare: it gets no traffic until it takes a lost worker's place
-    root: str = ""  # the weights' repository or folder, as the server behind it tells; empty: it does not
-    generation_config: str = ""  # digest of the model's defaults for sampling; empty: none are known
-    server: str = ""  # host and port of the server behind this worker; empty: the worker computes itself
-    account: str = ""  # broker user of the worker's process; empty: not stated
-    also_served: tuple[
-        str, ...
-    ] = ()  # further names under which the server behind it serves the same weights
+    kv: KvLayout | None = None  # None: requests cannot move from or to it with their KV cache
+    dp: int = 1  # DP ranks, 0 to dp - 1: each has its own KV cache and queue
+    kv_events: bool = (
+        False  # it publishes which KV blocks it stores and removes, and answers queries about them
+    )
+    waiting_max: int | None = None  # requests it queues beyond `max_batch`; None: not reported
+    spare: bool = False  # it starts as a spare: it gets no traffic until it replaces a failed worker
+    root: str = ""  # the weights' repository or folder, as the server behind it reports; empty: not reported
+    generation_config: str = ""  # digest of the model's sampling defaults; empty: none known
+    server: str = (
+        ""  # host and port of the server behind this worker; empty: the worker runs the engine itself
+    )
+    account: str = ""  # broker account of the worker's process; empty: not stated
+    also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
     lineage: str = (
-        ""  # what the engine tells of its weights and how it computes, part of the canary key; empty: nothing
+        ""  # what the engine reports of its weights and computation, part of the canary key; empty: none
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAwaited(WorkerObservation):
-    """A worker's process is there, and cannot join yet: it waits for its server, or loads its model.
+    """A worker's process is running but cannot join yet: it waits for its server, or loads its model.
 
-    Said again when the reason changes, and every two minutes while it lasts: who says it no longer is awaited no more."""
+    Repeated when the reason changes, and every two minutes while it lasts. Without a
+    repetition the worker is no longer awaited."""
 
-    reason: str  # why, as one reads it: cannot connect to http://…
-    model: str = ""  # what it will serve; empty: it does not know yet
-    name_taken_by: str = ""  # instance of the live worker of its name, because of which it was not started
+    reason: str  # readable text, such as: cannot connect to http://…
+    model: str = ""  # the model it will serve; empty: not known yet
+    name_taken_by: str = ""  # instance of the live worker of the same name that keeps it from starting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft(WorkerObservation):
-    """A worker's process has ended, and how."""
+    """A worker's process ended."""
 
     mode: Literal["graceful", "immediate", "self_initiated"]
-    exit: int | None = None  # exit status as a shell says it: 128 + n for signal n (-n in older facts)
+    exit: int | None = None  # exit status, as in a shell: 128 + n for signal n (-n in older facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSilent(WorkerObservation):
-    """No heartbeat for `silent_s` seconds, seen by an observer that was connected all that time."""
+    """A worker sent no heartbeat for `silent_s` seconds, while the observer was connected all that time."""
 
     silent_s: float
     observer: str
@@ -117,139 +120,142 @@ class WorkerSilent(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeard(WorkerObservation):
-    """A worker that had been reported silent was heard again."""
+    """A worker that had been reported silent sent a heartbeat again."""
 
     observer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLingered(WorkerObservation):
-    """The fleet holds this instance for dead, and its process lives all the same: nobody has ended it, so no successor of it
-    comes. Whoever supervises it, a person if need be, has to."""
+    """An instance that the fleet has declared dead still has a running process, so no successor of it can start.
+
+    Its supervisor, or an operator, has to end the process."""
 
     pid: int  # of the process, on its host
     host: str = ""  # its host's name
-    evidence: str = ""  # beat: it says that it lives; process: it is there; port: its port is open
-    dead_s: float = 0.0  # seconds for which that has been seen
-    observer: str = ""  # who saw it
+    evidence: str = ""  # beat: it sends heartbeats; process: it exists; port: its port is open
+    dead_s: float = 0.0  # seconds for which this has been observed
+    observer: str = ""  # the process that observed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverBlind(Observation):
-    """More than half of the fleet fell silent at once: the observer doubts itself, and accuses nobody."""
+    """More than half of the fleet fell silent at once: the observer assumes its own connection failed, and blames no worker."""
 
     entity: ClassVar[str] = "fleet"
     observer: str
     silent: int  # workers
-    known: int  # workers that it should hear
+    known: int  # workers from which it expects heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntrusionRefused(Observation):
-    """Somebody tried at the broker what he may not: it was refused, and not done."""
+    """An attempt at an operation without permission was refused and not carried out."""
 
     entity: ClassVar[str] = "fleet"
-    who: str  # a user of the broker, or "a stranger"
-    tried: str  # the first thing that was refused
-    times: int  # refusals since this was said last
-    worker: str = ""  # the worker that did it, where it is known
-    instance: str = ""  # its present life, if it has one
-    eject: bool = False  # the life is to be taken out of service until an operator resumes it
+    who: str  # a broker account, or "a stranger"
+    tried: str  # the first operation that was refused
+    times: int  # refusals since the last report
+    worker: str = ""  # the worker that did it; empty: not known
+    instance: str = ""  # its current life, if it has one
+    eject: bool = False  # this instance is to be taken out of service until an operator resumes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commanded(WorkerObservation):
-    """The base of what an operator's command led to."""
+    """The base of facts that result from an operator's command."""
 
     command: str = ""  # the command's id
-    until: datetime | None = None  # by the stream's clock; later on the stream, it is not heeded
-    by: str = ""  # who asked
+    until: datetime | None = None  # deadline, by the stream's clock; a fact appended later is ignored
+    by: str = ""  # the operator
 
     def late(self, at: datetime) -> bool:
-        """Say whether a fact that came onto the stream `at` this instant came too late to be heeded."""
+        """Return whether a fact that was appended at this time of the stream missed its deadline."""
         return self.until is not None and at > self.until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRefused(Observation):
-    """An operator's command was refused: nothing has come of it, and nothing will."""
+    """An operator's command was refused: it had no effect, and will have none."""
 
-    worker: str  # that the command was about; there may be none of that name
+    worker: str  # the worker that the command names; it may not exist
     verb: str  # drain, resume, move, restart, chaos
     command: str  # the command's id
     why: str
-    late: bool = False  # its deadline was over before a controller could carry it out
-    by: str = ""  # who asked
+    late: bool = False  # its deadline passed before a controller could carry it out
+    by: str = ""  # the operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Commanded):
-    """An operator wants this worker empty. Without a deadline the policy's applies."""
+    """An operator requested that this worker be drained. Without `deadline_s` the policy's deadline applies."""
 
     deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRequested(Commanded):
-    """An operator wants this worker back."""
+    """An operator requested that this worker serve again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(Commanded):
-    """An operator wants this worker's running requests elsewhere; it goes on taking new ones."""
+    """An operator requested that this worker's running requests move away; the worker still accepts new ones."""
 
-    to: str = ""  # the only worker that may take them; empty: whoever suits best
+    to: str = ""  # the only worker that may take them; empty: the most suitable ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRequested(Commanded):
-    """An operator wants this worker to end in good order, and to be started again: it is told so."""
+    """An operator requested that this worker shut down gracefully and start again. The worker receives the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutdownBegan(WorkerObservation):
-    """A worker has begun to stop."""
+    """A worker began to shut down."""
 
-    mode: Literal["graceful", "self_initiated"]  # it was asked to; or it cannot go on
-    grace_s: float = 60.0  # seconds that its streams may still take here
-    reason: str = ""  # of its own wish: what it found
+    mode: Literal["graceful", "self_initiated"]  # it was asked to; it cannot continue
+    grace_s: float = 60.0  # seconds its streams may still run here
+    reason: str = ""  # self_initiated: the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainFinished(WorkerObservation):
-    """A draining worker has nothing in flight any more. Each stream that it had, or still took, ended in one of four ways.
+    """A draining worker has no stream in flight any more. Each stream that it had, or still accepted, ended in one of four ways.
 
-    The drain begins when the worker is told, or with the first stream that a frontend, which heard before it, took away."""
+    The drain begins when the worker receives it, or earlier: with the first stream that a frontend moved away because of it."""
 
     completed: int  # streams that ended here
-    migrated: int  # streams that went on elsewhere, or were told to
-    cancelled: int = 0  # streams that nobody read any more: their client, or their frontend, has gone
+    migrated: int  # streams that continued elsewhere, or were asked to
+    cancelled: int = 0  # streams without a reader: their client, or their frontend, is gone
     failed: int = 0  # streams that the engine ended with an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFaulted(WorkerObservation):
-    """A device of this worker reported a fault, or its code or weight changed. The fault classes stand in devices.md."""
+    """A device of this worker reported a fault, or its code or weight changed. devices.md lists the fault classes."""
 
     device: str  # the UUID of a GPU
-    fault_class: str  # xid, ecc, nvlink_down, throttle …: all of them stand in devices.md
-    code: str = ""  # an Xid's number, or what tells one fault of the class from another
-    fatal: bool = True  # the worker cannot go on with this device
-    weight: float | None = None  # of a fault that is not fatal: the share that it leaves the worker at most
+    fault_class: str  # xid, ecc, nvlink_down, throttle …: devices.md lists all of them
+    code: str = ""  # an Xid's number, or what distinguishes faults of this class
+    fatal: bool = True  # the worker cannot continue with this device
+    weight: float | None = (
+        None  # of a fault that is not fatal: the highest weight the worker may keep, 0 to 1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecovered(WorkerObservation):
-    """A device's fault was cleared or repaired: all that was said of this device and class."""
+    """A device's fault was cleared or repaired: this ends every reported fault of this device and class."""
 
     device: str  # the UUID of a GPU
     fault_class: str
-    code: str = ""  # of the fault as it was last reported
+    code: str = ""  # of the fault as last reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFaulted(WorkerObservation):
-    """The engine itself broke: it raised, died or stopped stepping. Fatal means that it cannot go on."""
+    """The engine itself failed: it raised, died or stopped stepping. `fatal` means that it cannot continue."""
 
     reason: str
     fatal: bool
@@ -257,10 +263,10 @@ class EngineFaulted(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosInjected(Commanded):
-    """A rehearsal: somebody broke this worker on purpose (or healed it)."""
+    """A chaos rehearsal: a fault was injected into this worker on purpose (or healed)."""
 
     fault: str  # a verb of `holdfast chaos`
-    detail: str = ""  # its argument and its rank, where it has them
+    detail: str = ""  # its argument and its rank, if it has them
     duration_s: float | None = (
-        None  # seconds after which it ends by itself; None: it lasts until somebody ends it
+        None  # seconds after which it ends by itself; None: it lasts until it is healed
     )

@@ -1,1 +1,1 @@
-"""What every process of ours needs of its operating system."""
+"""Operating system facilities that every process uses."""

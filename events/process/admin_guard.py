@@ -1,10 +1,10 @@
-"""Which requests an admin port answers: none that another site's page makes by way of an operator's browser.
+"""Protects admin ports against requests that another site's page makes through an operator's browser.
 
     Host is another name than this host's (DNS rebinding) ──▶ refused
     from a page of another origin (Sec-Fetch-Site, Origin) ──▶ refused
     changes something ──▶ only from this host, or with an admin key
 
-Addresses, `localhost` and this host's own name are always answered. Other names, such as those by which Prometheus reaches a
+Addresses, `localhost` and this host's own name are always accepted. Other names, such as those that Prometheus uses for a
 container, are listed in HOLDFAST_ADMIN_HOSTS, separated by commas; `.example.org` stands for all names below that domain.
 """
 
@@ -27,22 +27,22 @@ def own_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 def refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> str:
-    """Return why a request is not answered; empty: it is. `hosts`: as `own_hosts` returns them."""
+    """Return why a request is refused; empty: it is accepted. `hosts` is the result of `own_hosts`."""
     host = headers.get("Host", "")
     if not _is_own(host, hosts):
         shown = host if len(host) <= QUOTED_CHARS_MAX else host[:QUOTED_CHARS_MAX] + "…"
         known = ", ".join(sorted(hosts))
-        return f"this port answers to addresses, localhost and {known}, not to {shown!r} ({VARIABLE} lists more names)"
+        return f"this port accepts addresses, localhost and {known} as Host, not {shown!r} ({VARIABLE} lists more names)"
     if headers.get("Sec-Fetch-Site", "none") not in OWN_SITES:
-        return "a page of another origin has asked for it"
+        return "the request comes from a page of another origin"
     origin = headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        return "a page of another origin has asked for it: its Origin is not this port's"
+        return "the request comes from a page of another origin: its Origin is not this port's"
     return ""
 
 
 def is_local(peer: object, own: object) -> bool:
-    """Say whether a connection comes from this host, by both its ends as sockets name them."""
+    """Return whether a connection comes from this host, given the addresses of both of its ends."""
     ends = [end[0].partition("%")[0] if isinstance(end, tuple) and end else "" for end in (peer, own)]
     try:
         address = ip_address(ends[0])
@@ -54,7 +54,7 @@ def is_local(peer: object, own: object) -> bool:
 
 def _is_own(host: str, hosts: frozenset[str]) -> bool:
     if not host:
-        return True  # HTTP/1.0: browsers always name the host
+        return True  # HTTP/1.0: browsers always send Host
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

@@ -1,5 +1,8 @@
-"""How many files and sockets may this process have open? As many as it is allowed to: most systems begin with 1,024, and a
-frontend holds a connection to every worker, a process of many workers a port and several connections for each."""
+"""The process's limit of open files and sockets, raised as far as allowed.
+
+Most systems start with 1,024. A frontend holds a connection to every worker; a process of many workers holds a port and several
+connections for each.
+"""
 
 import resource
 from collections.abc import Callable
@@ -12,20 +15,20 @@ class TooFewDescriptors(HoldfastError):
 
 
 ENOUGH = 65_536
-SPARE = 128  # what a frontend or a controller has open beside its connections to workers
+SPARE = 128  # what a frontend or a controller has open besides its connections to workers
 
-Limits = tuple[int, int]  # what holds, and what it may be raised to
+Limits = tuple[int, int]  # the current limit, and its maximum
 
 
 def require(wanted: int, advice: str, get: Callable[[int], Limits] = resource.getrlimit) -> int:
-    """Return how many a process may have open. Raise TooFewDescriptors if `wanted` is more."""
+    """Return how many files a process may have open. Raise TooFewDescriptors if `wanted` is more."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ENOUGH
     most = max(soft, ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH))
     if most < wanted:
         raise TooFewDescriptors(
-            f"{wanted} open files are needed, and {most} are allowed (ulimit -Hn): raise that, or {advice}"
+            f"{wanted} open files are needed, but {most} are allowed (ulimit -Hn): raise the limit, or {advice}"
         )
     return most
 
@@ -35,7 +38,7 @@ def allow(
     get: Callable[[int], Limits] = resource.getrlimit,
     put: Callable[[int, Limits], None] = resource.setrlimit,
 ) -> int:
-    """Raise the limit as far as it goes, but no further than ENOUGH, and return it. Raise TooFewDescriptors if `wanted` is
+    """Raise the limit as far as possible, up to ENOUGH, and return it. Raise TooFewDescriptors if `wanted` is
     more."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     most = require(wanted, "put fewer workers into one process", get)

@@ -1,7 +1,8 @@
-"""How are metrics written down for whoever scrapes them? In Prometheus' text form, and packed if that is asked for.
+"""Writes metrics in Prometheus' text format, and compresses them on request.
 
-The text is what `prometheus_client.generate_latest` writes, in a third of its time: most of a scrape of a thousand workers is
-names and labels that stand in it a hundred times. Packed it is a twentieth as large, for a fiftieth of the time it took to write.
+The text is the same as from `prometheus_client.generate_latest`, in a third of its time: most of a scrape of a thousand
+workers is names and labels that occur in it a hundred times. Compressed it has a twentieth of the size; compression takes a
+fiftieth of the time of writing it.
 """
 
 import gzip
@@ -11,16 +12,16 @@ from prometheus_client import utils
 from prometheus_client.core import Metric
 
 LEVEL = 1  # a tenth larger than with 6, in a sixth of the time
-LARGE_BYTES = 1024  # a smaller answer is one packet anyway
+LARGE_BYTES = 1024  # a smaller answer fits one packet anyway
 NUMBERS = {float(number): f"{number}.0" for number in range(1000)}
 
 
-LabelSets = dict[tuple[str, ...], str]  # names and values, and how they are written
+LabelSets = dict[tuple[str, ...], str]  # names and values, and their text form
 
 
 def written(families: Iterable[Metric], known: LabelSets | None = None) -> bytes:
-    """Return families in Prometheus' text form. They are counters, gauges and histograms, without times and exemplars.
-    `known`: of one answer that is written in parts, what stood in the parts before."""
+    """Return metric families in Prometheus' text format: counters, gauges and histograms, without times and exemplars.
+    `known` caches label sets; share it between the parts of one answer."""
     number: Callable[[float], str] = utils.floatToGoString
     known = {} if known is None else known
     lines: list[str] = []
@@ -48,7 +49,7 @@ def _escaped(value: str) -> str:
 
 
 def packed(body: bytes, accepts: str) -> tuple[bytes, dict[str, str]]:
-    """Return a body as it goes out to who accepts these encodings, and the headers that say so."""
+    """Return a body in an encoding that the client accepts, and the headers that describe it."""
     offered = [
         one.strip().partition(";")[0]
         for one in accepts.split(",")

@@ -1,8 +1,8 @@
-"""Memory that was freed goes back to the system.
+"""Returns freed memory to the operating system.
 
-The allocator keeps what threads have freed, in arenas of their own: after eight texts of 10 MB were tokenised a frontend had
-13.5 GB, of which it used 50 MB. So it is told to give them back (`malloc_trim`, glibc's) while a process has much more than it
-once had. That takes about 0.1 s a gigabyte, beside the loop; where it is of no use it is tried less and less often.
+The allocator keeps memory that threads have freed, in arenas of their own: after eight texts of 10 MB were tokenised a
+frontend had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory than its
+minimum so far. That takes about 0.1 s per gigabyte, in a thread. When it frees little, it is tried less and less often.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-GROWN_BYTES = 16 * 2**20  # from the least that the process had
+GROWN_BYTES = 16 * 2**20  # above the process's minimum so far
 WORTH_BYTES = 4 * 2**20
 PAUSE_S, PAUSE_S_MAX = 2.0, 30.0
 _PAGE = 4096
@@ -18,20 +18,20 @@ _STATM = Path("/proc/self/statm")
 
 
 class HeapTrim:
-    """When a process gives memory back."""
+    """Decides when a process returns memory."""
 
     def __init__(
         self, resident: Callable[[], int] | None = None, trim: Callable[[], object] | None = None
     ) -> None:
-        """`resident` returns the process's resident bytes, `trim` gives back what it can."""
+        """`resident` returns the process's resident bytes, `trim` returns free memory to the system."""
         self._resident = resident or resident_bytes
         self._trim = trim or trim_heap
-        self._least = self._left = self._resident()  # ever; by the last trim
+        self._least = self._left = self._resident()  # minimum so far; after the last trim
         self._pause_s = PAUSE_S
         self._due = 0.0
 
     async def look(self, now: float) -> None:
-        """Give memory back if there may be some. Called every second."""
+        """Return memory if there may be some. Called every second."""
         has = self._resident()
         self._least = min(self._least, has)
         if has - self._left > GROWN_BYTES:
@@ -46,7 +46,7 @@ class HeapTrim:
 
 
 def resident_bytes() -> int:
-    """Return how many bytes of memory this process has; 0 where nobody can say."""
+    """Return the resident bytes of this process; 0 where the system does not report them."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE
     except OSError:
@@ -54,7 +54,7 @@ def resident_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Give back what the C library's allocator has free, where it can be told to."""
+    """Return the free memory of the C library's allocator to the system, where the library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

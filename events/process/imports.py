@@ -1,7 +1,7 @@
-"""Imports that a process can do without, left out.
+"""Excludes optional imports that a process does not need.
 
-Libraries take along what they need in rare cases only: each is a tenth of a process's start, and in a worker memory to be
-freed, which takes a kill longer.
+Libraries import packages that they need only in rare cases. Each takes a tenth of a process's start. In a worker it also takes
+memory, which must be freed after a kill and so makes the kill take longer.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Let the imports inside find these optional packages missing, unless they are loaded already."""
+    """Make these optional packages appear missing to the imports inside, unless they are loaded already."""
     missing = [name for name in packages if name not in sys.modules]
     for name in missing:
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say: not to be found
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's marker for a module that cannot be imported
     try:
         yield
     finally:
@@ -25,9 +25,9 @@ def without(*packages: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trusting_nobody() -> Iterator[None]:
-    """Let an import inside that makes itself a TLS context not read every authority that this machine trusts (50 ms).
+    """Keep an import inside from loading this machine's trusted certificate authorities (50 ms) into a TLS context.
 
-    For who asks nobody over TLS with it: aiohttp's clients have theirs from its import.
+    For code that makes no TLS requests with that context: aiohttp's clients use the one created at its import.
     """
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = os.devnull

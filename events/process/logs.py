@@ -1,7 +1,7 @@
-"""Logs of a process: structlog to stderr, JSON lines when stderr is no terminal.
+"""Logging of a process: structlog to stderr, as JSON lines when stderr is not a terminal.
 
-No log holds what a user has said. Of an exception that nobody expected they have its type and its way through the code,
-and not its own words, which may quote anything: a body that cannot be read, a prompt that no tokenizer takes.
+No log contains a user's text. Of an unexpected exception a log has the type and the traceback, but not the message,
+which may quote anything: an undecodable body, or a prompt that no tokenizer accepts.
 """
 
 import logging
@@ -16,7 +16,7 @@ from events.process.stderr import Stderr
 
 
 def quiet() -> None:
-    """Keep a command's terminal for its answer: what a person must know is printed, or ends the command."""
+    """Suppress logs on a command's terminal: everything important is printed, or ends the command."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
@@ -43,10 +43,10 @@ def configure() -> None:
 
 
 def exceptions_without_words(
-    logger: object, method: str, said: structlog.typing.EventDict
+    logger: object, method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Replace `exc_info` by `exception`: types and places. Only the system's own errors keep their text."""
-    given = said.pop("exc_info", None)
+    """Replace `exc_info` by `exception`: types and traceback. Only errors of the operating system keep their text."""
+    given = event.pop("exc_info", None)
     error = (
         given
         if isinstance(given, BaseException)
@@ -57,21 +57,21 @@ def exceptions_without_words(
     if given is True:
         error = sys.exc_info()[1]
     if error is not None:
-        said["exception"] = "".join(_told(error, set()))
-    return said
+        event["exception"] = "".join(_lines(error, set()))
+    return event
 
 
-def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """Yield the lines about an exception, after those about what led to it."""
+def _lines(error: BaseException, seen: set[int]) -> Iterator[str]:
+    """Yield the lines about an exception, after those of its cause or context."""
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is not None and id(before) not in seen:
-        yield from _told(before, seen)
+        yield from _lines(before, seen)
         yield "\nand then:\n\n"
     yield from traceback.format_tb(error.__traceback__)
-    words = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    yield f"{type(error).__module__}.{type(error).__qualname__}{words}\n"
+    reason = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+    yield f"{type(error).__module__}.{type(error).__qualname__}{reason}\n"
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             if id(one) not in seen:
-                yield from _told(one, seen)
+                yield from _lines(one, seen)

@@ -6,8 +6,8 @@ from typing import Any
 
 
 def opened(request: "str | urllib.request.Request", within_s: float) -> Any:
-    """Open a URL of a process on this host. Its certificate names the host as clients reach it, not this address, so it is not
-    verified; a proxy is not asked."""
+    """Open a URL of a process on this host. The certificate is not verified, because it names the host as clients reach it, not
+    this address. No proxy is used."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     context = ssl.create_default_context()
     context.check_hostname = False

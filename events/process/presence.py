@@ -1,6 +1,6 @@
-"""Which processes of a fleet run on this host, and where do they answer? One small file each under DIR/run.
+"""The registry of a fleet's processes on this host: one small file each under DIR/run.
 
-A hint for people and for `holdfast status`, never a source of truth: the journal says who is alive.
+A hint for operators and `holdfast status`, never a source of truth: the journal says which workers are alive.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ class Presence:
     role: str  # nats, postgres, controller, projector, frontend, worker, watch
     name: str  # w0, frontend-1 …
     pid: int
-    url: str  # where it answers: its admin port, or the server's own address
-    console: str = ""  # where a browser shows the fleet, if it has a console
+    url: str  # its admin port, or the server's own address
+    console: str = ""  # the URL of its web console, if it has one
 
 
 def announce(
     directory: Path, role: str, name: str, url: str, pid: int | None = None, *, console: str = ""
 ) -> Path:
-    """Write this process's file, whole or not at all, and return its path. On a full disk there is none."""
+    """Write this process's file atomically, and return its path. On a full disk the file is missing."""
     path = directory / "run" / f"{name}.json"
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    said = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url, console)))
+    content = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url, console)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(said)
+        fresh.write_text(content)
         fresh.replace(path)
     except OSError as error:
-        import structlog  # where a worker reads this first, before it has left rich out
+        import structlog  # not at the top: a worker imports this module before it has excluded rich
 
         structlog.get_logger(__name__).warning("presence_not_shown", file=str(path), error=str(error))
         with contextlib.suppress(OSError):
@@ -42,14 +42,14 @@ def announce(
 
 
 def withdraw(path: Path) -> None:
-    """Remove a process's file at its end, unless it is a successor's by now."""
+    """Remove this process's file, unless it already belongs to a successor."""
     with contextlib.suppress(OSError, ValueError):
         if json.loads(path.read_text())["pid"] == os.getpid():
             path.unlink()
 
 
 def present(directory: Path) -> list[Presence]:
-    """Return every process that has announced itself and still lives."""
+    """Return every announced process that is still alive."""
     found = []
     for path in sorted((directory / "run").glob("*.json")):
         try:
@@ -62,7 +62,7 @@ def present(directory: Path) -> list[Presence]:
 
 
 def alive(pid: int) -> bool:
-    """Return whether there is a process of this number on this host."""
+    """Return whether this host has a process with this pid."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,5 +1,4 @@
-"""Where logs go: a full disk or a closed pipe under stderr must not stop whoever has something to log, nor be what the
-process says by its exit code."""
+"""Writes to stderr that never fail the process or change its exit code (full disk, closed pipe)."""
 
 import atexit
 import contextlib
@@ -8,10 +7,10 @@ import sys
 
 
 class Stderr:
-    """The process's stderr, which never refuses."""
+    """The process's stderr, without errors."""
 
     def write(self, text: str) -> int:
-        """Write, or lose it."""
+        """Write the text, or drop it."""
         try:
             sys.stderr.write(text)
         except (OSError, ValueError):
@@ -19,7 +18,7 @@ class Stderr:
         return len(text)
 
     def flush(self) -> None:
-        """Bring it to the other side, or lose it."""
+        """Flush the text, or drop it."""
         try:
             sys.stderr.flush()
         except (OSError, ValueError):
@@ -27,7 +26,7 @@ class Stderr:
 
 
 def lose_the_rest() -> None:
-    """Let the exit not fail by what could not be written: Python tries it once more, and makes its failure the exit code."""
+    """Keep unwritten text from failing the exit: Python flushes once more, and makes a failure the exit code."""
     atexit.unregister(_settle)
     atexit.register(_settle)
 
@@ -39,4 +38,4 @@ def _settle() -> None:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     except ValueError:
-        pass  # it is closed: nothing is tried
+        pass  # stderr is closed: there is nothing to flush

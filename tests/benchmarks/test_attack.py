@@ -1,4 +1,4 @@
-"""`make attack`: every part has its time and its verdict, what failed is named with what repeats it, and nothing stays behind."""
+"""`make attack`: deadlines, verdicts and repeat commands of its parts, and no leftovers."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ from benchmarks.failures.walk import came_through
 from benchmarks.serving.abuse import holds
 from controller.columns import USUAL
 
-LATE_S = 120  # only a fault reaches it
+LATE_S = 120  # reached only on a fault
 STAYS = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True)"
 
 
 def played(script: str, within_s: int = LATE_S) -> Part:
-    """A part that runs this and is then asked what it printed."""
+    """A part that runs this script and returns its output."""
 
     def command(folder: Path, seed: int, cores: int) -> Sequence[str]:
         return (sys.executable, "-c", script)
@@ -43,7 +43,7 @@ WELL = played("print('{\"times\": 3}')")
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made; empty again afterwards, or something stayed behind."""
+    """The folder for temporary folders; empty again afterwards, otherwise something was left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -61,7 +61,9 @@ def test_all_of_it_ends_within_18_minutes() -> None:
     assert sum(part.within_s for part in PARTS.values()) <= IN_ALL_S_MAX == 1080
 
 
-def test_what_holds_is_told_and_leaves_nothing(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_holds_is_reported_and_leaves_nothing(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, told = reported({"a": WELL, "b": WELL}, capsys)
     assert status == 0
     assert [(one["verdict"], one["times"], one["again"]) for one in told.values()] == [
@@ -75,10 +77,10 @@ def test_only_the_parts_that_are_named_run(temporary: Path, capsys: pytest.Captu
     assert list(told) == ["c", "a"]
     with pytest.raises(SystemExit) as refused:
         main(["d"], {"a": WELL})
-    assert refused.value.code == 2 and "there is no part 'd'; there are a" in capsys.readouterr().err
+    assert refused.value.code == 2 and "unknown part 'd'; choose from a" in capsys.readouterr().err
 
 
-def test_what_fails_says_how_to_repeat_it_alone_and_the_others_run_on(
+def test_a_failed_part_is_shown_with_its_repeat_command_and_the_others_run(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = 'print(\'{"times": 1, "again": ["this --only 7"]}\'); raise SystemExit(3)'
@@ -100,7 +102,7 @@ def test_what_fails_says_how_to_repeat_it_alone_and_the_others_run_on(
     assert again == [["this --only 7"], ["script --seed 5"], ["script --seed 5"], []]
 
 
-def test_what_does_not_end_is_ended_with_all_that_it_has_started(
+def test_a_part_that_does_not_end_is_ended_with_all_its_processes(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = f"{STAYS}; import time; print('{{\"times\": 1}}', flush=True); time.sleep(600)"
@@ -109,7 +111,7 @@ def test_what_does_not_end_is_ended_with_all_that_it_has_started(
     assert _sleepers(temporary) == [] and list(temporary.iterdir()) == []
 
 
-def test_a_process_that_stays_behind_is_ended_and_counts_against_its_part(
+def test_a_process_left_behind_is_ended_and_counts_against_its_part(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, told = reported({"a": played(f"{STAYS}; print('{{\"times\": 1}}')")}, capsys)
@@ -127,7 +129,9 @@ def _sleepers(below: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_what_runs_and_shows_what_there_is(number: signal.Signals, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_running_part_and_shows_the_results_so_far(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parents[1])])
     script = "import sys, test_attack as t; sys.exit(t.main([], {'a': t.WELL, 'b': t.played('import time; time.sleep(600)')}))"
@@ -141,10 +145,10 @@ def test_ctrl_c_ends_what_runs_and_shows_what_there_is(number: signal.Signals, t
     assert process.stderr is not None
     while "[2/2] b" not in process.stderr.readline():
         assert process.poll() is None
-    process.send_signal(number)  # whatever it is about to do
+    process.send_signal(number)  # whatever it is doing
     out, err = process.communicate(timeout=LATE_S)
     assert process.returncode == 130, err
-    assert "holds" in out and "b, that alone: script --seed 1" in out and "Traceback" not in err
+    assert "holds" in out and "b, repeat it alone: script --seed 1" in out and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -157,18 +161,19 @@ def test_the_table_fits_80_columns_and_cuts_nothing(
         tries=PARTS["tests"].tries,
         bound=PARTS["walk"].bound,
         seen=lambda printed, folder: Seen(
-            "375 faults, 12345 streams", "0 altered, 0 needless errors (1234 needed), all well after 12.3 s"
+            "375 faults, 12345 streams",
+            "0 altered, 0 needless errors (1234 needed), all recovered after 12.3 s",
         ),
     )
     assert main([], {"simulation": long, "b": played("raise SystemExit(1)")}) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= USUAL
-    assert "b, that alone: script --seed 1" in out
+    assert "b, repeat it alone: script --seed 1" in out
     words = {word for line in out.splitlines() for word in line.split()}
     assert {*PARTS["tests"].tries.split(), "altered,", "needless", "(1234", "needed),", "holds"} <= words
 
 
-def test_it_keeps_what_was_said_where_it_is_told_to(
+def test_the_output_is_kept_in_the_given_folder(
     temporary: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kept = tmp_path_factory.mktemp("kept") / "there"
@@ -176,7 +181,7 @@ def test_it_keeps_what_was_said_where_it_is_told_to(
     assert json.loads((kept / "a.out").read_text()) == {"times": 3}
 
 
-# --- what the parts' own words and bounds are
+# --- the texts and bounds of the parts
 
 WALK = {
     "faults": {"kill": 3, "hang": 4}, "streams": 10, "exact": 8, "altered": [], "503": 2, "503 not needed": 0, "other errors": {},
@@ -197,7 +202,7 @@ def test_a_walk_comes_through_only_within_its_bounds() -> None:
         assert not came_through(WALK | worse), worse
 
 
-def test_abuse_holds_only_within_its_bounds_also_where_nobody_was_answered() -> None:
+def test_abuse_holds_only_within_its_bounds_also_without_any_answer() -> None:
     assert holds(ABUSE)
     nan = float("nan")
     for worse in ({"ttft_p99_times": 2.1}, {"memory_times": 1.3}, {"failed": 1}, {"ttft_p99_times": nan}):
@@ -233,7 +238,7 @@ def test_each_part_reads_what_its_command_prints(tmp_path: Path) -> None:
 
     seen = PARTS["walk"].seen("noise\n" + json.dumps(WALK), tmp_path)
     assert seen.times == "7 faults, 10 streams"
-    assert seen.found == "0 altered, 0 needless errors (2 needed), all well after 3.1 s"
+    assert seen.found == "0 altered, 0 needless errors (2 needed), all recovered after 3.1 s"
 
     seen = PARTS["abuse"].seen(json.dumps(ABUSE), tmp_path)
     assert (seen.times, seen.found) == (
@@ -270,6 +275,6 @@ def test_each_part_reads_what_its_command_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_that_printed_nothing_has_seen_nothing(name: str, tmp_path: Path) -> None:
+def test_a_part_without_output_has_no_result(name: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError)):
         PARTS[name].seen("", tmp_path)

@@ -1,9 +1,9 @@
-"""The link that two transfers share in `benchmarks/failures/contention.py` is a bottleneck, and the prediction knows its rate."""
+"""The shared link of the contention benchmark is a bottleneck, and the prediction uses its rate."""
 
 from benchmarks.failures import contention
 
 
-def test_two_transfers_share_the_rate_that_one_has_alone() -> None:
+def test_two_transfers_share_the_rate_of_a_single_one() -> None:
     found = contention.measure(8, 40e6, 1)
     alone_ms = 8 * (1 << 20) / 40e6 * 1000
     assert alone_ms < found["predicted_ms"][1] < 1.2 * alone_ms

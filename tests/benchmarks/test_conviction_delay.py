@@ -1,4 +1,4 @@
-"""The delay from a fault to its conviction: the order of questions is the controller's, and sampled slots do not count."""
+"""The delay from a fault to its conviction: the controller's order of questions, without sampled slots."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""No benchmark is left behind when a name that it uses moves: each can at least be imported."""
+"""Every benchmark can be imported, so none breaks unnoticed when a name that it uses moves."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BRINGS = {  # what is not in every environment
+BRINGS = {  # packages that not every environment has
     "torch": "make test-engines",
     "transformers": "make test-engines",
     "nixl": "make test-nixl",

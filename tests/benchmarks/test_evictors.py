@@ -1,4 +1,4 @@
-"""The comparison of evictors: every kind in every cache, and wrong input ends in one sentence."""
+"""The comparison of evictors: every kind with every cache size, and clear errors for wrong input."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 from benchmarks.router import evictors
 
 
-def test_each_evictor_is_played_in_each_cache_and_finds_no_more_than_an_endless_one(
+def test_each_evictor_runs_with_each_cache_and_finds_no_more_than_an_unlimited_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "t.jsonl"
-    # Three conversations in turn, each of which grows by a block a question.
+    # Three conversations in turn, each of which grows by a block per question.
     rows = [
         {"timestamp": 1000 * n, "input_length": 512 * (n // 3 + 1), "output_length": 1,
          "hash_ids": [100 * (n % 3) + block for block in range(n // 3 + 1)]}

@@ -1,4 +1,4 @@
-"""The arithmetic of `fidelity`: what is sent, how distributions are put together, and when engines agree."""
+"""The arithmetic of `fidelity`: requests, merged distributions, and the verdict."""
 
 import asyncio
 import io
@@ -42,15 +42,13 @@ def test_engines_agree_within_the_limits_of_each_percentile(median: float, tail:
     assert agree({"ttft": same, "itl": compared(real, simulated)}) == agrees
 
 
-def test_rounds_are_put_together_value_by_value() -> None:
+def test_rounds_are_merged_value_by_value() -> None:
     whole, parts = histogram(1, 2, 3, 50), merged([histogram(50, 2), histogram(3, 1)])
     assert (parts.counts, parts.count) == (whole.counts, whole.count)
     assert parts.percentiles(0.5, 0.95) == whole.percentiles(0.5, 0.95)
 
 
-def test_rounds_have_requests_of_their_own_that_share_nothing_at_the_rate_and_of_the_lengths_that_are_wanted() -> (
-    None
-):
+def test_rounds_have_disjoint_requests_with_the_requested_rate_and_lengths() -> None:
     rows = [TraceRow(n * 700.0 + n % 3, 600 + n % 7, 96, [0, n]) for n in range(60)]
     parts = split(rows, 3)
     assert [(row.timestamp, row.input_length) for part in parts for row in part] == [
@@ -59,7 +57,7 @@ def test_rounds_have_requests_of_their_own_that_share_nothing_at_the_rate_and_of
     names = [{name for row in part for name in row.hash_ids} for part in parts]
     assert not names[0] & names[1] and not names[1] & names[2] and not names[0] & names[2]
     for part in parts:
-        assert len({row.hash_ids[0] for row in part}) == 1  # what a round's requests shared they share
+        assert len({row.hash_ids[0] for row in part}) == 1  # a round's shared prefixes stay shared
         planned = list(plan(part, 512, scaled(part, rate=5.0)))
         assert 19 / planned[-1].at_s == pytest.approx(5.0, rel=0.1)
         assert sum(one.tokens for one in planned) / 20 == pytest.approx(OUTPUT_TOKENS)
@@ -79,7 +77,7 @@ def made(real_ms: float, simulated_ms: float) -> Round:
 
 
 @pytest.mark.parametrize(("simulated_ms", "agrees"), [(109.0, True), (130.0, False)])
-def test_the_verdict_is_of_all_rounds_together_and_stands_beside_each(
+def test_the_verdict_is_of_all_rounds_together_and_is_shown_beside_each(
     simulated_ms: float, agrees: bool
 ) -> None:
     report = report_of([made(100, 100), made(100, simulated_ms), made(100, simulated_ms)])

@@ -1,4 +1,4 @@
-"""The benchmark of the index says whether what was to be reached was."""
+"""The index benchmark reports whether its targets were reached."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from benchmarks.router.index import judged, main, straight
         ({"row": "hash 16", "prompts_per_s": 1}, None),
     ],
 )
-def test_each_row_is_held_against_its_bounds(line: dict[str, object], verdict: str | None) -> None:
+def test_each_row_is_compared_with_its_bounds(line: dict[str, object], verdict: str | None) -> None:
     assert judged(line).get("verdict") == verdict
 
 
@@ -32,14 +32,16 @@ def test_each_row_is_held_against_its_bounds(line: dict[str, object], verdict: s
         "--grow nan",
     ],
 )
-def test_what_cannot_be_measured_is_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_of_the_index_benchmark_are_refused(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(flags.split())
     assert ended.value.code == 2
     assert "error: --" in capsys.readouterr().err
 
 
-def test_memory_is_to_grow_in_a_straight_line() -> None:
+def test_memory_must_grow_linearly() -> None:
     def points(*mb: float, p99_us: float = 5.0) -> list[dict[str, float]]:
         return [
             {"blocks": million * 1e6, "mb": size, "lookup_p99_us": p99_us}

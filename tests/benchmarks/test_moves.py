@@ -1,10 +1,10 @@
-"""What the benchmark of moves says of one stream."""
+"""The figures that the benchmark of moves derives from one stream."""
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.failures.moves import reckon
+from benchmarks.failures.moves import measured
 from controller.demo.clients import Users
 from events.observations import RequestMigrated
 
@@ -16,7 +16,7 @@ def moved(tokens: int) -> RequestMigrated:
     )  # fmt: skip
 
 
-def test_the_pause_is_that_between_the_two_workers_and_not_a_longer_one_beside_it() -> None:
+def test_the_pause_is_the_one_between_the_two_workers_and_not_a_longer_other_one() -> None:
     times = [
         0.0,
         0.003,
@@ -27,13 +27,13 @@ def test_the_pause_is_that_between_the_two_workers_and_not_a_longer_one_beside_i
         0.032,
         0.072,
     ]  # four tokens of the source after the request
-    move = reckon(times, 0.007, moved(tokens=5))
+    move = measured(times, 0.007, moved(tokens=5))
     assert move.pause == pytest.approx(9)
     assert move.usual == pytest.approx(3)
     assert move.meanwhile == pytest.approx([10, 4])
 
 
-async def test_a_token_without_text_is_noted_where_every_token_is_asked_for() -> None:
+async def test_a_token_without_text_is_recorded_when_every_token_is_requested() -> None:
     asked: list[object] = []
 
     async def answer(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: pages name what there is, and who lacks something is told what brings it."""
+"""`python -m benchmarks`: pages name only existing benchmarks, and missing packages are named."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "benchmarks/README.md")
 
 
-def test_pages_name_no_benchmark_that_there_is_not() -> None:
+def test_pages_name_only_existing_benchmarks() -> None:
     pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = set(re.findall(r"python -m benchmarks (?!NAME)(\w+)", text))
@@ -25,7 +25,7 @@ def test_help_gives_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert "relay, planes, faults" in capsys.readouterr().out
 
 
-def test_without_torch_it_says_what_brings_it(
+def test_without_torch_it_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> None:
@@ -36,7 +36,7 @@ def test_without_torch_it_says_what_brings_it(
     assert capsys.readouterr().err == "sdc: torch is not installed\n"
 
 
-def test_a_benchmark_takes_the_place_of_the_command_so_that_ctrl_c_gives_it_time_to_stop_its_fleet() -> None:
+def test_a_benchmark_replaces_the_command_so_that_ctrl_c_leaves_it_time_to_stop_its_fleet() -> None:
     became: list[list[str]] = []
     benchmarks.main(["walk", "--seed", "3"], lambda program, arguments: became.append([program, *arguments]))
     walk = ["-m", "benchmarks.failures.walk", "--seed", "3"]

@@ -1,4 +1,4 @@
-"""The benchmark of near ties, in short: no correct worker is convicted at any rate of flips."""
+"""The benchmark of near ties, shortened: no correct worker is convicted at any rate of flips."""
 
 from benchmarks.corruption import near_ties
 
@@ -11,6 +11,6 @@ def test_no_correct_worker_is_convicted_by_near_ties_at_any_rate_of_flips() -> N
     assert result["sampled"]["false_convictions_per_worker_year"] < 1e-4
 
 
-def test_the_benchmark_finds_convictions_where_near_ties_are_not_looked_for() -> None:
+def test_the_benchmark_finds_convictions_without_the_rule_for_near_ties() -> None:
     """Without the rule, flips convict: the benchmark can fail."""
     assert near_ties.by_tokens(0.2, 0.01, 7, 10, 2, tie_margin=0.0)["false_convictions"] > 0

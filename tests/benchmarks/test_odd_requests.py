@@ -1,4 +1,4 @@
-"""Odd requests are made of their seed and number alone, and each answer is judged: a 500, a hang and a silence are found."""
+"""Odd requests depend on seed and number alone, and answers are judged: a 500, a hang, a silence."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +19,7 @@ Answers = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def server(answers: Answers) -> AsyncIterator[Address]:
-    """A server that reads the head of a request and answers so."""
+    """A server that reads the head of a request and answers by `answers`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -39,7 +39,7 @@ def answering(odd: bytes, honest: bytes = GOOD) -> Answers:
     return answers
 
 
-def test_a_request_follows_from_its_seed_and_number_and_each_is_another() -> None:
+def test_a_request_depends_on_seed_and_number_and_all_differ() -> None:
     made = [odd_request(3, number) for number in range(60)]
     assert made == [odd_request(3, number) for number in range(60)]
     assert odd_request(3, 41) == made[41] and odd_request(4, 41) != made[41]
@@ -77,11 +77,11 @@ def test_an_answer_is_judged_by_its_status_and_its_code(got: bytes, wrong: str) 
     assert judged(ODD, got, Told()).partition(":")[0] == wrong
 
 
-def test_what_is_no_http_may_be_closed_without_an_answer() -> None:
+def test_a_request_that_is_no_http_may_be_closed_without_an_answer() -> None:
     assert judged(Odd(1, "head", "garbage", b"\0", whole=False), b"", Told()) == ""
 
 
-async def test_one_that_hangs_is_found() -> None:
+async def test_a_hanging_request_is_found() -> None:
     async def hangs(head: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(5)
 
@@ -91,7 +91,7 @@ async def test_one_that_hangs_is_found() -> None:
     assert told.wrong == ["417 (value, ChatBody.seed) no end within 0.1 s"]
 
 
-async def test_one_that_nobody_listens_to_is_found() -> None:
+async def test_a_refused_connection_is_found() -> None:
     async with server(answering(REFUSED)) as address:
         pass
     told = Told()
@@ -99,7 +99,7 @@ async def test_one_that_nobody_listens_to_is_found() -> None:
     assert "no connection" in told.wrong[0]
 
 
-async def test_all_are_told_beside_an_honest_client_whose_answers_are_compared() -> None:
+async def test_all_are_sent_beside_an_honest_client_and_its_answers_are_compared() -> None:
     async with server(answering(REFUSED)) as address:
         told = await tell_all(address, [ODD] * 20, 4)
     assert (told.kinds["value"], told.wrong, told.honest_wrong) == (20, [], [])

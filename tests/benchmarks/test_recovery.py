@@ -1,4 +1,4 @@
-"""The table of recovery: what it reads from a client's times, and how it is printed. `make recovery-table` measures it."""
+"""The table of recovery: its figures and its format. `make recovery-table` measures it."""
 
 from pathlib import Path
 
@@ -15,17 +15,13 @@ def received(*times: float) -> Received:
 
 def test_the_worst_gap_goes_from_the_last_token_before_the_failure_to_the_first_from_elsewhere() -> None:
     stream = received(0.1, 5.0, 5.1, 5.6, 5.7, 6.7)
-    assert longest_gap_s(stream, 5.2, 5.6) == pytest.approx(0.5), (
-        "what comes later is the new worker's usual life"
-    )
-    assert longest_gap_s(stream, 5.65, 5.69) == pytest.approx(0.1), (
-        "what was before the failure does not count"
-    )
+    assert longest_gap_s(stream, 5.2, 5.6) == pytest.approx(0.5), "later pauses are normal on the new worker"
+    assert longest_gap_s(stream, 5.65, 5.69) == pytest.approx(0.1), "pauses before the failure do not count"
     assert longest_gap_s(stream, 5.2, 6.0) == pytest.approx(1.0)
     assert longest_gap_s(received(1.0), 2.0, 3.0) == 0.0
 
 
-def test_the_table_says_what_did_not_happen() -> None:
+def test_the_table_shows_what_did_not_happen() -> None:
     rows = table(
         [
             Recovery("hard crash", 8, {"reprefill": 8}, 0, 3, 2.0, 73.0, 74.6, 1117.0),
@@ -41,7 +37,7 @@ def test_an_unknown_failure_is_named(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         recovery.main(["flood"])
     assert ended.value.code == 2
-    assert f"there is no failure 'flood'; there are {', '.join(FAILURES)}" in capsys.readouterr().err
+    assert f"unknown failure 'flood'; choose from {', '.join(FAILURES)}" in capsys.readouterr().err
 
 
 def ms(number: str, unit: str) -> float:
@@ -49,7 +45,7 @@ def ms(number: str, unit: str) -> float:
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_n16_the_page_says_of_each_failure_how_long_it_takes_to_be_detected_and_moved_away_from(
+def test_n16_the_page_has_the_detection_and_migration_times_of_each_failure(
     failure: Failure,
 ) -> None:
     page = (Path(recovery.__file__).parents[1] / "README.md").read_text()
@@ -59,4 +55,4 @@ def test_n16_the_page_says_of_each_failure_how_long_it_takes_to_be_detected_and_
     assert total == pytest.approx(detection + migration, abs=10), (
         "as the page explains them; it rounds to 10 ms"
     )
-    assert worst < total + 20, "nobody waits for longer than it takes, and a token"
+    assert worst < total + 20, "no client waits longer than the recovery, and one token"

@@ -1,4 +1,4 @@
-"""Where an event's time went: what counts as a stall, and whose it was."""
+"""The delay of events by stage: which events form a stall, and which stage caused it."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def test_events_that_wait_together_are_one_stall_and_it_belongs_to_the_stage_tha
     assert found["stages_p99_ms"]["delivery"] > 50
 
 
-def test_a_disk_is_asked_until_stdin_ends(tmp_path: Path) -> None:
+def test_a_disk_is_probed_until_stdin_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.store.stalls", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
         while not (tmp_path / "probe").exists() or not (tmp_path / "probe").stat().st_size:

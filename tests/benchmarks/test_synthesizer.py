@@ -1,4 +1,4 @@
-"""The benchmark of synthetic traces compares what it says."""
+"""The benchmark of synthetic traces compares its figures correctly."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.simulation import synthesizer
 from controller.trace.rows import TraceRow, encode
 
 
-def test_a_cache_finds_what_it_still_has_behind_what_it_has() -> None:
+def test_a_cache_finds_only_blocks_with_all_blocks_before_them() -> None:
     rows = [TraceRow(0, 1, 1, [1, 2]), TraceRow(0, 1, 1, [3]), TraceRow(0, 1, 1, [1, 2])]
     assert synthesizer.found(rows, 3) == 0.4
     assert synthesizer.found(rows, 2) == 0  # 1 is gone, and 2 alone is no prefix

@@ -1,4 +1,4 @@
-"""Fleets in virtual time: that they do what one step after another would, and what the router does with them."""
+"""Fleets in virtual time: they match a step-by-step simulation, and the router's effects on them."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def ran(
 
 
 def names(seed: int, blocks: int, after: Sequence[int] = ()) -> list[int]:
-    """Return a prefix's blocks and so many more that nobody else has."""
+    """Return a prefix's blocks followed by so many unique ones."""
     found = list(after)
     for number in range(blocks):
         found.append(follow(found[-1] if found else seed, follow(seed, number)))
@@ -49,7 +49,7 @@ def names(seed: int, blocks: int, after: Sequence[int] = ()) -> list[int]:
 
 
 def chats(count: int, seed: int = 1) -> list[Request]:
-    """Return requests of conversations, each longer than the one before of the same."""
+    """Return requests of conversations, each longer than its predecessor in the same conversation."""
     dice, requests, known, now = Random(seed), list[Request](), dict[int, list[int]](), 0.0
     for key in range(count):
         now += dice.expovariate(2.0)
@@ -72,7 +72,7 @@ def test_every_request_gets_its_first_token_and_ends() -> None:
     assert outcome.prompt_tokens == sum(one.prompt for one in requests)
     computed = sum(sum(window.values()) for window in outcome.computed.values())
     answers = sum(one.answer for one in requests)
-    first = len(requests)  # a pass that ends a prompt says its first token, too
+    first = len(requests)  # a pass that ends a prompt generates its first token, too
     assert computed == pytest.approx(outcome.prompt_tokens - outcome.cached_tokens + answers - first)
 
 
@@ -128,13 +128,13 @@ def test_blocks_of_the_engines_size_are_shared_as_far_as_those_of_the_trace() ->
     assert not {*one.names} & {*other.names}
 
 
-def test_one_cache_finds_what_came_before_and_still_fits() -> None:
+def test_one_cache_finds_earlier_blocks_that_still_fit() -> None:
     again = list(trace.requests([*ROWS, TraceRow(5000, 1100, 5, [0, 1, 2])], BLOCK))
     assert list(trace.found(again, BLOCK, 100)) == [0, 1024, 0, 1024]
     assert list(trace.found(again, BLOCK, 1)) == [0, 512, 0, 0]
 
 
-def test_copies_share_nothing_and_come_at_other_times() -> None:
+def test_copies_share_nothing_and_start_at_other_times() -> None:
     rows = list(trace.copies(ROWS, 3, seed=1))
     assert len(rows) == 9
     assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)
@@ -147,7 +147,7 @@ def test_copies_share_nothing_and_come_at_other_times() -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_burst_at_eight_frontends_is_spread(told: bool) -> None:
-    """A thousand different prompts of one moment: each router counts what it sends at once, and none waits for news."""
+    """A thousand different prompts at one moment: each router counts its requests at once, and none waits for updates."""
     dice = Random(3)
     sizes = [dice.randrange(1, 8) for _ in range(1000)]
     burst = [Request(key, 0.0, n * BLOCK, 20, names(key + 1, n)) for key, n in enumerate(sizes)]
@@ -159,8 +159,8 @@ def test_a_burst_at_eight_frontends_is_spread(told: bool) -> None:
     assert max(tokens.values()) < 1.5 * sum(tokens.values()) / 64
 
 
-def test_frontends_that_tell_each_other_do_not_meet_at_the_same_workers() -> None:
-    """There is a worker for each of their requests, if only everybody knew which are taken."""
+def test_frontends_that_share_their_requests_do_not_choose_the_same_workers() -> None:
+    """There is a worker for each of their requests, if every router knew which are taken."""
     burst = [Request(key, key * 0.005, 4 * BLOCK, 200, names(key + 1, 4)) for key in range(64)]
     alone, told = (
         max(Counter(ran(burst, 64, routers(8, 64, told=told)).worker.values()).values())
@@ -180,7 +180,7 @@ def hot_prefix(rate: float) -> list[Request]:
 
 @pytest.mark.parametrize("rate", [20.0, 60.0])
 def test_a_hot_prefix_does_not_pile_up(rate: float) -> None:
-    """As many workers as it keeps busy compute it, and nobody waits long for the first of them."""
+    """As many workers as it keeps busy compute it, and no request waits long for the first of them."""
     requests = hot_prefix(rate)
     kv, turns = ran(requests, 8, routers(1, 8)), ran(requests, 8, routers(1, 8, mode=Mode.ROUND_ROBIN))
     counts = Counter(kv.worker.values())
@@ -192,11 +192,11 @@ def test_a_hot_prefix_does_not_pile_up(rate: float) -> None:
 
 
 def test_workers_that_are_idle_share_the_work_over_seconds() -> None:
-    """Each prompt has been read and answered before the next one comes: nothing is in flight that would tell them apart."""
+    """Each prompt has been read and answered before the next one arrives: no load in flight distinguishes the workers."""
     dice = Random(1)
     sizes = [dice.randrange(1, 10) for _ in range(200)]
     requests = [Request(key, key * 0.5, n * BLOCK, 1, names(key + 1, 1)) for key, n in enumerate(sizes)]
-    assert figures(ran(requests, 4, routers(1, 4)), 4, 100.0)["balance"] < 1.4  # and 1.9 to 2.3 by lot
+    assert figures(ran(requests, 4, routers(1, 4)), 4, 100.0)["balance"] < 1.4  # 1.9 to 2.3 by chance
 
 
 def test_conversations_stay_where_they_are_cached() -> None:
@@ -207,7 +207,7 @@ def test_conversations_stay_where_they_are_cached() -> None:
     assert figures(kv, 4, 1.0)["ttft_mean"] * 1.5 < figures(turns, 4, 1.0)["ttft_mean"]
 
 
-# --- what could be done at best
+# --- upper bounds
 
 
 def lonely(prompt: int) -> list[Request]:
@@ -223,14 +223,14 @@ def ideal(requests: Sequence[Request], fleet: int) -> Ideal:
     return Ideal(requests, SHAPE, SPEED, fleet)
 
 
-def test_no_placement_betters_what_one_long_prompt_comes_to() -> None:
-    """80,000 tokens take less than a window, and there are 120,000 in it for four engines: 30,000 each on average."""
+def test_no_placement_improves_on_one_long_prompt() -> None:
+    """80,000 tokens take less than a window, and it has 120,000 for four engines: 30,000 each on average."""
     assert ideal(lonely(80_000), 4).least_balance() == pytest.approx(80 / 30, rel=1e-6)
     assert ideal(lonely(12_000), 4).least_balance() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("mode", [Mode.KV, Mode.LEAST_LOADED])
-def test_no_router_is_better_than_the_bound_nor_what_is_dealt_in_hindsight(mode: Mode) -> None:
+def test_neither_a_router_nor_a_hindsight_placement_is_better_than_the_bound(mode: Mode) -> None:
     requests = lonely(80_000)
     best = ideal(requests, 4)
     outcome = ran(requests, 4, routers(1, 4, mode=mode))
@@ -238,7 +238,7 @@ def test_no_router_is_better_than_the_bound_nor_what_is_dealt_in_hindsight(mode:
     assert least - 1e-9 <= dealt <= found + 1e-9
 
 
-def test_what_is_found_need_not_be_read() -> None:
+def test_cached_blocks_need_not_be_read() -> None:
     one, two = shortened([Request(0, 0.0, 700, 3, (1,)), Request(1, 1.0, 500, 3, ())], [512, 0])
     assert (one.prompt, one.names, two.prompt) == (188, (), 500)
 
@@ -258,7 +258,7 @@ def test_what_is_found_need_not_be_read() -> None:
         (["--plot", "plot.txt"], "does not end in .svg or .png"),
     ],
 )
-def test_bad_words_are_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -315,9 +315,7 @@ def test_one_command_prints_blocks_seed_sweep_and_result(
     assert hour["row"] == "hour"
 
 
-def test_engines_and_seconds_are_what_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_and_seconds_are_those_requested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, *(LINE % (n * 100, 600, f"{n % 7}, {n + 100}") for n in range(400)))
     assert ten_thousand(["--trace", str(path), "--engines", "20", "--copies", "3", "--seconds", "30"]) == 0
     row = json.loads(capsys.readouterr().out)

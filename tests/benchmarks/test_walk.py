@@ -1,11 +1,11 @@
-"""When could nobody serve? What the random walk takes from the journal to tell needed errors from others."""
+"""How the random walk derives from the journal when no worker could serve, to judge errors."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from made_history import EPOCH, History
 
-from benchmarks.failures.walk import CONNECTS_S, Spans, able, nobody, without
+from benchmarks.failures.walk import CONNECTS_S, Spans, able, without, without_worker
 from events.fact import Recorded
 from events.observations import ChaosInjected, RequestFailed, ShutdownBegan, WorkerLeft
 
@@ -13,9 +13,9 @@ END = EPOCH.timestamp() + 1000
 
 
 def gaps(events: Sequence[Recorded], since: int) -> Spans:
-    """Return when nobody could serve, in seconds since the `since`-th event."""
+    """Return when no worker could serve, in seconds since the `since`-th event."""
     begin = events[since - 1].at.timestamp()
-    return [(round(a - begin, 3), round(b - begin, 3)) for a, b in nobody(able(events), begin, END)]
+    return [(round(a - begin, 3), round(b - begin, 3)) for a, b in without_worker(able(events), begin, END)]
 
 
 def broken(worker: str, fault: str, duration_s: float | None = None, detail: str = "") -> ChaosInjected:
@@ -23,15 +23,17 @@ def broken(worker: str, fault: str, duration_s: float | None = None, detail: str
     return ChaosInjected(**about, duration_s=duration_s)
 
 
-def test_spans_of_time_are_cut() -> None:
+def test_gaps_are_cut_out_of_spans() -> None:
     assert without([(0, 10), (20, 30)], [(2, 3), (9, 22), (40, 50)]) == [(0, 2), (3, 9), (22, 30)]
     assert without([(0, 10)], [(0, 10)]) == []
 
 
-def test_while_one_worker_can_serve_somebody_can() -> None:
+def test_the_fleet_can_serve_while_one_worker_can() -> None:
     history = History().start(2)
     count = len(history.events)
-    assert nobody(able(history.events[:2]), 0, 1) == [(0, 1)], "they have joined, and passed no canary"
+    assert without_worker(able(history.events[:2]), 0, 1) == [(0, 1)], (
+        "they have joined, and passed no canary"
+    )
     assert gaps(history.events, count) == []
     history.say(broken("w0", "kill"))
     assert gaps(history.events, count) == []
@@ -50,7 +52,7 @@ def test_a_worker_that_is_killed_cannot_serve_before_its_successor_has_passed_a_
     assert gaps(history.events, count) == [(1.0, 4.0)]
 
 
-def test_one_that_fails_so_many_requests_can_serve_the_next_and_one_that_shuts_down_cannot() -> None:
+def test_a_worker_that_has_failed_its_requests_can_serve_and_one_that_shuts_down_cannot() -> None:
     history = History().start(1)
     count = len(history.events)
     history.say(broken("w0", "error", 60.0, "argument=2"))

@@ -40,6 +40,6 @@ def test_a_limit_that_is_too_low_is_reported() -> None:
 def test_a_fleet_is_refused_before_it_starts_if_its_frontends_could_not_reach_all_workers() -> None:
     limits = System(1024, 1024).limits
     assert require(1024, "start fewer workers", lambda _: limits) == 1024
-    with pytest.raises(TooFewDescriptors, match=r"1128 .* 1024 .*raise that, or start fewer workers"):
+    with pytest.raises(TooFewDescriptors, match=r"1128 .* 1024 .*raise the limit, or start fewer workers"):
         require(1128, "start fewer workers", lambda _: limits)
     assert limits == (1024, 1024)

@@ -294,7 +294,7 @@ def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_
 def test_an_invalid_broker_url_is_named(command: str, url: str, tmp_path: Path) -> None:
     port = ["--port", str(free_port())] if command == "up" else []
     done = holdfast(command, *port, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
-    refused(done, f"{url!r} is no broker's URL")
+    refused(done, f"{url!r} is not a broker's URL")
 
 
 def test_an_empty_url_in_the_environment_counts_as_unset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A broker of the test's own, to be killed."""
+"""A broker for one test, which the test may kill."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from controller.adapters.embedded.servers import EmbeddedServer
 
 @pytest.fixture
 async def broker(own_nats: EmbeddedServer) -> AsyncIterator[Broker]:
-    """A nats-server that can be killed and comes back on the same port and directory."""
+    """A nats-server that can be killed and restarted on the same port and directory."""
     made = Broker(own_nats)
     yield made
     await made.server.kill()

@@ -1,4 +1,4 @@
-"""What the tests of the journal on NATS share: facts, readings, a broker to restart, a wire to cut."""
+"""Helpers of the tests of the journal on NATS: facts, reads, a broker to restart, a proxy to break."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def absorbed(number: int) -> Decision:
 
 
 async def read_all(journal: NatsJournal, after: int = 0, deadline_s: float = 20.0) -> list[Recorded]:
-    """Return everything after a position up to the present end."""
+    """Return everything after a position up to the current end."""
     found: list[Recorded] = []
     async with asyncio.timeout(deadline_s):
         until = await last_seq(journal)
@@ -43,7 +43,7 @@ async def read_all(journal: NatsJournal, after: int = 0, deadline_s: float = 20.
 
 
 async def make_stream(url: str, **change: Any) -> None:
-    """Make the stream as somebody else might have."""
+    """Create the stream as another program might have."""
     client = await nats.connect(url)
     try:
         request = json.dumps({**wanted(1), **change}).encode()
@@ -54,7 +54,7 @@ async def make_stream(url: str, **change: Any) -> None:
 
 
 def folded(events: Sequence[Recorded]) -> dict[str, list[Recorded]]:
-    """Return each source's facts as a fold takes them: what is not above its last number is dropped."""
+    """Return each source's facts as a fold accepts them: numbers not above the source's last one are dropped."""
     kept: dict[str, list[Recorded]] = defaultdict(list)
     for event in events:
         if not kept[event.source] or event.source_number > kept[event.source][-1].source_number:
@@ -63,7 +63,7 @@ def folded(events: Sequence[Recorded]) -> dict[str, list[Recorded]]:
 
 
 class Broker:
-    """A nats-server that can be killed and comes back on the same port and directory."""
+    """A nats-server that can be killed and restarted on the same port and directory."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self.server = server
@@ -87,7 +87,7 @@ class Broker:
 
 
 class Wire:
-    """A TCP proxy that can cut every connection after so many bytes from the client, or stop passing anything on."""
+    """A TCP proxy that can break every connection after so many bytes from the client, or stop forwarding."""
 
     def __init__(self, port: int) -> None:
         self._port = port

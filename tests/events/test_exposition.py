@@ -1,4 +1,4 @@
-"""What a process serves to whoever scrapes it is what prometheus_client would write, and is packed where that is accepted."""
+"""Metrics are exposed exactly as prometheus_client would write them, and compressed where accepted."""
 
 import gzip
 import math
@@ -30,7 +30,7 @@ def test_the_text_is_prometheus_clients_own() -> None:
     sizes = Histogram("sizes", "by size", ["worker"], buckets=(0.1, 1, 10), registry=registry)
     for size in (0.05, 0.5, 5, 50):
         sizes.labels("w").observe(size)
-    Counter("of_nobody", "has no series", ["worker"], registry=registry)
+    Counter("unused", "has no series", ["worker"], registry=registry)
     assert written(registry.collect()) == generate_latest(registry)
     known = LabelSets()  # of one answer that is written in parts
     parts = [written((family,), known) for family in registry.collect()]
@@ -49,12 +49,12 @@ def test_the_text_is_prometheus_clients_own() -> None:
         ("br", False),
     ],
 )
-def test_it_is_packed_for_who_accepts_it(accepts: str, is_packed: bool) -> None:
+def test_it_is_compressed_for_clients_that_accept_it(accepts: str, is_packed: bool) -> None:
     body = b"metric 1.0\n" * 1000
     came, coded = packed(body, accepts)
     assert (gzip.decompress(came) if is_packed else came) == body
     assert coded.get("Content-Encoding") == ("gzip" if is_packed else None)
 
 
-def test_what_is_small_goes_as_it_is() -> None:
+def test_a_small_answer_is_not_compressed() -> None:
     assert packed(b"x" * (LARGE_BYTES - 1), "gzip") == (b"x" * (LARGE_BYTES - 1), {})

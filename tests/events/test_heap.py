@@ -1,4 +1,4 @@
-"""When a process gives memory back: while it has much more than it once had, and less and less often where that is of no use."""
+"""A process returns memory while it has much more than its minimum, less often if that frees little."""
 
 from events.process.heap import HeapTrim, resident_bytes, trim_heap
 
@@ -6,7 +6,7 @@ MB = 2**20
 
 
 class Heap:
-    """A process of so many megabytes, of which some are free."""
+    """A process with so many megabytes, some of which are free."""
 
     def __init__(self) -> None:
         self.resident = 100 * MB
@@ -21,7 +21,7 @@ class Heap:
         self.free = 0
 
     async def passes(self, seconds: int) -> list[float]:
-        """Return when it gave back in this time."""
+        """Return the times at which memory was returned."""
         before = len(self.trims)
         for _ in range(seconds):
             self.now += 1
@@ -29,7 +29,7 @@ class Heap:
         return self.trims[before:]
 
 
-async def test_what_was_freed_is_given_back_soon_after_it_was() -> None:
+async def test_freed_memory_is_returned_soon() -> None:
     heap = Heap()
     assert not await heap.passes(60)
     heap.resident += 1000 * MB  # in use
@@ -40,7 +40,7 @@ async def test_what_was_freed_is_given_back_soon_after_it_was() -> None:
     assert not await heap.passes(60)
 
 
-async def test_who_grows_again_is_looked_at_soon() -> None:
+async def test_a_process_that_grows_again_is_checked_soon() -> None:
     heap = Heap()
     heap.resident += 100 * MB
     await heap.passes(200)
@@ -49,6 +49,6 @@ async def test_who_grows_again_is_looked_at_soon() -> None:
     assert await heap.passes(5) and heap.resident == 200 * MB
 
 
-def test_a_process_knows_what_it_has() -> None:
+def test_a_process_knows_its_resident_size() -> None:
     trim_heap()
     assert resident_bytes() == 0 or resident_bytes() > MB

@@ -1,4 +1,4 @@
-"""What a process announces, and what a `PolicyAdopted` puts in force."""
+"""The announcements of processes, and the kinds that a `PolicyAdopted` puts in force."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_decision_without_kinds_means_what_its_release_wrote() -> None:
     assert InForce(None, 5).kinds == WITHOUT_STATEMENT[5]
 
 
-def test_an_announcement_survives_the_wire_and_nonsense_is_refused() -> None:
+def test_an_announcement_survives_the_wire_and_invalid_ones_are_refused() -> None:
     ours = Known.ours(7)
     assert Known.of_body(ours.as_body()) == ours
     for wrong in ("abc", [1], ["x" * 101], ["x"] * (NAMES_MAX + 1), None):

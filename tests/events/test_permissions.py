@@ -1,4 +1,4 @@
-"""Who may say and hear what at the broker: the table itself."""
+"""The table of broker permissions by role."""
 
 from collections.abc import Iterable
 
@@ -30,7 +30,7 @@ def test_there_is_a_user_for_each_role_and_each_process_of_workers() -> None:
     assert set(USERS) == {*ROLES, "worker-w1", "worker-x8+3"}
 
 
-def test_whoever_says_a_fact_may_and_nobody_else() -> None:
+def test_exactly_the_emitting_roles_may_publish_a_fact() -> None:
     said: dict[str, set[str]] = {}
     for role, kinds in SAYS.items():
         for kind in kinds:
@@ -42,7 +42,7 @@ def test_whoever_says_a_fact_may_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("role", SAYS)
-def test_the_broker_lets_each_role_say_what_it_says(role: str) -> None:
+def test_each_role_may_publish_its_own_facts(role: str) -> None:
     user = USERS["worker-w1" if role == "worker" else role]
     for kind in SAYS[role]:
         about = {"fleet": "all", "worker": "w1"}.get(kind.entity, "x")
@@ -63,12 +63,12 @@ def test_the_broker_lets_each_role_say_what_it_says(role: str) -> None:
         "$JS.API.SERVER.REMOVE",
     ],
 )
-def test_nobody_can_take_history_away(subject: str) -> None:
+def test_no_role_can_delete_history(subject: str) -> None:
     assert [user.name for user in USERS.values() if may(user.publish, subject)] == []
 
 
 @pytest.mark.parametrize(
-    ("subject", "who"),
+    ("subject", "roles"),
     [
         ("$JS.API.STREAM.UPDATE.FLEET", {"supervisor"}),  # its bounds
         ("fleet.observed.fleet.all.snapshot_kept", {"controller"}),
@@ -101,12 +101,12 @@ def test_nobody_can_take_history_away(subject: str) -> None:
         ("$JS.API.STREAM.MSG.DELETE.DEAD_LETTERS", {"operator"}),
     ],
 )
-def test_who_may_say_it(subject: str, who: set[str]) -> None:
-    assert {user.name for user in USERS.values() if may(user.publish, subject)} == who
+def test_the_roles_that_may_publish_a_subject(subject: str, roles: set[str]) -> None:
+    assert {user.name for user in USERS.values() if may(user.publish, subject)} == roles
 
 
 @pytest.mark.parametrize(
-    ("subject", "who"),
+    ("subject", "roles"),
     [
         ("control.drain", {"controller"}),
         ("live.stop.w1", {"worker-w1"}),
@@ -117,12 +117,12 @@ def test_who_may_say_it(subject: str, who: set[str]) -> None:
         ("$JS.API.STREAM.INFO.FLEET", set()),
     ],
 )
-def test_who_may_hear_it(subject: str, who: set[str]) -> None:
-    assert {user.name for user in USERS.values() if may(user.subscribe, subject)} == who
+def test_the_roles_that_may_subscribe_to_a_subject(subject: str, roles: set[str]) -> None:
+    assert {user.name for user in USERS.values() if may(user.subscribe, subject)} == roles
 
 
 def test_workers_can_neither_read_the_journal_nor_publish_to_it() -> None:
-    """So no acknowledgement of theirs can be sent past the permissions of others."""
+    """So none of their acknowledgements can be sent past the permissions of others."""
     for name in WORKERS:
         told = ("$JS", "$KV", "fleet.")
         assert not any(subject.startswith(told) for subject in USERS[name].publish)
@@ -134,13 +134,13 @@ def test_a_worker_of_0_2_0_publishes_to_the_journal_itself() -> None:
     assert may(direct.publish, "$JS.API.STREAM.INFO.FLEET") and not may(direct.publish, "say.worker-w1")
 
 
-def test_a_process_of_many_is_called_by_its_first() -> None:
+def test_a_process_of_many_workers_is_named_after_the_first() -> None:
     assert worker_user("w.1") == "worker-w_1"
     assert workers_of(worker_user("w9", 3)) == names("w9", 3) == ("w9", "w10", "w11")
     assert workers_of("operator") == workers_of("worker-w1+x") == ()
 
 
-def test_who_is_spoken_to() -> None:
+def test_the_worker_that_a_subject_addresses() -> None:
     worker, instance = "w1", "i1"
     for subject in (
         subjects.drain(worker),
@@ -154,7 +154,7 @@ def test_who_is_spoken_to() -> None:
         assert subjects.asked(subject) is None
 
 
-def test_an_answer_is_its_workers_and_its_askers() -> None:
+def test_a_reply_subject_belongs_to_its_worker_and_its_requester() -> None:
     subject = subjects.answer("w1", "frontend.c1", 7)
     assert matches(subjects.answers("frontend.c1"), subject)
     assert not matches(subjects.answers("frontend.c2"), subject)

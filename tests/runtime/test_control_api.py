@@ -218,7 +218,7 @@ async def test_two_controllers_receive_each_command_and_only_the_leader_answers(
 async def test_without_a_leader_there_is_no_answer(nats_url: str) -> None:
     async with served(nats_url, leads=False) as (_, bus, gate):
         for verb, body in (("drain", whole({"worker": "w1"})), ("status", {})):
-            with pytest.raises(NoAnswer, match="nobody answered"):
+            with pytest.raises(NoAnswer, match="no reply on"):
                 await bus.request(f"control.{verb}", body, 0.3)
     assert len(gate.heard) == 1
 

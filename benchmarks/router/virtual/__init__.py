@@ -1,1 +1,1 @@
-"""Fleets in virtual time: the router's own code and the simulated engine's own scheduler, without clocks, sockets and tokens."""
+"""Fleets in virtual time: the router's code and the simulated engine's scheduler, without sockets."""

@@ -1,12 +1,12 @@
-"""What could the best of all routers do? Hits of one cache for all, and a balance that hindsight alone would reach.
+"""Bounds for any router: the hits of one shared cache, and a balance that only hindsight could reach.
 
-A prompt is read by one engine, from its beginning to its end. One that takes most of a window keeps an engine at full speed
-for so long, while the mean of the fleet is lower: no router can share it out.
+A prompt is read by one engine, from its beginning to its end. A prompt that takes most of a window keeps an engine at full speed
+for that long, while the mean of the fleet is lower: no router can split it.
 
-    least    no placement does better that lets no prompt wait: all but the long prompts is water
-    dealt    what comes in each window is known before, and dealt out, the longest prompts first, to the same engines
+    least    no placement without waiting prompts has a better balance: everything but the long prompts is divisible
+    dealt    the requests of each window are known before, and dealt out, the longest prompts first, to the same engines
 
-In both, what is found of a prompt (`trace.found`) is found on every engine: as if all had one cache.
+In both, the cached part of a prompt (`trace.found`) is found on every engine: as if all had one cache.
 """
 
 from collections import defaultdict
@@ -24,14 +24,14 @@ from workers.engines.simulated.timing import StepPlan, Timing
 
 
 def shortened(requests: Sequence[Request], found: Sequence[int]) -> list[Request]:
-    """Return requests without what is found of their prompts; nobody finds more of them."""
+    """Return requests without the cached part of their prompts; no engine finds more of them."""
     return [
         replace(one, prompt=one.prompt - less, names=()) for one, less in zip(requests, found, strict=True)
     ]
 
 
 class Ideal:
-    """A fleet that knows what comes, and needs to look for nothing in caches."""
+    """A fleet that knows future requests, and does not need to look up caches."""
 
     def __init__(self, requests: Sequence[Request], shape: EngineShape, timing: Timing, workers: int) -> None:
         self._requests, self._workers = requests, workers
@@ -40,16 +40,16 @@ class Ideal:
         """The windows in which each prompt is read, and how much of it in each, if it does not wait."""
 
     def _reading_s(self, prompt: int) -> float:
-        """Return how long an engine reads a prompt beside requests that fill its cache: it is never slower."""
+        """Return the time of reading a prompt beside requests that fill its cache: an engine is never slower."""
         size, blocks = self._shape.prefill_tokens_max, self._shape.kv_blocks
         chunks = [min(size, prompt - done) for done in range(0, prompt, size)]
         return sum(self._timing.step_s(StepPlan(one, 1, (one,), blocks, blocks)) for one in chunks)
 
     def least_balance(self) -> float:
-        """Return a balance that no placement betters which lets no prompt wait.
+        """Return a balance that no placement without waiting prompts can improve.
 
-        A prompt that is more than an equal share of what there is to do in a window has an engine of its own there. All else
-        is water, and the same everywhere.
+        A prompt that is more than an equal share of a window's work has its own engine there. All other work
+        is divisible, and the same everywhere.
         """
         water: dict[int, float] = defaultdict(float)
         lumps: dict[int, list[float]] = defaultdict(list)
@@ -65,14 +65,14 @@ class Ideal:
         return percentile(sorted(ratios), 0.99)
 
     def dealt_balance(self) -> float:
-        """Return the balance of the same engines, where the prompts of each window are dealt out before they come."""
+        """Return the balance of the same engines, with the prompts of each window dealt out in advance."""
         router = Placed(workers(self._workers, self._timing.profile(self._shape)), dict(self._dealt()))
         outcome = Fleet(self._shape, self._timing, self._workers, [router]).run(self._requests)
         return spread(outcome.computed, self._workers, self._requests[-1].at_s)
 
     def _dealt(self) -> Iterator[tuple[int, int]]:
-        """Yield who gets each request, by its key: of those that come in one window the longest first, each to the worker with
-        the least to do as long as it is read."""
+        """Yield the worker of each request, by its key: the requests of one window longest first, each to the worker with
+        the least work while it is read."""
         amounts: dict[int, list[float]] = defaultdict(lambda: [0.0] * self._workers)
         coming = zip(self._requests, self._read, strict=True)
         for request, shares in sorted(coming, key=lambda one: (int(one[0].at_s / WINDOW_S), -one[0].prompt)):
@@ -86,7 +86,7 @@ class Ideal:
 
 
 def _levelled(lumps: Sequence[float], water: float, engines: int) -> list[float]:
-    """Return what each engine does: the longest prompts one each, as long as that is more than an equal share of the rest."""
+    """Return each engine's work: the longest prompts one each, as long as that is more than an equal share of the rest."""
     left, alone = sum(lumps) + water, list[float]()
     for lump in sorted(lumps, reverse=True)[: engines - 1]:
         if lump * (engines - len(alone)) <= left:
@@ -97,7 +97,7 @@ def _levelled(lumps: Sequence[float], water: float, engines: int) -> list[float]
 
 
 class Placed(Router):
-    """A router that is told before where each request goes, by its key."""
+    """A router with predetermined destinations of requests, by key."""
 
     def __init__(self, workers: Sequence[WorkerJoined], places: Mapping[int, int]) -> None:
         super().__init__(workers, Mode.RANDOM)
@@ -107,7 +107,7 @@ class Placed(Router):
         return self._places[request.key]
 
     def first(self, key: int, now: float) -> None:
-        """It counts nothing."""
+        """Count nothing."""
 
     def done(self, key: int, now: float, *, refused: bool = False) -> None:
-        """It counts nothing."""
+        """Count nothing."""

@@ -1,4 +1,4 @@
-"""What a run comes to: latencies, hits, balance."""
+"""Figures of a run: latencies, hits, balance."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from benchmarks.router.virtual.fleet import WINDOW_S, Outcome
 
 
 def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
-    """Return the figures of a run against so many workers, whose requests came until then; times in seconds.
+    """Return the figures of a run on so many workers, with requests arriving until `until_s`; times in seconds.
 
-    `hit_rate`: prompt tokens that engines found cached. `balance`: the 99th percentile of what a worker computed in 10 s
-    over the mean of all in the same 10 s; `balance_kv` of the KV blocks that its requests held. `hottest`: each worker's 99th
-    percentile of the tokens that it computed in 10 s, the largest of them over their mean.
+    `hit_rate`: prompt tokens that engines found cached. `balance`: the 99th percentile of a worker's computed tokens in 10 s
+    over the mean of all in the same 10 s; `balance_kv`: the same for the KV blocks that its requests held. `hottest`: each
+    worker's 99th percentile of the tokens that it computed in 10 s, the largest of them over their mean.
     """
     ttft = sorted(outcome.ttft.values())
     busy = sum(sum(window.values()) for window in outcome.busy.values())
@@ -46,7 +46,7 @@ def pauses(outcome: Outcome) -> list[float]:
 
 def spread(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> float:
     """Return the 99th percentile, over windows and workers, of a worker's share over the mean; nan in less than a window.
-    The first window and those after the last arrival are not full, and left out."""
+    The first window and those after the last arrival are not full, and are left out."""
     ratios: list[float] = []
     for window in full_windows(until_s):
         here = amounts.get(window, {})
@@ -56,19 +56,19 @@ def spread(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: fl
 
 
 def hottest(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> float:
-    """Return the largest over the mean of the workers' own 99th percentiles over the full windows; nan if nobody did anything."""
+    """Return the largest of the workers' own 99th percentiles over the full windows, over their mean; nan if all were idle."""
     windows = [amounts.get(window, {}) for window in full_windows(until_s)]
     own = [percentile(sorted(here.get(worker, 0.0) for here in windows), 0.99) for worker in range(workers)]
     return max(own) / mean(own) if sum(own) else math.nan
 
 
 def full_windows(until_s: float) -> range:
-    """Return the windows in which requests came from beginning to end, but for the first and the last of them."""
+    """Return the windows with arrivals from beginning to end, except the first and the last of them."""
     return range(1, int(until_s / WINDOW_S) - 1)
 
 
 def throughput(ends: list[float]) -> float:
-    """Return how many requests end in a second, in the middle 80 % of a run; nan if that takes no time."""
+    """Return the requests that end per second, in the middle 80 % of a run; nan if that takes no time."""
     if not ends:
         return math.nan
     ends.sort()
@@ -77,10 +77,10 @@ def throughput(ends: list[float]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, nan of none."""
+    """Return the mean; nan if there are no values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of values in their order, nan of none."""
+    """Return a percentile of sorted values; nan if there are none."""
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else math.nan

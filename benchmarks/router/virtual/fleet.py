@@ -1,11 +1,11 @@
-"""What happens in a fleet when requests come? Discrete events: arrivals, ends of steps, and what routers hear of them.
+"""Discrete-event simulation of a fleet: arrivals, ends of steps, and routers' events.
 
-    arrival ── a router chooses ──▶ engine: plan, steps ahead that are alike ── their end ──▶ first tokens, ends, KV events
-                                       ▲                                                    routers hear of them, events later
-                                       └── a request that comes meanwhile ends the leap with the step that runs
+    arrival ── a router chooses ──▶ engine: plan, equal steps ahead ── their end ──▶ first tokens, ends, KV events
+                                       ▲                                              routers receive them, events later
+                                       └── a request that arrives meanwhile ends the leap with the running step
 
-An engine's steps that are alike are taken at once, so that a long answer costs a few events. Time is a float of seconds;
-nothing reads a clock or draws lots but from a seed: the same call gives the same figures.
+An engine's equal steps are simulated at once (a leap), so that a long answer costs a few events. Time is a float of seconds;
+nothing reads a clock or draws random numbers except from a seed: the same call gives the same figures.
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import StepPlan, Timing
 
 WINDOW_S = 10.0
-BATCH_S = 0.001  # what frontends tell each other is gathered for so long
+BATCH_S = 0.001  # for which frontends gather their messages to each other
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests, and what the engines did."""
+    """The outcome of the requests, and the work of the engines."""
 
     arrived: dict[int, float] = field(default_factory=dict)
     ttft: dict[int, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Engine:
-    """A scheduler, and the leap that it is in: `ahead` steps that are alike, each `step_s` long."""
+    """A scheduler, and its current leap: `ahead` equal steps, each `step_s` long."""
 
     __slots__ = ("ahead", "number", "plan", "scheduler", "since", "step_s", "version")
 
@@ -61,12 +61,12 @@ class Engine:
         self.scheduler.kv.heard = True
         self.plan = StepPlan()
         self.since = self.step_s = 0.0
-        self.ahead = 0  # 0: it has nothing to do
-        self.version = 0  # of the leap: an end that was put into the calendar for another one is void
+        self.ahead = 0  # 0: it is idle
+        self.version = 0  # of the leap: an end in the calendar for another version is void
 
 
 class Fleet:
-    """Engines that are alike, and the frontends' routers before them."""
+    """Equal engines, and the frontends' routers in front of them."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Fleet:
         events_late_s: float = 0.0,
         leaps: bool = True,
     ) -> None:
-        """`events_late_s`: so long KV events travel. Requests and tokens do not. `leaps`: take steps that are alike at once."""
+        """`events_late_s`: delay of KV events. Requests and tokens have none. `leaps`: simulate equal steps at once."""
         self._leaps = leaps
         self.engines = [Engine(number, shape) for number in range(count)]
         self._timing = timing
@@ -87,12 +87,12 @@ class Fleet:
         self._calendar: list[tuple[float, int, Engine | None, int]] = []
         self._messages: dict[int, Callable[[float], None]] = {}  # by their number in the calendar
         self._numbered = 0
-        self._telling: set[Router] = set()  # who has something on the way to the others
+        self._telling: set[Router] = set()  # routers with messages in flight to the others
         self._router_of: dict[int, Router] = {}
         self.outcome = Outcome()
 
     def run(self, requests: Iterable[Request], until_s: float = float("inf")) -> Outcome:
-        """Let requests come, one router after another taking one, and go on until all are over, or so long."""
+        """Run requests, one router after another receiving one, until all have ended, or until `until_s`."""
         coming = iter(requests)
         following = next(coming, None)
         calendar = self._calendar
@@ -132,19 +132,19 @@ class Fleet:
         self._router_of[request.key] = router
         if not engine.ahead:
             self._leap(engine, now)
-        elif engine.ahead > 1:  # it is admitted when the present step ends
+        elif engine.ahead > 1:  # it is admitted when the current step ends
             engine.ahead = 1
             self._schedule(engine)
 
     def _pass(self, engine: Engine, steps: int) -> None:
-        """Take steps in which nothing happened, the first of the leap."""
+        """Account for the first steps of the leap, in which nothing happened."""
         self._count(engine, steps)
         engine.scheduler.skip(steps)
         engine.since += steps * engine.step_s
         engine.ahead -= steps
 
     def _leap(self, engine: Engine, now: float) -> None:
-        """Begin the steps that are alike."""
+        """Begin the next equal steps."""
         engine.plan = plan = engine.scheduler.plan()
         if plan.idle:
             engine.ahead = 0
@@ -193,7 +193,7 @@ class Fleet:
             router.heard(worker, events)
 
     def _share(self, router: Router, now: float) -> None:
-        """Let the other frontends hear what has become of this one's requests, a batch at a time."""
+        """Send the changes of this frontend's requests to the other frontends, a batch at a time."""
         if router.replicas is not None and router not in self._telling:
             self._telling.add(router)
             self._send(lambda then: self._tell(router, then), now + BATCH_S)
@@ -216,7 +216,7 @@ class Fleet:
         heappush(self._calendar, (at_s, self._numbered, None, 0))
 
     def _count(self, engine: Engine, steps: int) -> None:
-        """Write down what the first steps of the leap compute."""
+        """Record what the first steps of the leap compute."""
         outcome, number = self.outcome, engine.number
         lasted = steps * engine.step_s
         outcome.steps += steps
@@ -228,7 +228,7 @@ class Fleet:
 
 
 def windows(since: float, until: float) -> Iterator[tuple[int, float]]:
-    """Yield the windows that a stretch of time lies in, and how much of it lies in each."""
+    """Yield the windows that overlap a stretch of time, and the length of each overlap."""
     window, length = int(since / WINDOW_S), until - since
     while True:
         end = (window + 1) * WINDOW_S

@@ -1,4 +1,4 @@
-"""A frontend's router in virtual time: its own index, slot tracker and chooser, behind production's request machine."""
+"""A frontend's router in virtual time: its index, slot tracker and selector, and the request machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ REFUSED = on.RequestRejected(
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request and where it is. Its state belongs to the frontend's request machine."""
+    """A request and its destination. Its state belongs to the frontend's request machine."""
 
     request: Request
     state: RequestState
@@ -57,7 +57,7 @@ class Router:
         frontend: str = "",
         paced: bool = False,
     ) -> None:
-        """`frontend`: its name, where several tell each other of their requests. `paced`: a prompt is expected to be read at
+        """`frontend`: its name, if several frontends share their requests. `paced`: a prompt is expected to be read at
         the speed that its worker has registered (a frontend's `--router-prefill-load-model profile`)."""
         self.endpoints = [Endpoint(worker, 1.0, HealthStatus.HEALTHY, expected=True) for worker in workers]
         self.index = KvIndex()
@@ -77,15 +77,15 @@ class Router:
         return self._numbers[sent.holder]
 
     def first(self, key: int, now: float) -> None:
-        """Take in that a request has its first token."""
+        """Record that a request has its first token."""
         self._feed(self._sent[key], FIRST_TOKEN, now)
 
     def done(self, key: int, now: float, *, refused: bool = False) -> None:
-        """Take in that a request is complete, or that its worker cannot serve it."""
+        """Record that a request is complete, or that its worker cannot serve it."""
         self._feed(self._sent.pop(key), REFUSED if refused else FINISHED, now)
 
     def _feed(self, sent: SentRequest, event: on.Event, now: float) -> None:
-        """Advance a request by an event, and apply what follows from it."""
+        """Advance a request by an event, and apply the consequences."""
         following: on.Event | None = event
         while following is not None:
             sent.state, effects = step(sent.state, following, now)
@@ -126,7 +126,7 @@ class Router:
         return on.Sent(Server(sent.endpoint.key))
 
     def heard(self, worker: int, events: Sequence[KvEvent]) -> None:
-        """Take in what a worker's cache has stored and removed."""
+        """Record what a worker's cache has stored and removed."""
         if self._mode is not Mode.KV:
             return
         holder, index = self._holders[worker], self.index
@@ -140,5 +140,5 @@ class Router:
 
 
 def workers(count: int, profile: Profile) -> list[WorkerJoined]:
-    """Return workers that are alike, as they register."""
+    """Return the registrations of equal workers."""
     return [played_worker(f"worker-{number}", profile, kv_events=True) for number in range(count)]

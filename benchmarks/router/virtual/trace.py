@@ -1,4 +1,4 @@
-"""Requests of a trace, as a fleet in virtual time takes them: when, how long, and what their blocks are called."""
+"""Requests of a trace for a fleet in virtual time: arrival, lengths and block names."""
 
 import math
 from argparse import ArgumentTypeError
@@ -13,7 +13,7 @@ from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
 from controller.trace.rows import read as read_rows
 from events.blocks import follow
 
-NUMBER_MAX = 1_000_000  # of workers, requests, seconds …: more is a mistake
+NUMBER_MAX = 1_000_000  # of workers, requests, seconds …: more is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Request:
 
 
 def read(path: Path, limit: int | None = None) -> list[TraceRow]:
-    """Return the rows of a trace, the first `limit` of them. Raise BadTrace, also where they all come at once."""
+    """Read a trace, or its first `limit` rows. Raise BadTrace, also if all requests arrive at once."""
     rows = list(islice(read_rows(path), limit))
     if not rows[-1].timestamp:
-        raise BadTrace(f"{path}: all {len(rows)} requests come at once, at no rate that could be changed")
+        raise BadTrace(f"{path}: all {len(rows)} requests arrive at once, so there is no rate to change")
     return rows
 
 
 def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow]:
-    """Yield so many copies of a trace at once, each with prefixes of its own and begun at another moment of it."""
+    """Yield so many copies of a trace at once, each with its own prefixes and another starting point."""
     dice, span = Random(seed), rows[-1].timestamp
     begun = [0.0, *(dice.uniform(0, span) for _ in range(count - 1))]
     turned = [_turned(rows, later, copy) for copy, later in enumerate(begun)]
@@ -44,7 +44,7 @@ def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow
 
 
 def _turned(rows: Sequence[TraceRow], later: float, copy: int) -> Iterator[TraceRow]:
-    """Yield a trace begun at another moment: what comes before it then comes last."""
+    """Yield a trace from another starting point: earlier requests come last."""
     span = rows[-1].timestamp
     begin = next(number for number, row in enumerate(rows) if row.timestamp >= later)
     for row in [*rows[begin:], *rows[:begin]]:
@@ -53,10 +53,10 @@ def _turned(rows: Sequence[TraceRow], later: float, copy: int) -> Iterator[Trace
 
 
 def requests(rows: Iterable[TraceRow], block_tokens: int, speed: float = 1.0) -> Iterator[Request]:
-    """Yield a trace's requests, `speed` times as fast, in blocks of the engines' size: a part of the trace's."""
+    """Yield a trace's requests, `speed` times as fast, in blocks of the engines' size: a divisor of the trace's."""
     parts = BLOCK_TOKENS // block_tokens
     if parts * block_tokens != BLOCK_TOKENS:
-        raise ValueError(f"{block_tokens} tokens are no part of a trace's blocks of {BLOCK_TOKENS}")
+        raise ValueError(f"{block_tokens} tokens do not divide a trace's blocks of {BLOCK_TOKENS}")
     for key, row in enumerate(rows):
         prompt, answer = max(1, row.input_length), max(1, row.output_length)
         names = [follow(one, part) for one in row.hash_ids for part in range(parts)]
@@ -65,7 +65,7 @@ def requests(rows: Iterable[TraceRow], block_tokens: int, speed: float = 1.0) ->
 
 def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iterator[int]:
     """Yield the prompt tokens of each request that one cache of so many blocks finds, if it has read each prompt before the
-    next one comes: no fleet with as many blocks does better by more than chance. Least recently used goes first."""
+    next one arrives: no fleet with as many blocks does better by more than chance. Evicts the least recently used block."""
     kept: dict[int, None] = {}
     for request in requests:
         depth = 0
@@ -73,7 +73,7 @@ def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iter
             if name not in kept:
                 break
             depth += 1
-        for name in reversed(request.names):  # a prefix outlives what builds on it
+        for name in reversed(request.names):  # a prefix outlives its continuations
             kept.pop(name, None)
             kept[name] = None
         while len(kept) > capacity:
@@ -82,18 +82,18 @@ def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iter
 
 
 def whole(text: str) -> int:
-    """Read a flag's whole number above 0."""
+    """Parse a flag's whole number above 0."""
     if not text.isdecimal() or not 1 <= int(text) <= NUMBER_MAX:
         raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {NUMBER_MAX}")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """Read a flag's number above 0."""
+    """Parse a flag's number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0.0 < number <= NUMBER_MAX:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0, and {NUMBER_MAX} at most")
+        raise ArgumentTypeError(f"{text!r} is not a number above 0, and at most {NUMBER_MAX}")
     return number

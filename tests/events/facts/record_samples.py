@@ -1,6 +1,6 @@
 """Record a sample of every kind that has none yet: `python tests/events/facts/record_samples.py`.
 
-A sample that exists is never written again: it is what an old journal holds.
+A sample that exists is never written again: it represents the content of old journals.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ KNOWN = {"worker": "w3", "instance": "0190a-w3", "frontend": "frontend-0", "mode
 
 
 def example(name: str, hint: Any) -> Any:
-    """Return a telling value for a field."""
+    """Return a distinctive value for a field."""
     if name in KNOWN and hint in (str, int):
         return KNOWN[name]
     origin, args = typing.get_origin(hint), typing.get_args(hint)

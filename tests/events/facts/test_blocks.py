@@ -1,4 +1,4 @@
-"""Blocks of tokens are called what NVIDIA Dynamo's router calls them."""
+"""Blocks of tokens have the same names as in NVIDIA Dynamo's router."""
 
 import pytest
 from hypothesis import given
@@ -51,6 +51,8 @@ def test_a_prompt_of_any_length_is_hashed_the_same_way(count: int) -> None:
     ("tokens", "block", "error"),
     [([1], 0, ValueError), ([-1], 1, OverflowError), ([2**32], 1, OverflowError)],
 )
-def test_what_is_no_token_and_no_block(tokens: list[int], block: int, error: type[Exception]) -> None:
+def test_values_that_are_no_tokens_and_block_sizes_below_one_are_refused(
+    tokens: list[int], block: int, error: type[Exception]
+) -> None:
     with pytest.raises(error):
         local_hashes(tokens, block)

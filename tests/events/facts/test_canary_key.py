@@ -1,4 +1,4 @@
-"""Goldens are shared by workers whose answers are comparable, wherever their model lies."""
+"""Goldens are shared by workers with comparable answers, wherever their model is stored."""
 
 from events.observations import canary_key
 
@@ -13,7 +13,7 @@ def test_n23_the_place_of_the_tokenizer_does_not_matter() -> None:
     assert one == canary_key(tokenizer="/mnt/elsewhere/tiny/", **PLACE)  # type: ignore[arg-type]
 
 
-def test_n23_everything_else_does() -> None:
+def test_n23_every_other_part_of_the_key_matters() -> None:
     one = canary_key(tokenizer="t", **PLACE)  # type: ignore[arg-type]
     for name in PLACE:
         other = {**PLACE, name: 2 if name == "tp" else "other"}

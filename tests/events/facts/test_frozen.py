@@ -1,4 +1,4 @@
-"""A quickly made frozen dataclass is a frozen dataclass in everything but the time that it takes."""
+"""A quickly made frozen dataclass differs from an ordinary one only in the time of its construction."""
 
 import copy
 import pickle
@@ -15,10 +15,10 @@ from events.frozen import quickly_made, replace
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """As the language makes it."""
+    """An ordinary frozen dataclass."""
 
     seq: int
-    name: str = "nobody"
+    name: str = "unnamed"
     seen: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -28,7 +28,7 @@ class Quick:
     """The same, made quickly."""
 
     seq: int
-    name: str = "nobody"
+    name: str = "unnamed"
     seen: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ def test_it_can_be_compared_copied_replaced_shown_and_sent() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A value that is refused when it makes no sense."""
+    """A value with a check in `__post_init__`."""
 
     share: float
     twice: float = field(init=False)

@@ -27,7 +27,7 @@ EVENTS: list[kv.KvEvent] = [
 ]
 
 
-def test_a_batch_comes_back() -> None:
+def test_a_batch_survives_the_wire() -> None:
     batch = KvBatch("w3", "i1", 2, 40, EVENTS)
     assert kv.batch(kv.encode(batch)) == batch
 
@@ -35,7 +35,7 @@ def test_a_batch_comes_back() -> None:
 @pytest.mark.parametrize(
     "ask", [KvRequest(), KvRequest(1, 5), KvRequest(1, 5, 9), KvRequest(0, dump=12, part=3)]
 )
-def test_a_question_comes_back(ask: KvRequest) -> None:
+def test_a_request_survives_the_wire(ask: KvRequest) -> None:
     assert kv.ask(kv.encode(ask)) == ask
 
 
@@ -49,11 +49,11 @@ def test_a_question_comes_back(ask: KvRequest) -> None:
         KvRefused("another life of this worker"),
     ],
 )
-def test_an_answer_comes_back(answer: kv.Answer) -> None:
+def test_an_answer_survives_the_wire(answer: kv.Answer) -> None:
     assert kv.answer(kv.encode(answer)) == answer
 
 
-def test_what_later_versions_add_is_passed_over() -> None:
+def test_additions_of_later_versions_are_ignored() -> None:
     longer = msgspec.msgpack.encode(["w3", "i1", 0, 1, [["stored", [1], None, 0, "new"]], "new"])
     assert kv.batch(longer) == KvBatch("w3", "i1", 0, 1, [Stored([1])])
 
@@ -64,7 +64,7 @@ def test_what_is_no_batch_is_refused(body: bytes) -> None:
         kv.batch(body)
 
 
-def test_every_worker_has_subjects_that_frontends_hear() -> None:
+def test_every_worker_has_subjects_that_frontends_subscribe_to() -> None:
     assert subjects.kv_events("gpu.7") == "kv.events.gpu_7"
     assert subjects.kv_ask("gpu.7", "i 1") == "kv.ask.gpu_7.i_1"
     assert subjects.KV_EVENTS == "kv.events.*"

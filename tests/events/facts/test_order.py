@@ -1,4 +1,4 @@
-"""Settled and pending: the one order in which everybody folds."""
+"""Settled and pending: the order in which every reader folds."""
 
 import random
 from datetime import UTC, datetime, timedelta
@@ -15,7 +15,7 @@ Log = tuple[str, ...]
 
 
 def fold(state: Log, event: Recorded) -> Log:
-    """Keep the ids in the order in which they were folded."""
+    """Record the ids in the order in which they were folded."""
     return (*state, event.id)
 
 
@@ -83,7 +83,7 @@ def test_repetitions_are_dropped_after_a_snapshot_too() -> None:
 @pytest.mark.parametrize(
     ("silent", "dropped"), [(REMEMBERED, True), (REMEMBERED + timedelta(seconds=1), False)]
 )
-def test_a_source_is_remembered_for_so_long_and_no_longer(silent: timedelta, dropped: bool) -> None:
+def test_a_source_is_forgotten_after_its_time(silent: timedelta, dropped: bool) -> None:
     events = [
         seen(1, source="w", number=7),
         decided(2, 1, through=1),
@@ -92,7 +92,7 @@ def test_a_source_is_remembered_for_so_long_and_no_longer(silent: timedelta, dro
     assert order(*events).shown == (("o1", "d2") if dropped else ("o1", "d2", "o3"))
 
 
-def test_sources_that_have_gone_take_no_room_for_ever() -> None:
+def test_sources_that_are_gone_are_forgotten() -> None:
     made, day, days = order(), timedelta(days=1), 100
     for n in range(days):
         made.absorb(seen(2 * n + 1, source=f"life-{n}", number=1, at=AT + n * day))
@@ -133,14 +133,14 @@ def test_a_decision_out_of_turn_changes_nothing_and_names_the_way_past_it() -> N
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whoever_starts_from_whichever_snapshot_shows_the_same(seed: int) -> None:
+def test_readers_that_start_from_different_snapshots_show_the_same_state(seed: int) -> None:
     r = random.Random(seed)
     events: list[Recorded] = []
     number = read = 0
     now = AT
     for seq in range(1, 200):
         now += r.choice((1, 30, 300)) * timedelta(hours=1)  # long enough for a source to be forgotten
-        at = now - r.random() * CLOCK_SLACK  # the broker's clock is set back now and then
+        at = now - r.random() * CLOCK_SLACK  # the broker's clock is set back occasionally
         if r.random() < 0.3:
             number += 1
             read = r.randint(read, seq - 1)

@@ -1,4 +1,4 @@
-"""Names on the wire."""
+"""Subjects on the broker."""
 
 import pytest
 from any_fact import facts
@@ -20,7 +20,7 @@ def test_observations_are_under_their_entity_and_decisions_under_their_kind() ->
 
 
 @given(facts())
-def test_every_fact_has_a_subject_that_the_stream_takes(fact: Fact) -> None:
+def test_every_fact_has_a_subject_of_the_stream(fact: Fact) -> None:
     subject = subjects.subject(fact)
     root = subjects.DECIDED if isinstance(fact, Decision) else subjects.OBSERVED
     assert subject.startswith(root + ".")

@@ -47,13 +47,13 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-def test_frames_to_a_worker_come_back(frame: wire.ToWorker) -> None:
+def test_frames_to_a_worker_survive_the_wire(frame: wire.ToWorker) -> None:
     (body,) = Splitter().feed(wire.encode(frame))
     assert wire.to_worker.decode(body) == frame
 
 
 class SamplingOf020(msgspec.Struct, array_like=True, frozen=True):
-    """What 0.2.0 knew of sampling."""
+    """The sampling parameters of release 0.2.0."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -69,7 +69,7 @@ class SamplingOf020(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int = 0
 
 
-def test_sampling_is_understood_by_the_release_before_and_that_one_by_us() -> None:
+def test_sampling_is_compatible_with_the_previous_release_both_ways() -> None:
     ours = Sampling(5, temperature=0.5, logprobs=3, min_p=0.1, logit_bias={300: -1.5, 7: 100.0})
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(ours), type=SamplingOf020)
     assert there == SamplingOf020(5, temperature=0.5, logprobs=3)
@@ -79,7 +79,7 @@ def test_sampling_is_understood_by_the_release_before_and_that_one_by_us() -> No
 
 
 @pytest.mark.parametrize("frame", ANSWERS)
-def test_frames_to_a_frontend_come_back(frame: wire.ToFrontend) -> None:
+def test_frames_to_a_frontend_survive_the_wire(frame: wire.ToFrontend) -> None:
     (body,) = Splitter().feed(wire.encode(frame))
     assert wire.to_frontend.decode(body) == frame
 
@@ -103,7 +103,7 @@ def test_a_half_frame_waits() -> None:
     assert list(splitter.feed(whole[3:])) == [whole[4:]]
 
 
-def test_a_frame_that_comes_in_many_reads_is_not_copied_at_each_of_them() -> None:
+def test_a_frame_that_arrives_in_many_reads_is_not_copied_at_each_read() -> None:
     splitter, piece, count = Splitter(), b"x" * 1024, 8 * 1024
     assert list(splitter.feed((len(piece) * count).to_bytes(4, "little"))) == []
     began = time.process_time()
@@ -120,7 +120,7 @@ def test_an_absurd_length_is_refused_before_it_is_waited_for() -> None:
     with pytest.raises(wire.BadFrame):
         for body in splitter.feed(good + b"\xff\xff\xff\xff"):
             found.append(body)  # noqa: PERF402 (one by one: the error comes in the middle)
-    assert found == [good[4:]]  # what came before it is not lost
+    assert found == [good[4:]]  # the frame before the bad one is not lost
 
 
 def test_a_reader_that_stops_in_the_middle_loses_nothing() -> None:
@@ -162,7 +162,7 @@ PIECES = st.one_of(
 
 
 def said(chunks: list[Chunk]) -> tuple[list[object], int | None]:
-    """Return all that chunks say, in its order, up to the first end; and how many prompt tokens were cached."""
+    """Return the content of the chunks in order, up to the first end; and the number of cached prompt tokens."""
     out: list[object] = []
     cached = None
     for chunk in chunks:
@@ -177,7 +177,7 @@ def said(chunks: list[Chunk]) -> tuple[list[object], int | None]:
 
 
 @given(st.lists(PIECES, max_size=12))
-def test_chunks_that_are_joined_say_what_they_said_apart(chunks: list[Chunk]) -> None:
+def test_joined_chunks_have_the_content_of_the_separate_ones(chunks: list[Chunk]) -> None:
     apart = said(chunks)
     joined: list[Chunk] = []
     for chunk in chunks:
@@ -187,7 +187,7 @@ def test_chunks_that_are_joined_say_what_they_said_apart(chunks: list[Chunk]) ->
     assert all(not chunk.tokens or chunk.text is None for chunk in joined)
 
 
-def test_what_may_be_joined_is_joined() -> None:
+def test_chunks_are_joined_where_one_chunk_can_carry_both() -> None:
     chunk = Chunk(1, [300], cached_tokens=16)
     assert wire.join(chunk, Chunk(1, [301])) and wire.join(chunk, Chunk(1, [302], "length"))
     assert chunk == Chunk(1, [300, 301, 302], "length", cached_tokens=16)
@@ -198,7 +198,7 @@ def test_what_may_be_joined_is_joined() -> None:
 
 
 class WelcomeOf020(msgspec.Struct, tag="welcome", array_like=True):
-    """What 0.2.0 knew of a welcome."""
+    """The welcome frame of release 0.2.0."""
 
     worker: str
     instance: str

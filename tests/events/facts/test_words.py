@@ -1,4 +1,4 @@
-"""Every word that a kind of 0.2.0 has gained since then has an older word that stands in for it."""
+"""Every new word of a kind of 0.2.0 has an older word that replaces it until it is in force."""
 
 import dataclasses
 import enum
@@ -15,7 +15,7 @@ THEN: dict[str, list[str]] = json.loads((Path(__file__).parent / "words-0.2.0.js
 
 
 def words(hint: Any, path: str, found: dict[str, set[str]]) -> None:
-    """Collect the words that each field allows, by `kind.field`."""
+    """Collect the allowed words of each field, by `kind.field`."""
     if typing.get_origin(hint) is typing.Literal:
         found[path] = set(map(str, typing.get_args(hint)))
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -36,18 +36,18 @@ def of(kinds: frozenset[str]) -> dict[str, set[str]]:
     return found
 
 
-def test_a_new_word_of_an_old_kind_has_an_older_one_that_stands_in_for_it() -> None:
+def test_a_new_word_of_an_old_kind_has_an_older_replacement() -> None:
     now = of(BASE_KINDS)
     assert now.keys() >= THEN.keys(), "the words of a field became free text, or its name changed"
     listed = {(f"{new.kind}.{new.field}", new.word) for new in NEW_WORDS}
     for path, then in THEN.items():
         gained = now[path] - set(then)
-        assert not set(then) - now[path], f"{path}: a word has gone, and old journals have it"
+        assert not set(then) - now[path], f"{path}: a word was removed, but old journals contain it"
         missing = {word for word in gained if (path, word) not in listed}
         assert not missing, f"{path} has gained {missing}: list them in `events.words.NEW_WORDS`"
 
 
-def test_what_stands_in_is_known_and_no_decision_is_listed() -> None:
+def test_replacements_are_known_words_and_no_decision_is_listed() -> None:
     for place, new in enumerate(NEW_WORDS):
         older = {later.word for later in NEW_WORDS[place + 1 :] if later.field == new.field}
         assert new.instead in older | set(THEN[f"{new.kind}.{new.field}"])

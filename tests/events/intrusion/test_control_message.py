@@ -1,4 +1,4 @@
-"""A control message has a form that no acknowledgement of the broker has."""
+"""The form of a control message distinguishes it from every acknowledgement of the broker."""
 
 import json
 
@@ -21,12 +21,12 @@ def test_a_control_message_is_for_one_worker_and_one_verb() -> None:
     assert foreign("retire", "w1", {**message, "control": 1})
 
 
-def test_what_a_controller_of_0_2_0_sends_is_one() -> None:
+def test_messages_of_a_controller_of_0_2_0_are_control_messages() -> None:
     assert foreign("drain", "w1", {"instance": "i1", "deadline_s": 3.0}) == ""
     assert foreign("chaos", "w1", {"fault": "slow", "argument": 2.0, "rank": None}) == ""
 
 
-def test_an_acknowledgement_names_the_fact_that_it_is_of() -> None:
+def test_an_acknowledgement_names_the_fact_that_it_acknowledges() -> None:
     assert acknowledged(json.dumps(ACK).encode()) == 12
     for none in (
         b"",

@@ -1,4 +1,4 @@
-"""An impossible load of a worker decides nothing about others' requests."""
+"""An impossible load report of a worker does not affect others' requests."""
 
 import math
 
@@ -20,7 +20,7 @@ from events.wire import Beat, Load
         (Beat("idle", 0.0, ranks=[Load(), Load(kv_used=2**60)]), f"kv_used = {2**60}"),
     ],
 )
-def test_what_no_engine_can_report(beat: Beat, why: str) -> None:
+def test_loads_that_no_engine_can_report_are_refused(beat: Beat, why: str) -> None:
     assert impossible_beat(beat) == why
 
 

@@ -1,4 +1,4 @@
-"""A source is believed only on the subjects of the worker whose process it is."""
+"""A source is trusted only on the subjects of its own process's workers."""
 
 from datetime import UTC, datetime
 
@@ -20,13 +20,13 @@ def left(worker: str) -> WorkerLeft:
     ("worker", "source", "honest"),
     [
         ("w1", "worker:w1:life", True),
-        ("w7", "worker:w3:life", True),  # a process of several, called by its first
+        ("w7", "worker:w3:life", True),  # a process of several workers, named after the first
         ("w.1", "worker:w.1:life", True),
-        ("w0", "worker:w:life", True),  # one that is called w has the workers w0, w1 …
+        ("w0", "worker:w:life", True),  # one named w has the workers w0, w1 …
         ("w1", "worker:w:life", True),
         ("w1", "watch:w1:life", True),
         ("w1", "supervisor:life", True),
-        ("w1", "somebody", True),  # no role of ours: of a test, or of a program of the operator's
+        ("w1", "a-program", True),  # not a role of ours: a test, or a program of the operator's
         ("w1", "worker:w2:life", False),
         ("w1", "worker:x1:life", False),
         ("w1", "frontend:f0:life", False),
@@ -34,11 +34,11 @@ def left(worker: str) -> WorkerLeft:
         ("w1", "planner:p0:life", False),
     ],
 )
-def test_whose_fact_a_source_may_publish(worker: str, source: str, honest: bool) -> None:
+def test_the_facts_that_a_source_may_publish(worker: str, source: str, honest: bool) -> None:
     assert (forged(left(worker), source) == "") is honest
 
 
-def test_kinds_that_no_worker_may_publish_are_believed_of_every_source() -> None:
+def test_kinds_that_no_worker_may_publish_are_accepted_from_every_source() -> None:
     assert forged(WorkerHeard(worker="w1", instance="i", observer="c"), "worker:w9:life") == ""
 
 

@@ -1,4 +1,4 @@
-"""Any bytes with any headers on any subject, among real events: the reader reads on, and the fold is as without them."""
+"""Random messages among real events: the reader continues, and the fold is the same as without them."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def strange() -> st.SearchStrategy[Message]:
 
 @st.composite
 def spoilt(draw: st.DrawFn) -> Message:
-    """An observation as we would write it, but for one thing."""
+    """An observation as we would write it, with one change."""
     fact = draw(facts().filter(lambda fact: isinstance(fact, Observation)))
     subject, body, headers = subjects.subject(fact), codec.encode_body(fact), headers_of(fact, 1)
     how = draw(st.sampled_from(["header", "number", "body", "field", "subject", "decided"]))
@@ -123,12 +123,12 @@ def as_said(fact: Fact, stored: list[Recorded]) -> Fact:
 def test_no_message_makes_the_reader_fail(subject: bytes, headers: bytes | None, body: bytes) -> None:
     event = messages.read(1, NOW, subject, headers, body)
     assert isinstance(event.fact, Skipped)
-    assert messages.read(1, NOW, subject, headers, body) == event, "everybody skips alike"
+    assert messages.read(1, NOW, subject, headers, body) == event, "every reader skips the same"
 
 
 @settings(max_examples=60, deadline=None)
 @given(spoilt(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
-def test_no_message_that_is_nearly_ours_makes_it_fail(message: Message, more: Mapping[str, str]) -> None:
+def test_no_slightly_changed_event_makes_the_reader_fail(message: Message, more: Mapping[str, str]) -> None:
     subject, body, headers = message
     raw = (
         (headers or b"")[:-2]

@@ -1,4 +1,4 @@
-"""A controller that is killed, or cut off, anywhere inside an append leaves the whole batch or none of it."""
+"""A controller that is killed or disconnected inside an append leaves the whole batch or none of it."""
 
 import asyncio
 import os
@@ -70,9 +70,9 @@ async def test_a_controller_killed_at_each_step_of_an_append_leaves_all_or_none(
     async with asyncio.timeout(20):
         async for batch in reader.read(
             0, until=BATCH
-        ):  # the broker had it when it was killed, and stores it now
+        ):  # the broker had received the batch before the kill, and stores it now
             assert [event.fact.number for event in batch] == [1, 2, 3, 4]  # type: ignore[attr-defined]
-    status, output = await run_controller(broker.url, 0, BATCH, BATCH)  # and the next one is not in its way
+    status, output = await run_controller(broker.url, 0, BATCH, BATCH)  # the next controller is not blocked
     assert (status, output) == (0, b"landed 8\n")
     await reader.close()
 
@@ -139,7 +139,7 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
 async def test_an_append_has_a_bound_and_the_bound_fits(nats_url: str) -> None:
     journal = await NatsJournal.connect(
         nats_url, "controller:c1", append_deadline_s=20.0
-    )  # what is tested is how much fits
+    )  # large enough to test the limit
     most = [absorbed(n + 1) for n in range(APPEND_MAX)]
     assert await journal.append(most, through=0, after=0) == APPEND_MAX
     for wrong in ([], [*most, absorbed(0)]):
@@ -148,7 +148,7 @@ async def test_an_append_has_a_bound_and_the_bound_fits(nats_url: str) -> None:
     await journal.close()
 
 
-async def test_an_append_to_a_broker_that_says_nothing_is_of_unknown_outcome(
+async def test_an_append_to_a_broker_that_does_not_respond_has_an_unknown_outcome(
     broker: Broker,
 ) -> None:
     wire: Any = Wire(broker.server.port)

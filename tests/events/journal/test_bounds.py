@@ -1,4 +1,4 @@
-"""The journal's bounds: when they may be set, what they drop, and what whoever reads is told then."""
+"""The journal's bounds: when they may be set, what they drop, and what readers notice."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from events.observations import DrainRequested, ObserverBlind, SnapshotKept
 Eventually = Callable[..., Awaitable[None]]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 KIB = 1024
-USED = JournalUsage(1, 1000, 1000 * KIB, None, None, None, NOW)  # a KiB an event
+USED = JournalUsage(1, 1000, 1000 * KIB, None, None, None, NOW)  # one KiB per event
 BOUND = JournalBounds(bytes=800 * KIB)
 
 
@@ -33,13 +33,13 @@ def test_a_snapshot_is_due_when_the_journal_has_grown_by_an_eighth_of_its_bound(
     assert not bounds.due(BOUND, replace(USED, last_seq=0, bytes=0), None), "there is nothing to say"
 
 
-def test_or_when_an_eighth_of_the_age_has_passed() -> None:
+def test_a_snapshot_is_due_when_an_eighth_of_the_age_bound_has_passed() -> None:
     of_age = JournalBounds(age=timedelta(hours=8))
     assert not bounds.due(of_age, USED, kept(999, timedelta(minutes=59)))
     assert bounds.due(of_age, USED, kept(999, timedelta(hours=1)))
 
 
-def test_a_bound_may_be_set_only_where_what_it_leaves_holds_a_snapshot() -> None:
+def test_a_bound_may_be_set_only_where_the_rest_holds_a_snapshot() -> None:
     assert not bounds.safe(BOUND, USED, None)
     assert not bounds.safe(BOUND, USED, kept(600))
     assert bounds.safe(BOUND, USED, kept(601))
@@ -83,7 +83,7 @@ async def test_rare_facts_about_the_fleet_are_found_without_reading_the_rest(jou
 
 
 @pytest.mark.servers
-async def test_the_broker_drops_the_oldest_and_who_reads_on_is_told(
+async def test_the_broker_drops_the_oldest_events_and_a_reader_of_them_fails(
     nats_url: str, eventually: Eventually
 ) -> None:
     journal = await NatsJournal.connect(nats_url, "c:1")
@@ -109,5 +109,5 @@ async def test_the_broker_drops_the_oldest_and_who_reads_on_is_told(
         assert (await journal.usage()).bytes_max is None
     finally:
         await journal.close()
-    again = await NatsJournal.connect(nats_url, "c:1")  # nobody refuses such a stream
+    again = await NatsJournal.connect(nats_url, "c:1")  # a bounded stream is not refused
     await again.close()

@@ -1,4 +1,4 @@
-"""What webhooks have not taken is kept beside the journal, within bounds, and taken off when it was sent again."""
+"""Dead letters are stored beside the journal, within bounds, and removed after redelivery."""
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ async def ids(of: DeadLetters, webhook: str = "") -> list[str]:
     return [found.event["id"] async for _, found in of.all(webhook)]
 
 
-async def test_what_is_buried_is_found_by_webhook_and_in_order(letters: DeadLetters) -> None:
+async def test_dead_letters_are_found_by_webhook_and_in_order(letters: DeadLetters) -> None:
     assert await ids(letters) == []
     for one in (letter("a"), letter("b", "chat"), letter("c")):
         await letters.bury(one)
@@ -45,13 +45,13 @@ async def test_what_is_buried_is_found_by_webhook_and_in_order(letters: DeadLett
     assert [found async for _, found in letters.all("chat")] == [letter("b", "chat")]
 
 
-async def test_what_is_buried_twice_is_there_once_but_for_another_webhook(letters: DeadLetters) -> None:
+async def test_a_letter_stored_twice_is_one_letter_per_webhook(letters: DeadLetters) -> None:
     for one in (letter("a"), letter("a"), letter("a", "chat")):
         await letters.bury(one)
     assert await ids(letters) == ["a", "a"] and await ids(letters, "ops") == ["a"]
 
 
-async def test_what_is_forgotten_is_gone_and_the_others_are_not(letters: DeadLetters) -> None:
+async def test_a_deleted_letter_is_gone_and_others_stay(letters: DeadLetters) -> None:
     for id in "abc":
         await letters.bury(letter(id))
     places = [seq async for seq, _ in letters.all()]
@@ -59,7 +59,7 @@ async def test_what_is_forgotten_is_gone_and_the_others_are_not(letters: DeadLet
     assert await ids(letters) == ["a", "c"]
 
 
-async def test_the_stream_is_bounded_and_what_is_no_letter_is_stepped_over(
+async def test_the_stream_is_bounded_and_other_messages_on_it_are_skipped(
     nats_url: str, letters: DeadLetters
 ) -> None:
     await letters.bury(letter("a"))
@@ -74,12 +74,14 @@ async def test_the_stream_is_bounded_and_what_is_no_letter_is_stepped_over(
     await stream.delete_stream("DEAD_LETTERS")
     with pytest.raises(NotBuried):
         await letters.bury(letter("c"))
-    await letters.bury(letter("c"))  # who tries again makes the stream anew
+    await letters.bury(letter("c"))  # a retry creates the stream again
     assert await ids(letters) == ["c"]
     await client.close()
 
 
-async def test_a_broker_that_is_away_has_not_taken_it(own_nats: EmbeddedServer, letters: DeadLetters) -> None:
+async def test_storing_a_letter_fails_while_the_broker_is_unreachable(
+    own_nats: EmbeddedServer, letters: DeadLetters
+) -> None:
     await letters.bury(letter("a"))
     await own_nats.kill()
     with pytest.raises(NotBuried):

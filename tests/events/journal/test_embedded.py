@@ -41,7 +41,7 @@ async def test_the_effective_sync_interval_is_read_back(own_nats: EmbeddedServer
         await lazy.kill()
 
 
-async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros_nor_outside(
+async def test_postgres_settings_keep_durability_and_write_only_into_its_directory(
     postgres_server: EmbeddedServer,
 ) -> None:
     connection = await asyncpg.connect(first_database.urls(postgres_server).reader, timeout=10)
@@ -78,7 +78,7 @@ async def test_two_servers_never_share_a_directory(
         await start_nats(own_nats.directory)
 
 
-async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -88,20 +88,20 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
                 await start(tmp_path / "server", port=port)
 
 
-async def test_no_port_of_ours_is_one_that_the_kernel_gives_to_whoever_connects(
+async def test_our_ports_are_outside_the_range_for_outgoing_connections(
     own_nats: EmbeddedServer, postgres_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it could be another's when its server is started again."""
+    """Otherwise another process could hold it when the server is started again."""
     assert max(own_nats.port, postgres_server.port) <= free_port.HIGHEST < free_port._kernels_lowest()
     monkeypatch.setattr(free_port, "NAMES_MAX", len(free_port._names) + 4)
     monkeypatch.setattr(free_port, "HIGHEST", free_port.LOWEST + 2)
     found = [free_port.free_port() for _ in range(4)]
-    assert len(set(found)) == 4, "the same twice, before anybody listens there"
+    assert len(set(found)) == 4, "the same port twice, before a server listens there"
     assert found[3] > free_port.HIGHEST
 
 
 @pytest.mark.parametrize("tries", [PORT_TRIES, PORT_TRIES + 1])
-async def test_a_free_port_that_is_gone_again_is_not_the_last(
+async def test_a_free_port_that_is_taken_meanwhile_is_retried(
     nats_server: EmbeddedServer, tries: int
 ) -> None:
     asked: list[int] = []
@@ -120,7 +120,7 @@ async def test_a_free_port_that_is_gone_again_is_not_the_last(
     assert len(set(asked)) == PORT_TRIES + 1
 
 
-async def test_a_directory_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path) -> None:
+async def test_an_unusable_directory_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for start in (start_nats, start_postgres):
         with pytest.raises(ServerFailed, match="cannot be used"):
@@ -153,7 +153,7 @@ def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
     (hidden / "bin" / "postgres").write_text("#!/bin/sh\n")
     hidden.chmod(0o700)
     if os.geteuid() != 0:
-        pytest.skip("only root runs postgres as somebody else: run the tests as root")
+        pytest.skip("only root can run postgres as another user: run the tests as root")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     copy = embedded_postgres._readable(hidden, "nobody")
     assert copy != hidden
@@ -192,7 +192,7 @@ asyncio.run(main())
 
 
 def _segments() -> set[tuple[int, int]]:
-    """Return the segments of System V shared memory, and which process has made each. That of one that was killed long ago stays,
+    """Return the segments of System V shared memory with the pid of each creator. Segments of a process killed long ago remain,
     and another process may have its pid by now."""
     lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     return {(int(line.split()[1]), int(line.split()[4])) for line in lines}
@@ -206,7 +206,7 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(
+async def test_a_cancelled_start_leaves_no_process_and_the_next_one_succeeds(
     tmp_path: Path, eventually: Eventually
 ) -> None:
     directory = tmp_path / "pg"
@@ -215,7 +215,7 @@ async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(
     giving_up.cancel()
     await asyncio.gather(giving_up, return_exceptions=True)
     assert not [p for p in psutil.process_iter() if str(directory) in " ".join(_arguments(p))]
-    (directory / "data.partial.1").mkdir(exist_ok=True)  # what somebody left
+    (directory / "data.partial.1").mkdir(exist_ok=True)  # left by an earlier start
     server = await start_postgres(directory)
     await server.kill()
 

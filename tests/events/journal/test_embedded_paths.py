@@ -1,4 +1,4 @@
-"""The embedded servers run wherever a user keeps files."""
+"""The embedded servers work in directories with any name."""
 
 from pathlib import Path
 

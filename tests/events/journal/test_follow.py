@@ -1,4 +1,4 @@
-"""`follow` yields what was said, typed and in order, and goes on where a program of that name has stopped."""
+"""`follow` yields events, typed and in order, and a durable name continues where its program stopped."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ async def journal(nats_url: str, tmp_path: Path) -> AsyncIterator[NatsJournal]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lost comes again soon."""
+    """Make redelivery quick."""
     for name, value in {"ACK_WAIT_S": 1.0, "STILL_S": 0.1, "FETCH_S": 0.5}.items():
         monkeypatch.setattr(module, name, value)
 
@@ -54,7 +54,8 @@ async def said(journal: NatsJournal, *facts: Any) -> list[str]:
 
 
 async def taken(url: str, count: int, **how: Any) -> list[FollowedEvent]:
-    """Follow until so many events were taken, and leave; the last one counts as taken only if the loop asked for one more."""
+    """Follow until so many events were processed, and leave; the last one counts as processed only if the loop requested one
+    more."""
     found: list[FollowedEvent] = []
     following = follow(url, **how)
     async with asyncio.timeout(WITHIN_S):
@@ -81,14 +82,14 @@ async def test_kinds_are_chosen_by_class_or_name(nats_url: str, journal: NatsJou
         assert [event.fact.worker for event in await taken(nats_url, 2, kinds=kinds)] == ["w2", "w3"]  # type: ignore[attr-defined]
 
 
-async def test_it_begins_where_it_is_told_to(nats_url: str, journal: NatsJournal) -> None:
+async def test_it_begins_where_since_says(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, *(heard(n) for n in range(3)))
     (third,) = await taken(nats_url, 1, since=3)
     assert third.fact == heard(2)
     (since,) = await taken(nats_url, 1, since=third.at)
     assert since.at >= third.at and since.seq <= 3
     following = asyncio.create_task(taken(nats_url, 1, since="now"))
-    for number in range(100, 200):  # until it is there
+    for number in range(100, 200):  # until the follower is subscribed
         await said(journal, heard(number))
         await asyncio.wait({following}, timeout=0.05)
         if following.done():
@@ -96,7 +97,9 @@ async def test_it_begins_where_it_is_told_to(nats_url: str, journal: NatsJournal
     assert (await following)[0].seq > 3
 
 
-async def test_a_name_goes_on_with_the_event_that_it_was_at(nats_url: str, journal: NatsJournal) -> None:
+async def test_a_durable_name_continues_with_the_event_in_progress(
+    nats_url: str, journal: NatsJournal
+) -> None:
     await said(journal, *(heard(n) for n in range(6)))
     first = await taken(nats_url, 3, durable="app")
     second = await taken(nats_url, 4, durable="app")
@@ -107,7 +110,7 @@ async def test_a_name_goes_on_with_the_event_that_it_was_at(nats_url: str, journ
     assert [event.fact for event in await taken(nats_url, 1, durable="another")] == [heard(0)]
 
 
-async def test_who_leaves_in_good_order_leaves_what_he_was_at_to_the_next_at_once(
+async def test_a_reader_that_stops_returns_its_event_to_the_next_reader_at_once(
     nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ACK_WAIT_S", 10 * WITHIN_S)
@@ -116,7 +119,9 @@ async def test_who_leaves_in_good_order_leaves_what_he_was_at_to_the_next_at_onc
         assert [event.fact for event in await taken(nats_url, len(wanted), durable="app")] == wanted
 
 
-async def test_a_name_may_follow_other_kinds_from_its_place_on(nats_url: str, journal: NatsJournal) -> None:
+async def test_a_durable_name_may_follow_other_kinds_from_its_position_on(
+    nats_url: str, journal: NatsJournal
+) -> None:
     await said(journal, heard(0), failed("w0"), heard(1), failed("w1"), heard(2))
     first = await taken(nats_url, 2, durable="app", kinds=[WorkerHeard])
     assert [event.pending for event in first] == [2, 1]
@@ -125,7 +130,7 @@ async def test_a_name_may_follow_other_kinds_from_its_place_on(nats_url: str, jo
     assert [event.fact for event in second] == [heard(1), failed("w1"), heard(2)]
 
 
-async def test_what_takes_long_does_not_come_twice(nats_url: str, journal: NatsJournal) -> None:
+async def test_an_event_that_takes_long_is_not_delivered_twice(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0), heard(1))
     found = []
     following = follow(nats_url, durable="slow")
@@ -139,7 +144,7 @@ async def test_what_takes_long_does_not_come_twice(nats_url: str, journal: NatsJ
     assert found == [heard(0), heard(1)]
 
 
-async def test_what_is_no_event_is_stepped_over(nats_url: str, journal: NatsJournal) -> None:
+async def test_messages_that_are_no_events_are_skipped(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0))
     client = await nats.connect(nats_url)
     await client.jetstream().publish("fleet.observed.worker.w1.worker_heard", b"no event")
@@ -149,7 +154,9 @@ async def test_what_is_no_event_is_stepped_over(nats_url: str, journal: NatsJour
         assert [event.fact for event in await taken(nats_url, 2, **how)] == [heard(0), heard(1)]
 
 
-async def test_a_reader_whom_the_broker_has_forgotten_goes_on(nats_url: str, journal: NatsJournal) -> None:
+async def test_a_reader_continues_after_the_broker_has_dropped_its_consumer(
+    nats_url: str, journal: NatsJournal
+) -> None:
     await said(journal, heard(0))
     following, client = follow(nats_url), await nats.connect(nats_url)
     async with asyncio.timeout(WITHIN_S):
@@ -164,10 +171,10 @@ async def test_a_reader_whom_the_broker_has_forgotten_goes_on(nats_url: str, jou
 
 
 @pytest.mark.parametrize("durable", ["", "app"])
-async def test_nothing_is_left_out_when_the_broker_dies_in_the_middle(
+async def test_no_event_is_missed_when_the_broker_dies_meanwhile(
     own_nats: EmbeddedServer, journal: NatsJournal, durable: str
 ) -> None:
-    """Where nothing is acknowledged the broker takes what it has sent for delivered."""
+    """Without acknowledgements the broker considers sent events delivered."""
     await said(journal, *(heard(n) for n in range(40)))
     following = follow(own_nats.url, durable=durable)
     async with asyncio.timeout(4 * WITHIN_S):
@@ -185,10 +192,10 @@ async def test_nothing_is_left_out_when_the_broker_dies_in_the_middle(
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["more comes", "the connection breaks"])
-async def test_what_got_lost_on_its_way_is_read_again(
+async def test_events_lost_in_flight_are_read_again(
     nats_url: str, journal: NatsJournal, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else takes what was meant for this reader: the broker holds it for delivered, as what a broken connection lost."""
+    """Another subscriber takes this reader's messages: to the broker they are delivered, like those lost with a connection."""
     connected, clients = module._connected, list[Client]()
 
     async def noted(url: str) -> Client:
@@ -218,7 +225,7 @@ async def test_what_got_lost_on_its_way_is_read_again(
     await other.close()
 
 
-async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) -> None:
+async def test_invalid_arguments_are_refused(nats_url: str, journal: NatsJournal) -> None:
     for how in ({"kinds": ["no_such_kind"]}, {"durable": "a b"}, {"since": datetime(2026, 1, 1)}):
         with pytest.raises(UsageError):
             await taken(nats_url, 1, **how)
@@ -228,18 +235,18 @@ async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) 
         await taken(nats_url, 1, durable="app", kinds=["canary_failed"])
 
 
-async def test_a_broker_that_is_not_there_or_has_no_stream_is_said(
+async def test_an_unreachable_broker_or_one_without_a_stream_is_an_error(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CannotFollow):
         await taken(nats_url, 1)
     monkeypatch.setattr(module, "CONNECT_S", 0.5)
-    with pytest.raises(CannotFollow, match="does not answer"):
+    with pytest.raises(CannotFollow, match="does not respond"):
         await taken("nats://127.0.0.1:1", 1)
 
 
-async def made_anew(url: str, journal: NatsJournal, *facts: Any) -> None:
-    """Delete the stream, and make another one that has these facts."""
+async def recreate(url: str, journal: NatsJournal, *facts: Any) -> None:
+    """Delete the stream, and create another one with these facts."""
     client = await nats.connect(url)
     stream = client.jetstream()
     config = (await stream.stream_info("FLEET")).config
@@ -251,22 +258,22 @@ async def made_anew(url: str, journal: NatsJournal, *facts: Any) -> None:
 
 @pytest.mark.parametrize("durable", ["", "app"])
 @pytest.mark.parametrize("others", [1, 9], ids=["with fewer events", "with more events"])
-async def test_a_stream_that_was_made_anew_is_not_gone_on_with(
+async def test_following_stops_at_a_recreated_stream(
     nats_url: str, journal: NatsJournal, durable: str, others: int
 ) -> None:
-    """Its numbers mean other events: whoever went on would leave some out, and not know it."""
+    """Its sequences denote other events: a reader that continued would miss some without noticing."""
     await said(journal, *(heard(n) for n in range(3)))
     following = follow(nats_url, durable=durable)
     async with asyncio.timeout(WITHIN_S):
         assert [(await anext(following)).fact for _ in range(3)] == [heard(n) for n in range(3)]
         coming = asyncio.ensure_future(anext(following))
-        await made_anew(nats_url, journal, *(failed(f"w{n}") for n in range(others)))
-        with pytest.raises(CannotFollow, match="another one"):
+        await recreate(nats_url, journal, *(failed(f"w{n}") for n in range(others)))
+        with pytest.raises(CannotFollow, match="recreated|ends at"):
             await coming
 
 
 @pytest.mark.parametrize("taken_there", [0, 9], ids=["nothing", "everything"])
-async def test_nor_under_a_name_by_which_somebody_has_taken_something_of_it(
+async def test_following_a_recreated_stream_stops_also_for_a_durable_name_that_has_read_from_it(
     nats_url: str, journal: NatsJournal, taken_there: int
 ) -> None:
     await said(journal, *(heard(n) for n in range(3)))
@@ -276,12 +283,12 @@ async def test_nor_under_a_name_by_which_somebody_has_taken_something_of_it(
         for _ in range(3):
             await anext(following)
         config = (await stream.consumer_info("FLEET", "app")).config
-        await made_anew(nats_url, journal, *(failed(f"w{n}") for n in range(9)))
+        await recreate(nats_url, journal, *(failed(f"w{n}") for n in range(9)))
         await stream.add_consumer("FLEET", config)
         other = await stream.pull_subscribe_bind(consumer="app", stream="FLEET")
         for _ in range(taken_there):
             (message,) = await other.fetch(1)
             await message.ack_sync()
-        with pytest.raises(CannotFollow, match="another one"):
+        with pytest.raises(CannotFollow, match="recreated|ends at"):
             await anext(following)
     await client.close()

@@ -20,7 +20,7 @@ from events.journal.port import Fenced, JournalUnavailable
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]
 
-ELECTION_S = 90  # what a loaded machine may need for a few rounds of votes
+ELECTION_S = 90  # enough for a few rounds of votes on a loaded machine
 
 
 class Node:
@@ -96,7 +96,7 @@ async def test_the_stream_has_three_replicas_and_outlives_any_node(
 
 
 async def up_to_date(node: Node) -> bool:
-    """Whether this node has all that the stream has, as its leader sees it."""
+    """Return whether this node has everything on the stream, by its leader."""
     client = await nats.connect(f"nats://127.0.0.1:{node.port}", connect_timeout=10)
     try:
         cluster = (await client.jetstream().stream_info("FLEET")).cluster

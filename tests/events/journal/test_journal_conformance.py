@@ -1,4 +1,4 @@
-"""What every journal promises, asked of the real one and of its double."""
+"""The promises of every journal, checked on the real one and on its test double."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -52,7 +52,7 @@ async def read(journal: Journal, after: int, until: int) -> list[Recorded]:
     return found
 
 
-async def test_what_is_said_is_read_as_it_was_said(make: Make) -> None:
+async def test_facts_are_read_as_they_were_published(make: Make) -> None:
     journal = await make("worker:w1")
     fact = drain()
     id = journal.observe(fact, correlation="incident-1", causation="cause-1")
@@ -65,7 +65,7 @@ async def test_what_is_said_is_read_as_it_was_said(make: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ["worker:w1", "worker:w1:i1", "worker:a:b:c"])
-async def test_a_source_is_one_life_of_a_process_whatever_it_is_called(make: Make, name: str) -> None:
+async def test_a_source_is_one_life_of_a_process_also_under_the_same_name(make: Make, name: str) -> None:
     first, second = await make(name), await make(name)
     assert first.source.startswith(f"{name}:")
     assert first.source != second.source, "its numbers begin at 1 again, and would be taken for repetitions"
@@ -83,7 +83,7 @@ async def test_each_source_numbers_its_facts_from_one_without_a_gap_and_in_order
         assert mine == list(range(1, 61))
 
 
-async def test_reading_goes_on_from_any_position(make: Make) -> None:
+async def test_reading_continues_from_any_position(make: Make) -> None:
     journal = await make("worker:w1")
     for index in range(10):
         journal.observe(drain(f"w{index}"))
@@ -96,7 +96,7 @@ async def test_an_empty_journal_ends_at_zero(make: Make) -> None:
     assert await (await make("worker:w1")).last_seq() == 0
 
 
-async def test_the_end_is_told_with_the_time_of_the_clock_that_stamps_events(make: Make) -> None:
+async def test_the_end_has_the_time_of_the_clock_that_stamps_events(make: Make) -> None:
     journal = await make("worker:w1")
     assert (await journal.end()).seq == 0
     ends = []
@@ -156,7 +156,7 @@ async def test_a_controller_that_has_not_read_the_last_decision_is_fenced(make: 
 
 
 async def test_what_identifies_an_event(make: Make) -> None:
-    """As docs/events.md says it: source and number of observations, the number of decisions, and the id of all."""
+    """As in docs/events.md: source and number of observations, the number of decisions, and the id of all events."""
     first, second = await make("controller:c1"), await make("controller:c1")
     for journal in (first, second, first):
         journal.observe(drain())
@@ -169,7 +169,7 @@ async def test_what_identifies_an_event(make: Make) -> None:
     assert len({event.id for event in events}) == len(events) == 6
     pairs = [(event.source, event.source_number) for event in observed]
     assert pairs == [(first.source, 1), (second.source, 1), (first.source, 2)]
-    assert {event.source_number for event in decided} == {0}, "the fleet counts them, not who said them"
+    assert {event.source_number for event in decided} == {0}, "the fleet counts decisions, not their source"
     assert [event.fact.number for event in decided if isinstance(event.fact, Decision)] == [1, 2, 3]
 
 
@@ -188,7 +188,7 @@ def proposed(after: int, model: str = "m") -> Observation:
     )  # fmt: skip
 
 
-async def test_of_two_that_say_what_comes_next_only_one_is_heard(make: Make) -> None:
+async def test_of_two_concurrent_fenced_facts_only_one_is_written(make: Make) -> None:
     first, second = await make("planner:p1"), await make("planner:p2")
     id = await first.observe_next(proposed(3), after=0)
     with pytest.raises(Fenced, match="read again"):
@@ -200,7 +200,7 @@ async def test_of_two_that_say_what_comes_next_only_one_is_heard(make: Make) -> 
         await first.observe_next(proposed(6), after=event.seq)
 
 
-async def test_what_comes_next_has_a_place_of_its_own_for_each_subject(make: Make) -> None:
+async def test_fenced_facts_are_fenced_per_subject(make: Make) -> None:
     journal = await make("planner:p1")
     journal.observe(drain())
     assert await journal.flush(5)
@@ -248,7 +248,7 @@ async def test_ten_thousand_facts_arrive_in_order(make: Make) -> None:
 
 
 @pytest.mark.servers
-async def test_a_lone_fact_is_written_in_the_turn_in_which_it_is_said(own_nats: EmbeddedServer) -> None:
+async def test_a_single_fact_is_written_in_the_same_turn_of_the_loop(own_nats: EmbeddedServer) -> None:
     journal = await NatsJournal.connect(own_nats.url, "worker:w1")
     journal.observe(drain())
     assert await journal.flush(5)
@@ -261,7 +261,7 @@ async def test_a_lone_fact_is_written_in_the_turn_in_which_it_is_said(own_nats: 
 
 
 @pytest.mark.servers
-async def test_the_trace_of_a_request_stands_in_the_headers_of_its_events(own_nats: EmbeddedServer) -> None:
+async def test_the_trace_of_a_request_is_in_the_headers_of_its_events(own_nats: EmbeddedServer) -> None:
     journal = await NatsJournal.connect(own_nats.url, "frontend:f0")
     for traceparent in ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", ""):
         journal.observe(drain(), traceparent=traceparent)

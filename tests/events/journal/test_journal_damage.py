@@ -1,4 +1,4 @@
-"""The journal when the broker has lost what it had acknowledged, is full, or is another one."""
+"""The journal when the broker has lost acknowledged events, is full, or is another one."""
 
 import asyncio
 import json
@@ -36,8 +36,8 @@ async def spoken(url: str, count: int, spool: Path | None = None) -> NatsJournal
     return journal
 
 
-async def test_what_is_acknowledged_is_in_the_store_at_that_moment(broker: Broker, tmp_path: Path) -> None:
-    """A copy of the files, made when the acknowledgement came in, holds everything acknowledged."""
+async def test_an_acknowledged_event_is_already_on_disk(broker: Broker, tmp_path: Path) -> None:
+    """A copy of the files, made when the acknowledgement arrived, holds everything acknowledged."""
     journal = await NatsJournal.connect(broker.url, "worker:w1")
     for count in range(1, 6):
         journal.observe(drain(count))
@@ -54,7 +54,7 @@ async def test_what_is_acknowledged_is_in_the_store_at_that_moment(broker: Broke
 
 
 async def power_cut(broker: Broker, files: Path) -> None:
-    """Bring the broker back with the files as they were at an earlier moment."""
+    """Restart the broker with the files of an earlier moment."""
     await broker.server.kill()
     shutil.rmtree(broker.store)
     shutil.copytree(files, broker.store)
@@ -62,7 +62,7 @@ async def power_cut(broker: Broker, files: Path) -> None:
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-async def test_a_power_cut_that_loses_acknowledged_facts_is_noticed_by_all_who_had_seen_them(
+async def test_a_power_failure_that_loses_acknowledged_facts_is_noticed_by_all_their_readers(
     broker: Broker, tmp_path: Path, eventually: Eventually, refilled: bool
 ) -> None:
     journal = await spoken(broker.url, 5, tmp_path / "spool")
@@ -80,7 +80,7 @@ async def test_a_power_cut_that_loses_acknowledged_facts_is_noticed_by_all_who_h
     assert await journal.flush(5)
     await eventually(lambda: len(seen) == 10)
     await broker.server.kill()
-    if refilled:  # somebody else's facts take the places of the lost ones before we are back
+    if refilled:  # another publisher's facts take the positions of the lost ones before we reconnect
         await refill(tmp_path / "earlier")
     await power_cut(broker, tmp_path / "earlier")
     with pytest.raises(JournalChanged, match="is now" if refilled else "ends at 5"):
@@ -143,7 +143,7 @@ async def test_a_damaged_last_block_is_noticed(broker: Broker, tmp_path: Path, d
     await reader.close()
 
 
-async def test_what_is_acknowledged_while_the_broker_is_examined_is_no_loss(nats_url: str) -> None:
+async def test_an_event_acknowledged_during_the_check_is_no_loss(nats_url: str) -> None:
     journal = await NatsJournal.connect(nats_url, "controller:c1")
 
     async def examine() -> None:
@@ -159,7 +159,7 @@ async def test_what_is_acknowledged_while_the_broker_is_examined_is_no_loss(nats
     await journal.close()
 
 
-async def test_a_stream_made_anew_is_refused(nats_url: str, eventually: Eventually) -> None:
+async def test_a_recreated_stream_is_refused(nats_url: str, eventually: Eventually) -> None:
     journal = await spoken(nats_url, 3)
     reader = await NatsJournal.connect(nats_url, "frontend:f1")
     seen: list[int] = []
@@ -174,7 +174,7 @@ async def test_a_stream_made_anew_is_refused(nats_url: str, eventually: Eventual
     await client.jetstream().delete_stream(subjects.STREAM)
     await client.close()
     await make_stream(nats_url)
-    with pytest.raises(JournalChanged, match="made anew"):
+    with pytest.raises(JournalChanged, match="recreated"):
         await asyncio.wait_for(task, 20)
     await journal.close()
     await reader.close()
@@ -242,7 +242,7 @@ def test_too_few_replicas_are_a_reason() -> None:
     assert differences(wanted(1), 3) == ["it has 1 replicas, not 3"]
 
 
-async def test_a_broker_without_jetstream_is_said_to_be_one(tmp_path: Path) -> None:
+async def test_a_broker_without_jetstream_is_named_in_the_error(tmp_path: Path) -> None:
     port = free_port()
     command = [str(nats_binary()), "-a", "127.0.0.1", "-p", str(port)]
     process = await spawn(command, tmp_path, tmp_path / "log")

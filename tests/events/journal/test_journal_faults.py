@@ -1,4 +1,4 @@
-"""The journal when the broker dies and comes back, when the wire is cut, and when we are killed ourselves."""
+"""The journal when the broker restarts, the connection breaks, or this process is killed."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles
     for _ in range(20):
         seen = len(followed)
         await broker.restart()
-        await eventually(lambda seen=seen: len(followed) > seen, 20)  # it goes on each time
+        await eventually(lambda seen=seen: len(followed) > seen, 20)  # the follower continues each time
     stop.set()
     said = await asyncio.gather(*speaking)
     for journal in journals:
@@ -71,7 +71,9 @@ async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles
         mine = kept[journal.source]
         assert [event.fact.by for event in mine] == [f"fact {n}" for n in range(1, count + 1)]  # type: ignore[attr-defined]
         assert journal.counters.dropped == 0 and journal.spool_depth == 0
-    assert len({event.id for event in events}) == len(events)  # the ids' window has held: none is there twice
+    assert len({event.id for event in events}) == len(
+        events
+    )  # deduplication by id has worked: none is there twice
     await eventually(lambda: len(followed) >= len(events), 20)
     assert followed == events
     following.cancel()
@@ -80,7 +82,7 @@ async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles
         await journal.close()
 
 
-async def test_facts_said_while_the_broker_is_away_arrive_once_and_in_order(
+async def test_facts_published_while_the_broker_is_unreachable_arrive_once_and_in_order(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     journal = await NatsJournal.connect(broker.url, "worker:w1", tmp_path / "spool")
@@ -88,7 +90,7 @@ async def test_facts_said_while_the_broker_is_away_arrive_once_and_in_order(
     await eventually(lambda: not journal.connected)
     for number in range(500):
         journal.observe(drain(number))
-    assert await journal.flush(5)  # safely on the disk is enough
+    assert await journal.flush(5)  # synced to disk is enough
     assert journal.spool_depth == 500
     with pytest.raises(JournalUnavailable):
         await journal.append([absorbed(1)], through=0, after=0)
@@ -100,7 +102,7 @@ async def test_facts_said_while_the_broker_is_away_arrive_once_and_in_order(
     await journal.close()
 
 
-async def test_a_journal_may_begin_before_its_broker(
+async def test_a_journal_may_start_before_its_broker(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     await broker.server.kill()
@@ -136,7 +138,7 @@ async def test_a_killed_process_s_facts_are_sent_first_by_its_successor_with_the
     assert not list((tmp_path / "spool").glob("*.spool"))
 
 
-async def test_what_lay_in_a_spool_for_longer_than_folds_remember_is_dropped_counted_and_said(
+async def test_spooled_facts_older_than_the_memory_of_folds_are_dropped_counted_and_logged(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     said = datetime.now(UTC)
@@ -184,7 +186,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("broker_dies", [False, True])
-async def test_a_process_killed_in_mid_sentence_loses_nothing_that_it_had_said(
+async def test_a_process_killed_while_publishing_loses_no_published_fact(
     broker: Broker, tmp_path: Path, eventually: Eventually, broker_dies: bool
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -211,7 +213,7 @@ async def test_a_process_killed_in_mid_sentence_loses_nothing_that_it_had_said(
     await successor.close()
 
 
-async def test_what_does_not_fit_is_counted_and_the_gap_shows(
+async def test_facts_that_do_not_fit_are_counted_and_leave_a_gap(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     journal = await NatsJournal.connect(broker.url, "worker:w1", tmp_path / "spool", spool_bytes_max=20_000)
@@ -230,7 +232,7 @@ async def test_what_does_not_fit_is_counted_and_the_gap_shows(
     await journal.close()
 
 
-async def test_a_connection_cut_anywhere_in_the_sending_loses_and_doubles_nothing(
+async def test_a_connection_broken_anywhere_while_sending_loses_and_doubles_nothing(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     wire = Wire(broker.server.port)
@@ -249,7 +251,7 @@ async def test_a_connection_cut_anywhere_in_the_sending_loses_and_doubles_nothin
     await wire.close()
 
 
-async def test_a_broker_that_swallows_everything_is_given_up_and_found_again(
+async def test_a_connection_that_drops_everything_is_replaced(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     wire = Wire(broker.server.port)
@@ -266,8 +268,8 @@ async def test_a_broker_that_swallows_everything_is_given_up_and_found_again(
     await wire.close()
 
 
-async def test_a_fact_that_was_overtaken_is_said_again_under_a_new_number(nats_url: str) -> None:
-    """The first of two was refused for a moment, the second stored: a fold would drop the first for good."""
+async def test_an_overtaken_fact_is_published_again_under_a_new_number(nats_url: str) -> None:
+    """The first of two was refused for a moment and the second stored: a fold would drop the first for good."""
     journal = await NatsJournal.connect(nats_url, "worker:w1")
     journal.observe(drain(1))
     journal.observe(drain(2))
@@ -275,7 +277,7 @@ async def test_a_fact_that_was_overtaken_is_said_again_under_a_new_number(nats_u
     message = journal._message(drain(3), codec.new_id(), datetime.now(UTC), "", "", "")
     late = journal._message(drain(4), codec.new_id(), datetime.now(UTC), "", "", "")
     with capture_logs() as logs:
-        for each in (late, message):  # the wrong way round
+        for each in (late, message):  # in the wrong order
             journal._publisher.add(each)
             assert await journal.flush(5)
         assert await journal.flush(5)
@@ -289,9 +291,7 @@ async def test_a_fact_that_was_overtaken_is_said_again_under_a_new_number(nats_u
 # --- the reader ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_reader_whose_consumer_is_forgotten_makes_another(
-    nats_url: str, eventually: Eventually
-) -> None:
+async def test_a_reader_without_its_consumer_creates_another(nats_url: str, eventually: Eventually) -> None:
     journal, other = (
         await NatsJournal.connect(nats_url, "worker:w1"),
         await NatsJournal.connect(nats_url, "f:f1"),
@@ -334,7 +334,7 @@ async def test_a_reader_that_falls_behind_is_not_flooded(nats_url: str) -> None:
     await journal.close()
 
 
-async def test_a_broker_that_refuses_to_be_examined_is_asked_again(
+async def test_a_failed_check_of_the_broker_is_retried(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     asked, ask = 0, broker.ask

@@ -1,4 +1,4 @@
-"""A stream that is gone: said, waited for, and never made again by whoever happens to come."""
+"""A deleted stream: reported, waited for, and never silently created again."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ async def delete_stream(url: str) -> None:
     await client.close()
 
 
-async def test_who_may_not_make_the_stream_waits_for_who_may(
+async def test_a_process_that_may_not_create_the_stream_waits_for_one_that_may(
     nats_url: str, tmp_path: Path, eventually: Eventually
 ) -> None:
     worker = await NatsJournal.connect(nats_url, "worker:w1", tmp_path / "w1", make=False)
@@ -37,14 +37,14 @@ async def test_who_may_not_make_the_stream_waits_for_who_may(
     await controller.close()
 
 
-async def test_a_deleted_stream_is_noticed_and_not_made_again(
+async def test_a_deleted_stream_is_noticed_and_not_created_again(
     nats_url: str, tmp_path: Path, eventually: Eventually
 ) -> None:
     journal = await spoken(nats_url, 3, tmp_path / "spool")
     await delete_stream(nats_url)
     journal.observe(drain(3))
     await eventually(lambda: isinstance(journal.fault, JournalGone))
-    with pytest.raises(JournalUnavailable, match="back from a backup"):  # and not what ends a controller
+    with pytest.raises(JournalUnavailable, match="from a backup"):  # not an error that ends a controller
         await journal.append([absorbed(1)], through=0, after=0)
     assert journal.spool_depth == 1
     with pytest.raises(JournalGone):
@@ -54,7 +54,7 @@ async def test_a_deleted_stream_is_noticed_and_not_made_again(
     assert seen.seq == 3
     again = await NatsJournal.connect(
         nats_url, "controller:c1", tmp_path / "spool"
-    )  # it remembers: it makes none
+    )  # it remembers the old stream, so it creates none
     stranger = await NatsJournal.connect(nats_url, "reader", None, make=False)
     for each in (again, stranger):
         with pytest.raises(JournalGone):
@@ -62,7 +62,7 @@ async def test_a_deleted_stream_is_noticed_and_not_made_again(
         await each.close()
 
 
-async def test_a_stream_that_is_put_back_is_gone_on_with(
+async def test_reading_continues_on_a_restored_stream(
     broker: Broker, tmp_path: Path, eventually: Eventually
 ) -> None:
     journal = await spoken(broker.url, 5, tmp_path / "spool")

@@ -1,4 +1,4 @@
-"""How large the journal is, and how fast it grows, by the broker's own word."""
+"""The size and growth rate of the journal, as the broker reports them."""
 
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ async def test_size_and_growth(nats_url: str) -> None:
     whole = await usage(journal.connection, shortest=timedelta(0))
     assert (
         whole.bytes_a_day is not None and whole.bytes_a_day > found.bytes
-    )  # all of it came in less than a day
+    )  # all of it was written in less than a day
     lately = await usage(journal.connection, window=timedelta(microseconds=1), shortest=timedelta(0))
     assert lately.bytes_a_day == 0
     await journal.close()

@@ -12,11 +12,13 @@ from events.words import NewWord
 
 NEW = WorkerAwaited(worker="w0", instance="i0", reason="loads")
 OLD = WorkerLeft(worker="w0", instance="i0", mode="graceful")
-GRACEFUL = NewWord("worker_left", "mode", "graceful", instead="immediate")  # as if 0.2.0 knew no such word
+GRACEFUL = NewWord(
+    "worker_left", "mode", "graceful", instead="immediate"
+)  # as if 0.2.0 did not know this word
 
 
 class Gate:
-    """A gate, and what it let through."""
+    """A gate, and the facts that passed it."""
 
     def __init__(self, memory: KindMemory | None = None, words: tuple[NewWord, ...] = ()) -> None:
         self.counters = JournalCounters()
@@ -55,7 +57,7 @@ def test_a_new_kind_that_is_not_in_force_is_dropped_counted_and_logged_once(capl
     assert one.published == [NEW], "it is published from then on"
 
 
-def test_what_waits_is_bounded_and_the_oldest_goes() -> None:
+def test_waiting_observations_are_bounded_and_the_oldest_is_dropped() -> None:
     one = Gate()
     one.say(*(WorkerAwaited(worker="w0", instance=str(n), reason="loads") for n in range(WAITING_MAX + 5)))
     assert one.counters.withheld == 5
@@ -63,7 +65,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes() -> None:
     assert [fact.instance for fact in one.published][:1] == ["5"]  # type: ignore[attr-defined]
 
 
-def test_a_command_whose_observation_was_dropped_is_known() -> None:
+def test_a_command_that_led_to_a_dropped_observation_is_known() -> None:
     """The controller answers such a command itself: the journal of this fleet cannot hold it."""
     one, until = Gate(), datetime.now(UTC)
     one.gate.learn(frozenset())

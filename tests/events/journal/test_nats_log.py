@@ -1,4 +1,4 @@
-"""What nats-server's log tells of those whom it has refused."""
+"""Refusals are read from nats-server's log, with the account that was refused."""
 
 import asyncio
 from pathlib import Path
@@ -66,13 +66,13 @@ def publish(subject: str, **about: str) -> bytes:
         "long",
     ],
 )
-def test_who_was_refused_what(said: bytes, told: list[Refused]) -> None:
+def test_refusals_name_the_account_and_the_operation(said: bytes, told: list[Refused]) -> None:
     assert refusals(said, NAMES) == told
 
 
 @pytest.mark.servers
-async def test_what_is_refused_before_the_first_look_at_the_log_is_told(tmp_path: Path) -> None:
-    """`up` looks at the log only once the fleet has begun, which may take long."""
+async def test_refusals_before_the_first_read_of_the_log_are_reported(tmp_path: Path) -> None:
+    """`up` reads the log only once the fleet has started, which may take long."""
     told: list[IntrusionRefused] = []
     broker = FleetBroker(FleetDir(tmp_path), "", lambda server: None, told.append, None)
     await broker.begin(("w0",))

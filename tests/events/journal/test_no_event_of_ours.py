@@ -1,4 +1,4 @@
-"""Whatever lies on the stream: it is skipped by everybody alike, or it stops who folds until somebody has decided."""
+"""Foreign messages on the stream are skipped by every reader alike, or stop a fold until quarantined."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ NASTY: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "other headers": (DREAMT, b"{}", TOMORROW),
     "an unknown kind of no object": (DREAMT, b"tomorrow", headers_of(HEARD, **TOMORROW)),
     "an unknown kind elsewhere": (ON, b"{}", headers_of(HEARD, **TOMORROW)),
-    "a decision of nobody": (
+    "a decision of no controller": (
         "fleet.decided.absorbed",
         codec.encode_body(Absorbed(number=7, decided_at=NOW)),
         headers_of(Absorbed(number=7, decided_at=NOW)),
@@ -77,7 +77,7 @@ NASTY: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 @dataclass
 class Stage:
-    """A stream on which anybody can put anything."""
+    """A stream to which any process can publish anything."""
 
     journal: AnyJournal
     publish: Callable[[str, bytes, dict[str, str]], Awaitable[None]]
@@ -136,7 +136,7 @@ def folded(events: list[Recorded]) -> Order[tuple[Any, ...]]:
     return order
 
 
-async def test_what_is_no_event_of_ours_is_skipped_counted_and_told_once(stage: Stage) -> None:
+async def test_foreign_messages_are_skipped_counted_and_logged_once(stage: Stage) -> None:
     await stage.say(drain(1))
     for subject, body, headers in NASTY.values():
         await stage.publish(subject, body, headers)
@@ -154,7 +154,7 @@ async def test_what_is_no_event_of_ours_is_skipped_counted_and_told_once(stage: 
     assert order.last_seq == len(events)
 
 
-async def test_a_reading_ends_at_what_is_skipped_and_goes_on_behind_it(
+async def test_a_read_ends_at_a_skipped_message_and_continues_after_it(
     stage: Stage, eventually: Eventually
 ) -> None:
     await stage.publish("fleet.observed.worker.w0.canary_passed", b"hello", {})
@@ -192,7 +192,7 @@ async def test_bytes_among_the_decisions_move_the_fence_and_a_controller_that_re
 
     await stage.journal.append([absorbed(1)], through=0, after=0)
     await stage.publish(*NASTY["bytes among decisions"])
-    await stage.publish(*NASTY["a decision of nobody"])
+    await stage.publish(*NASTY["a decision of no controller"])
     order = folded(await stage.all())
     assert (order.position.decided, order.position.number) == (3, 1)
     batch = [absorbed(2), absorbed(3)]
@@ -215,7 +215,7 @@ async def test_an_unknown_kind_stops_after_what_came_before_it_with_both_ways_ou
 
 
 async def test_an_unknown_observation_is_skipped_by_readers_that_do_not_need_it(stage: Stage) -> None:
-    """A frontend or a controller goes on: it counts the event and logs its kind once."""
+    """A frontend or a controller continues: it counts the event and logs its kind once."""
     await stage.say(drain())
     for _ in range(3):
         await stage.publish(DREAMT, b"{}", headers_of(HEARD, **TOMORROW) | {"Nats-Msg-Id": codec.new_id()})
@@ -229,8 +229,8 @@ async def test_an_unknown_observation_is_skipped_by_readers_that_do_not_need_it(
     assert not stage.journal.counters.skipped
 
 
-async def test_an_unknown_decision_stops_who_decides_and_a_frontend_goes_on(stage: Stage) -> None:
-    """The decision has taken a number: what the next controllers decide is in turn."""
+async def test_an_unknown_decision_stops_a_controller_and_a_frontend_continues(stage: Stage) -> None:
+    """The decision has taken a number: the next controllers' decisions are in turn."""
 
     def absorbed(number: int) -> Decision:
         return Absorbed(number=number, decided_at=NOW)
@@ -263,12 +263,12 @@ async def test_a_frontend_is_in_turn_also_where_the_unknown_decision_was_quarant
     assert folded(await stage.all()).position.number == 2
 
 
-async def test_nobody_quarantines_what_comes_after(stage: Stage) -> None:
+async def test_later_events_cannot_be_quarantined(stage: Stage) -> None:
     await stage.say(EventQuarantined(event=2, why="a guess"), drain())
     assert [event.fact for event in await stage.all()][1:] == [drain()]
 
 
-async def test_a_quarantine_lets_everybody_pass_and_stays(stage: Stage) -> None:
+async def test_a_quarantine_lets_every_reader_pass_and_stays(stage: Stage) -> None:
     await stage.publish(DREAMT, b"{}", headers_of(HEARD, **TOMORROW))
     await stage.publish(messages.quarantine_subject(1), b"no quarantine", {})
     await stage.say(drain())
@@ -283,8 +283,8 @@ async def test_a_quarantine_lets_everybody_pass_and_stays(stage: Stage) -> None:
     assert await stage.all() == events
 
 
-async def test_what_a_newer_version_knows_stays_quarantined(stage: Stage) -> None:
-    """Others have decided without it: a version that can read it must step over it all the same."""
+async def test_a_quarantined_event_stays_quarantined_for_newer_versions(stage: Stage) -> None:
+    """Others have decided without it: a version that can decode it must skip it all the same."""
     await stage.say(drain(1), drain(2), EventQuarantined(event=1, why="unknown then"), drain(3))
     events = await stage.all()
     assert isinstance(events[0].fact, Skipped) and events[0].fact.quarantined
@@ -293,7 +293,7 @@ async def test_what_a_newer_version_knows_stays_quarantined(stage: Stage) -> Non
     assert (await stage.all(after=1))[0].fact == drain(2)
 
 
-async def test_a_decision_out_of_turn_stops_who_folds_until_it_is_quarantined(stage: Stage) -> None:
+async def test_a_decision_out_of_turn_stops_every_fold_until_it_is_quarantined(stage: Stage) -> None:
     def absorbed(number: int) -> Decision:
         return Absorbed(number=number, decided_at=NOW)
 
@@ -319,16 +319,16 @@ async def test_a_decision_out_of_turn_stops_who_folds_until_it_is_quarantined(st
     assert late.position == Position(through=6, decided=7, number=2)
 
 
-async def test_the_place_of_what_is_skipped_can_be_told_from_another(stage: Stage) -> None:
+async def test_skipped_messages_have_distinct_ids(stage: Stage) -> None:
     await stage.publish(ON, b"one", {})
     await stage.publish(ON, b"two", {})
     one, two = await stage.all()
     assert one.id != two.id
     await stage.say(EventQuarantined(event=1, why="to be sure"))
-    assert (await stage.all())[0].id == one.id, "whoever stands there must recognise it"
+    assert (await stage.all())[0].id == one.id, "a reader at that position must recognise it"
 
 
-def test_of_very_many_skipped_messages_only_some_are_told() -> None:
+def test_of_very_many_skipped_messages_only_some_are_logged() -> None:
     stream = MemoryStream()
     journal = MemoryJournal(stream, "worker:w1")
     for n in range(1, 1025):

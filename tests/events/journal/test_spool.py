@@ -1,4 +1,4 @@
-"""The spool: what a killed process leaves is found again, and damage is never silent."""
+"""The spool: facts of a killed process are found again, and damage is never silent."""
 
 import os
 import random
@@ -17,7 +17,7 @@ def message(number: int, size: int = 40) -> OutboxMessage:
 
 
 def killed(spool: Spool) -> None:
-    """Let go of the files as the kernel does for a killed process."""
+    """Close the files as the kernel does for a killed process."""
     spool.close(empty=False)
 
 
@@ -97,7 +97,7 @@ def test_any_flipped_bit_is_detected_and_costs_one_record_at_most(tmp_path: Path
         assert all(each == message(each.number) for each in left.messages)
 
 
-def test_damage_is_said_and_put_aside(tmp_path: Path) -> None:
+def test_damage_is_logged_and_the_file_moved_aside(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "life-1")
     for number in range(1, 4):
         spool.put(message(number))
@@ -115,7 +115,7 @@ def test_damage_is_said_and_put_aside(tmp_path: Path) -> None:
     assert aside.read_bytes() == bytes(bent)
 
 
-def test_what_does_not_fit_is_refused_and_space_comes_back(tmp_path: Path) -> None:
+def test_facts_that_do_not_fit_are_refused_and_space_is_freed_again(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "life-1", bytes_max=2000)
     taken = 0
     while spool.put(message(taken + 1, 200)):
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_and_space_comes_back(tmp_path: Path) -> No
     assert spool.put(message(taken + 1, 200))
 
 
-def test_a_long_spool_gives_its_acknowledged_segments_back(tmp_path: Path) -> None:
+def test_a_long_spool_removes_its_acknowledged_segments(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "life-1", segment_bytes=1000)
     for number in range(1, 101):
         spool.put(message(number, 100))
@@ -154,7 +154,7 @@ def test_a_disk_that_refuses_is_counted_and_harms_nothing(
     assert numbers(Spool(tmp_path, "life-2").take_over()) == [1, 3]
 
 
-def test_a_folder_that_takes_no_more_files_stops_nobody_from_speaking(tmp_path: Path) -> None:
+def test_a_folder_without_room_for_files_does_not_stop_publishing(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "gone", "life-1", segment_bytes=100)
     assert spool.put(message(1)) and spool.put(message(2, 100))
     shutil.rmtree(tmp_path / "gone")
@@ -177,9 +177,7 @@ def test_a_disk_that_has_become_read_only_stops_no_acknowledgement(
     assert spool.failures == 2
 
 
-def test_every_segment_that_was_written_is_brought_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_written_segment_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool(tmp_path, "life-1", segment_bytes=1000)
     for number in range(1, 31):
         spool.put(message(number, 100))
@@ -188,7 +186,7 @@ def test_every_segment_that_was_written_is_brought_to_the_disk(
     spool.sync()
     assert len(synced) == len(list(tmp_path.glob("*.spool"))) > 2
     spool.sync()
-    assert len(synced) == len(set(synced)), "what is on the disk is not written again"
+    assert len(synced) == len(set(synced)), "synced segments are not synced again"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

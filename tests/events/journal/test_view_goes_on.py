@@ -1,5 +1,4 @@
-"""A view that has been stopped, by an unknown event or a decision out of turn, goes on from there, once somebody has decided
-about it."""
+"""A view that an unknown event or a decision out of turn has stopped continues after the quarantine."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HEARD = WorkerHeard(worker="w1", instance="i1", observer="o")
 
 
-async def test_a_view_goes_on_from_where_it_stopped() -> None:
+async def test_a_view_continues_from_where_it_stopped() -> None:
     stream = MemoryStream()
     journal = MemoryJournal(stream, "worker:w1")
     journal.observe(HEARD)
@@ -38,7 +37,7 @@ async def test_a_view_goes_on_from_where_it_stopped() -> None:
     await follows(view, 3)
 
 
-async def test_a_view_stays_before_a_decision_out_of_turn_and_tells_what_came_before_it_once() -> None:
+async def test_a_view_stops_before_a_decision_out_of_turn_and_reports_earlier_events_once() -> None:
     stream = MemoryStream()
     journal, told = MemoryJournal(stream, "worker:w1"), list[int]()
     journal.observe(HEARD)
@@ -59,7 +58,7 @@ async def test_a_view_stays_before_a_decision_out_of_turn_and_tells_what_came_be
 
 
 async def follows(view: FleetView, seq: int) -> None:
-    """Let a view follow to a place."""
+    """Let a view follow up to a sequence."""
     following = asyncio.create_task(view.run())
     async with asyncio.timeout(20):
         while view.seq < seq:  # noqa: ASYNC110

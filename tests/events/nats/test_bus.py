@@ -1,4 +1,4 @@
-"""The bus: one suite for the real one and the double."""
+"""The bus: one suite for the real one and the test double."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +23,7 @@ async def bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
     await made.close()
 
 
-async def test_what_is_published_is_heard(bus: Bus, eventually: Eventually) -> None:
+async def test_published_messages_are_received(bus: Bus, eventually: Eventually) -> None:
     heard: list[tuple[str, Body]] = []
     subscription = await bus.subscribe("live.beat.*", lambda subject, body: heard.append((subject, body)))
     assert await bus.publish("live.beat.w3", {"seq": 1})
@@ -43,9 +43,9 @@ async def test_a_request_is_answered(bus: Bus) -> None:
     assert await bus.request("control.double", {"value": 21}) == {"twice": 42}
 
 
-async def test_nobody_listening_is_said_at_once(bus: Bus) -> None:
-    with pytest.raises(NoAnswer, match="nobody listens"):
-        await bus.request("control.nobody", {}, deadline_s=5)
+async def test_a_request_without_a_subscriber_fails_at_once(bus: Bus) -> None:
+    with pytest.raises(NoAnswer, match="no process subscribes"):
+        await bus.request("control.unused", {}, deadline_s=5)
 
 
 async def test_an_answer_that_never_comes_has_a_deadline(bus: Bus) -> None:
@@ -81,7 +81,7 @@ async def test_without_a_broker_publishing_is_false_and_asking_raises() -> None:
     await bus.close()
 
 
-async def test_a_bus_that_began_without_a_broker_finds_it_and_survives_a_restart(
+async def test_a_bus_started_without_a_broker_connects_later_and_survives_a_restart(
     own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     await own_nats.kill()
@@ -113,7 +113,7 @@ def test_patterns_match_as_nats_does(pattern: str, subject: str, expected: bool)
     assert matches(pattern, subject) is expected
 
 
-async def test_who_wants_no_echo_hears_others_and_not_himself(nats_server: EmbeddedServer) -> None:
+async def test_a_bus_without_echo_receives_only_messages_of_others(nats_server: EmbeddedServer) -> None:
     own = await NatsBus.connect(nats_server.url, "own", echo=False)
     other = await NatsBus.connect(nats_server.url, "other")
     heard: list[object] = []

@@ -1,4 +1,4 @@
-"""A channel is in order and whole, or broken: whatever becomes of its messages."""
+"""A channel delivers all bytes in order, or it breaks, whatever happens to its messages."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Play = Callable[[Sides], None]
 
 
 def play(act: Play, **sides: Any) -> Sides:
-    """Do something with two sides on a loop of their own."""
+    """Run an action on two sides, on a new loop."""
 
     async def run() -> Sides:
         made = Sides(**sides)
@@ -32,7 +32,7 @@ fates = st.lists(st.sampled_from(["carry", "carry", "lose", "twice", "swap"]), m
 
 
 @given(pieces, fates)
-def test_whatever_becomes_of_messages_each_side_hears_a_beginning_of_what_was_said(
+def test_whatever_happens_to_messages_each_side_receives_a_prefix_of_the_stream(
     said: list[tuple[int, bytes]], fates: list[str]
 ) -> None:
     harmed = False
@@ -57,7 +57,7 @@ def test_whatever_becomes_of_messages_each_side_hears_a_beginning_of_what_was_sa
                             wire.posted.append(message)
                         case _:
                             sides.deliver(n, message)
-        for _ in range(3):  # what was lost at the very end is noticed by the next sign of life
+        for _ in range(3):  # a loss at the very end is noticed at the next sign of life
             sides.carry()
             sides.tick(2.0)
 
@@ -84,7 +84,7 @@ def test_a_lost_last_message_breaks_the_channel_on_both_sides() -> None:
     assert "10 bytes are missing at 0" in str(sides.ears[0].lost[0])
 
 
-def test_no_more_than_a_window_is_on_its_way_and_the_writer_is_asked_to_pause() -> None:
+def test_at_most_a_window_is_in_flight_and_the_writer_is_asked_to_pause() -> None:
     async def run() -> None:
         sides = Sides(payload_max=1000)
         writer, reader = sides.channels
@@ -101,20 +101,20 @@ def test_no_more_than_a_window_is_on_its_way_and_the_writer_is_asked_to_pause() 
     asyncio.run(run())
 
 
-def test_who_sends_more_than_the_window_to_one_that_does_not_read_is_cut_off() -> None:
+def test_a_peer_that_sends_more_than_the_window_is_disconnected() -> None:
     def act(sides: Sides) -> None:
         sides.channels[1].pause_reading()
         for n in range(9):
             place = n * WINDOW_BYTES // 4
             sides.deliver(0, (HEAD.pack(DATA, place, 0), bytes(WINDOW_BYTES // 4)))
 
-    assert "more was sent than the window allows" in str(play(act).ears[1].lost[0])
+    assert "the peer sent more than the window allows" in str(play(act).ears[1].lost[0])
 
 
 @pytest.mark.parametrize(
     "message", [(OPEN, 0, 0), (DATA, 5, 0), (DATA, 0, 1), (CLOSE, 1, 0)], ids=["open", "gap", "read", "close"]
 )
-def test_a_message_that_makes_no_sense_breaks_the_channel(message: tuple[int, int, int]) -> None:
+def test_an_invalid_message_breaks_the_channel(message: tuple[int, int, int]) -> None:
     sides = play(lambda sides: sides.deliver(0, (HEAD.pack(*message), b"")))
     assert isinstance(sides.ears[1].lost[0], ConnectionResetError)
 
@@ -131,7 +131,7 @@ def test_what_was_written_before_close_arrives_before_the_end() -> None:
     assert [ear.lost for ear in sides.ears] == [[None], [None]]
 
 
-def test_who_does_not_read_hears_all_of_a_closed_channel_later() -> None:
+def test_a_paused_reader_receives_all_data_of_a_closed_channel_later() -> None:
     def act(sides: Sides) -> None:
         sides.channels[1].pause_reading()
         sides.channels[0].write(b"farewell")
@@ -144,7 +144,7 @@ def test_who_does_not_read_hears_all_of_a_closed_channel_later() -> None:
     assert (bytes(sides.ears[1].heard), sides.ears[1].lost) == (b"farewell", [None])
 
 
-def test_who_has_closed_or_broken_a_channel_hears_nothing_more_of_it() -> None:
+def test_a_side_that_closed_or_broke_a_channel_receives_nothing_more() -> None:
     for end in ("close", "abort"):
 
         def act(sides: Sides, end: str = end) -> None:
@@ -159,7 +159,7 @@ def test_who_has_closed_or_broken_a_channel_hears_nothing_more_of_it() -> None:
         assert (bytes(sides.ears[1].heard), sides.ears[1].lost, len(sides.ears[0].lost)) == (b"", [None], 1)
 
 
-def test_what_came_before_the_other_side_broke_it_is_still_heard() -> None:
+def test_data_sent_before_the_peer_broke_the_channel_is_still_received() -> None:
     def act(sides: Sides) -> None:
         sides.channels[0].write(b"last words")
         sides.channels[0].turn()
@@ -170,7 +170,7 @@ def test_what_came_before_the_other_side_broke_it_is_still_heard() -> None:
     assert play(act).ears[1].heard == b"last words"
 
 
-def test_an_aborted_channel_is_over_at_once_on_both_sides() -> None:
+def test_an_aborted_channel_is_closed_at_once_on_both_sides() -> None:
     def act(sides: Sides) -> None:
         sides.channels[0].write(b"x" * (2 * WINDOW_BYTES))
         sides.channels[0].abort()
@@ -182,7 +182,7 @@ def test_an_aborted_channel_is_over_at_once_on_both_sides() -> None:
     assert isinstance(sides.ears[1].lost[0], ConnectionResetError)
 
 
-def test_a_channel_in_use_says_that_it_lives_and_an_idle_one_now_and_then() -> None:
+def test_a_channel_in_use_sends_signs_of_life_more_often_than_an_idle_one() -> None:
     async def run() -> None:
         sides = Sides()
         writer = sides.channels[0]
@@ -198,13 +198,13 @@ def test_a_channel_in_use_says_that_it_lives_and_an_idle_one_now_and_then() -> N
     asyncio.run(run())
 
 
-def test_silence_breaks_a_channel_unless_it_was_our_own() -> None:
+def test_silence_breaks_a_channel_unless_this_process_was_blocked() -> None:
     long = SILENT_S_MAX + 1
     assert play(lambda sides: sides.tick(long, long)).ears[0].lost == []
-    assert "nothing was heard for 10 s" in str(play(lambda sides: sides.tick(long)).ears[0].lost[0])
+    assert "nothing was received for 10 s" in str(play(lambda sides: sides.tick(long)).ears[0].lost[0])
 
 
-def test_a_protocol_that_fails_breaks_its_channel_and_says_why() -> None:
+def test_a_protocol_that_fails_breaks_its_channel_and_reports_why() -> None:
     class Failing(Ear):
         def data_received(self, data: bytes) -> None:
             raise ValueError("a mistake of ours")
@@ -244,7 +244,7 @@ def test_a_protocol_that_fails_when_it_may_write_again_breaks_its_channel_only()
     asyncio.run(run())
 
 
-def test_who_dials_where_nobody_listens_is_told() -> None:
+def test_dialling_a_subject_without_a_subscriber_fails() -> None:
     async def run() -> None:
         sides = Sides()
         dialling = Channel(sides.wires[0], "own", "other", Ear)

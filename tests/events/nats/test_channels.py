@@ -1,4 +1,4 @@
-"""Channels through a real broker: found and missed, cut, split, held back."""
+"""Channels through a real broker: dialled and missed, broken, split, held back."""
 
 import asyncio
 import time
@@ -37,26 +37,26 @@ async def test_bytes_go_both_ways_in_order(world: World, eventually: Eventually)
     assert bytes(near.heard) == b"".join(said)
 
 
-async def test_where_nobody_listens_the_broker_says_so_at_once(world: World) -> None:
-    async with asyncio.timeout(20):  # of its own it waits for ever
+async def test_the_broker_reports_a_subject_without_a_subscriber_at_once(world: World) -> None:
+    async with asyncio.timeout(20):  # without the broker's notice it would wait forever
         with pytest.raises(NobodyListens):
             await world.near.dial(subjects.plane("w1", "i2"), Party)
     assert world.near.count == 0
 
 
-async def test_a_closed_listener_lets_nobody_in_and_keeps_who_is_in(
+async def test_a_closed_listener_accepts_no_channels_and_keeps_open_ones(
     world: World, eventually: Eventually
 ) -> None:
     listener = await world.far.listen(other := subjects.plane("w2", "i1"), Party)
     inside = await world.near.dial(other, Party)
     assert isinstance(inside, Party)
     listener.close()
-    with pytest.raises(ConnectionResetError, match="nobody is let in here"):
+    with pytest.raises(ConnectionResetError, match="no channels are accepted here"):
         await world.near.dial(other, Party)
     assert not inside.lost
 
 
-async def test_one_that_is_not_there_any_more_is_noticed_in_a_tenth_of_a_second_while_in_use(
+async def test_a_dead_peer_of_a_channel_in_use_is_noticed_in_a_tenth_of_a_second(
     world: World, eventually: Eventually
 ) -> None:
     used, far = await world.pair()
@@ -67,11 +67,13 @@ async def test_one_that_is_not_there_any_more_is_noticed_in_a_tenth_of_a_second_
     await world.far.close()
     await eventually(lambda: used.lost and idle.lost)
     assert isinstance(used.lost[0], NobodyListens) and isinstance(idle.lost[0], NobodyListens)
-    assert used.ended_at - died < SILENT_S_MAX / 2  # when it would be noticed otherwise; 0.05 s are meant
+    assert (
+        used.ended_at - died < SILENT_S_MAX / 2
+    )  # without signs of life it would take longer; 0.05 s are expected
     assert used.ended_at < idle.ended_at
 
 
-async def test_with_the_broker_all_channels_end_and_new_ones_are_made_when_it_is_back(
+async def test_all_channels_end_with_the_broker_and_new_ones_open_after_its_restart(
     own_nats: EmbeddedServer, background: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     world = await World.of(own_nats.url)
@@ -91,7 +93,7 @@ async def test_with_the_broker_all_channels_end_and_new_ones_are_made_when_it_is
         background.run(again.kill())
 
 
-async def test_a_worker_that_began_without_a_broker_is_found_when_there_is_one(
+async def test_a_worker_started_without_a_broker_is_reachable_once_there_is_one(
     own_nats: EmbeddedServer, background: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     await own_nats.kill()
@@ -107,7 +109,7 @@ async def test_a_worker_that_began_without_a_broker_is_found_when_there_is_one(
         background.run(again.kill())
 
 
-async def test_what_exceeds_the_brokers_payload_goes_in_pieces(
+async def test_data_larger_than_the_brokers_payload_is_sent_in_pieces(
     background: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     server = background.run(start_nats(tmp_path / "small", max_payload=2048))
@@ -122,7 +124,7 @@ async def test_what_exceeds_the_brokers_payload_goes_in_pieces(
         background.run(server.kill())
 
 
-async def test_what_nobody_reads_is_held_back_before_the_broker(world: World, eventually: Eventually) -> None:
+async def test_unread_data_is_held_back_before_the_broker(world: World, eventually: Eventually) -> None:
     near, far = await world.pair()
     near.channel.pause_reading()
     far.channel.write(bytes(4 * WINDOW_BYTES))
@@ -146,18 +148,20 @@ async def test_a_message_that_the_broker_drops_breaks_the_channel_on_both_sides(
     assert near.heard == b""
 
 
-async def test_who_does_not_know_a_channel_any_more_says_so(world: World, eventually: Eventually) -> None:
+async def test_a_message_on_an_unknown_channel_is_answered_with_a_reset(
+    world: World, eventually: Eventually
+) -> None:
     near, far = await world.pair()
     world.far.forget(far.channel)
-    near.channel.write(b"anybody there?")
+    near.channel.write(b"hello?")
     await eventually(lambda: near.lost)
     assert "this channel is not open" in str(near.lost[0])
 
 
-async def test_rubbish_on_a_subject_harms_nobody(world: World, eventually: Eventually) -> None:
+async def test_rubbish_on_a_subject_is_harmless(world: World, eventually: Eventually) -> None:
     near, far = await world.pair()
     for body in (b"", b"x", b"\xff" * 17, b"\x01" + bytes(16), b"\x01" + bytes(16) + b"99"):
-        for subject in (f"{SUBJECT}.nobody", f"{SUBJECT}.a.b", "plane"):
+        for subject in (f"{SUBJECT}.unused", f"{SUBJECT}.a.b", "plane"):
             await world.near.connection.client.publish(subject, body)
             await world.near.connection.client.publish(subject, body, reply="somewhere")
     near.channel.write(b"still here")
@@ -174,7 +178,7 @@ async def test_what_lies_unread_in_the_brokers_socket_is_counted(
     far.channel.write(b"x" * 1000)
     far.channel.pump()
     world.far.connection.client.write()
-    time.sleep(0.1)  # noqa: ASYNC251 (nobody reads meanwhile)
+    time.sleep(0.1)  # noqa: ASYNC251 (the loop does not read meanwhile)
     assert world.near.unread() >= 1000
     await eventually(lambda: len(near.heard) == 1000)
     assert world.near.taken - before >= 1000

@@ -1,4 +1,4 @@
-"""Channels through brokers as operators run them: with accounts, TLS, in a cluster, and with their limits."""
+"""Channels through brokers as operators run them: with accounts, TLS, in a cluster, and with limits."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ async def world(near: str, far: str) -> AsyncIterator[World]:
 
 
 async def talk(world: World, eventually: Eventually) -> tuple[Party, Party]:
-    """Check that a new channel carries much, both ways; return its two sides."""
+    """Check that a new channel carries a lot of data both ways; return its two sides."""
     near, far = await world.pair()
     near.channel.write(BIG)
     far.channel.write(BIG[::-1])
@@ -49,7 +49,7 @@ async def talk(world: World, eventually: Eventually) -> tuple[Party, Party]:
     return near, far
 
 
-async def test_an_account_whose_password_has_reserved_characters(
+async def test_an_account_with_reserved_characters_in_its_password(
     start: Start, eventually: Eventually
 ) -> None:
     broker = await start(ACCOUNT)
@@ -63,7 +63,7 @@ async def test_a_token_is_enough(start: Start, eventually: Eventually) -> None:
         await talk(made, eventually)
 
 
-async def test_an_operator_is_heard_with_that_account(start: Start) -> None:
+async def test_an_operator_with_that_account_is_answered(start: Start) -> None:
     class Operator:
         async def ours_to_answer(self) -> bool:
             return True
@@ -84,7 +84,7 @@ async def test_an_operator_is_heard_with_that_account(start: Start) -> None:
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_who_may_not_come_in_is_told_why_and_the_password_is_not(start: Start) -> None:
+async def test_a_refused_client_learns_why_and_the_password_is_not_shown(start: Start) -> None:
     broker = await start(ACCOUNT)
     with capture_logs() as logs:
         await (await Channels.open(broker.url("fleet:wrong"), "near", wait_s=1.0)).close()
@@ -102,10 +102,10 @@ async def test_a_channel_under_tls(
         await eventually(lambda: made.near.unread() == 0)
         await made.far.close()
         await eventually(lambda: near.lost)
-    assert not caplog.records, "the end of a connection is nothing to complain of"
+    assert not caplog.records, "closing a connection is no error"
 
 
-async def test_a_brokers_certificate_that_is_not_trusted_is_named(start: Start, tmp_path: Path) -> None:
+async def test_an_untrusted_certificate_of_a_broker_is_named(start: Start, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     broker = await start(f'tls {{ cert_file: "{cert}", key_file: "{key}" }}')
     connection = await BrokerConnection.open(broker.url(scheme="tls"), "near", wait_s=1.0)
@@ -116,7 +116,7 @@ async def test_a_brokers_certificate_that_is_not_trusted_is_named(start: Start, 
         await connection.close()
 
 
-async def test_when_the_brokers_certificate_ends_is_known(start: Start, authority: str) -> None:
+async def test_the_expiry_of_the_brokers_certificate_is_known(start: Start, authority: str) -> None:
     for config, scheme, days in ((authority, "tls", 2), ("", "nats", None)):
         connection = await BrokerConnection.open((await start(config)).url(scheme=scheme), "near")
         ends = connection.certificate_ends
@@ -151,7 +151,7 @@ async def test_channels_between_two_members_of_a_cluster_of_which_one_dies(
         await talk(made, eventually)
 
 
-async def test_a_reader_that_the_broker_cuts_off_loses_its_channels_and_comes_back(
+async def test_a_slow_reader_that_the_broker_disconnects_loses_its_channels_and_reconnects(
     start: Start, eventually: Eventually
 ) -> None:
     broker = await start('max_payload: 65536\nmax_pending: 1048576\nwrite_deadline: "500ms"')
@@ -166,10 +166,10 @@ async def test_a_reader_that_the_broker_cuts_off_loses_its_channels_and_comes_ba
         await talk(made, eventually)
 
 
-async def test_a_broker_that_takes_nothing_any_more_is_given_up(
+async def test_a_broker_that_accepts_no_more_data_is_disconnected(
     start: Start, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is unsent to it must not hold us up: its host may be gone for ever."""
+    """Unsent data for it must not block us: its host may be gone forever."""
     monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.2)
     broker = await start("")
     async with world(broker.url(), broker.url()) as made:

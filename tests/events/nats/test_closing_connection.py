@@ -1,4 +1,4 @@
-"""A connection lets go of the broker, whatever becomes of the client meanwhile."""
+"""Closing a broker connection works whatever happens to the client meanwhile."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from events.nats.connection import BrokerConnection
 pytestmark = pytest.mark.servers
 
 
-async def test_a_client_that_is_cancelled_while_it_closes_does_not_cancel_who_closes_it(
+async def test_a_client_that_is_cancelled_while_closing_does_not_cancel_the_caller(
     own_nats: EmbeddedServer,
 ) -> None:
     """nats-py cancels its reconnecting, which may wait for the same transport: the cancellation is not ours."""
@@ -26,7 +26,7 @@ async def test_a_client_that_is_cancelled_while_it_closes_does_not_cancel_who_cl
     assert not connection.connected
 
 
-async def test_whoever_is_cancelled_while_he_closes_is_cancelled(own_nats: EmbeddedServer) -> None:
+async def test_a_caller_that_is_cancelled_while_closing_is_cancelled(own_nats: EmbeddedServer) -> None:
     connection = await BrokerConnection.open(own_nats.url, "test")
     closing = asyncio.create_task(connection.close())
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Who we are to a broker: an nkey, a user's JWT, an account, each over TCP and TLS; and what the broker then lets us do."""
+"""Authentication to a broker (nkey, JWT, account; over TCP and TLS), and the resulting permissions."""
 
 import asyncio
 import base64
@@ -45,8 +45,8 @@ class Leader:
         return True
 
 
-async def everybody_works(url_of: Callable[[str], str], eventually: Eventually) -> None:
-    """Let a controller, an operator, a frontend and a worker do what they do through the broker."""
+async def check_every_role_works(url_of: Callable[[str], str], eventually: Eventually) -> None:
+    """Let a controller, an operator, a frontend and a worker do their work through the broker."""
     controller = await NatsJournal.connect(url_of("controller"), "controller:c1")
     worker = await NatsJournal.connect(url_of(WORKER), "worker:w1")
     worker.observe(LEFT)
@@ -88,8 +88,8 @@ async def everybody_works(url_of: Callable[[str], str], eventually: Eventually) 
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def nobody_else_does(url_of: Callable[[str], str], eventually: Eventually) -> None:
-    """Let a worker try what is not its own."""
+async def check_a_worker_cannot_act_as_another(url_of: Callable[[str], str], eventually: Eventually) -> None:
+    """Let a worker attempt operations that belong to others."""
     journal = await NatsJournal.connect(url_of(WORKER), "worker:w1")
     journal.observe(ShutdownBegan(worker="w2", instance="i2", mode="graceful", grace_s=1.0, reason=""))
     await eventually(lambda: journal.connection.refused == 1, 20)
@@ -112,7 +112,7 @@ async def bus(url: str) -> AsyncIterator[NatsBus]:
 
 
 async def eventually_answers(asking: NatsBus, subject: str, answer: dict[str, Any]) -> None:
-    """Ask until the other side's subscription has arrived."""
+    """Send requests until the responder's subscription has arrived."""
     async with asyncio.timeout(20):
         while True:
             with contextlib.suppress(NoAnswer):
@@ -123,7 +123,7 @@ async def eventually_answers(asking: NatsBus, subject: str, answer: dict[str, An
 
 @pytest.fixture
 def seeds(tmp_path: Path) -> Path:
-    """A folder with a seed for every user."""
+    """A folder with a seed for every account."""
     BrokerUsers(tmp_path / "seeds").make([WORKER])
     return tmp_path / "seeds"
 
@@ -131,8 +131,8 @@ def seeds(tmp_path: Path) -> Path:
 async def test_nkeys(start: Start, seeds: Path, tmp_path: Path, eventually: Eventually) -> None:
     broker = await start(configuration(users([WORKER]), seeds) + JETSTREAM.format(tmp_path / "js"))
     url = with_keys(broker.url(), seeds)
-    await everybody_works(lambda name: as_user(url, name), eventually)
-    await nobody_else_does(lambda name: as_user(url, name), eventually)
+    await check_every_role_works(lambda name: as_user(url, name), eventually)
+    await check_a_worker_cannot_act_as_another(lambda name: as_user(url, name), eventually)
 
 
 async def test_nkeys_under_tls(
@@ -142,7 +142,7 @@ async def test_nkeys_under_tls(
         authority + "\n" + configuration(users([WORKER]), seeds) + JETSTREAM.format(tmp_path / "js")
     )
     url = with_keys(broker.url(scheme="tls"), seeds)
-    await everybody_works(lambda name: as_user(url, name), eventually)
+    await check_every_role_works(lambda name: as_user(url, name), eventually)
 
 
 async def test_accounts_with_passwords(start: Start, tmp_path: Path, eventually: Eventually) -> None:
@@ -152,8 +152,10 @@ async def test_accounts_with_passwords(start: Start, tmp_path: Path, eventually:
     broker = await start(
         f"authorization {{ users: {json.dumps(said)} }}\n" + JETSTREAM.format(tmp_path / "js")
     )
-    await everybody_works(lambda name: f"{broker.url(f'{name}:p%40ss')}?user={name}", eventually)
-    await nobody_else_does(lambda name: f"{broker.url(f'{name}:p%40ss')}?user={name}", eventually)
+    await check_every_role_works(lambda name: f"{broker.url(f'{name}:p%40ss')}?user={name}", eventually)
+    await check_a_worker_cannot_act_as_another(
+        lambda name: f"{broker.url(f'{name}:p%40ss')}?user={name}", eventually
+    )
 
 
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
@@ -167,12 +169,12 @@ async def test_creds_with_a_jwt(
     def url_of(name: str) -> str:
         return f"{broker.url(scheme=scheme)}?creds={creds[name]}&user={name}"
 
-    await everybody_works(url_of, eventually)
-    await nobody_else_does(url_of, eventually)
+    await check_every_role_works(url_of, eventually)
+    await check_a_worker_cannot_act_as_another(url_of, eventually)
 
 
 def issued(folder: Path) -> tuple[str, dict[str, Path]]:
-    """Return the configuration of a broker that believes an operator's JWTs, and each user's file, as `nsc` makes them."""
+    """Return the configuration of a broker that trusts an operator's JWTs, and each account's file, as `nsc` creates them."""
     operator, system, fleet = (
         Pair(kind) for kind in (nkeys.PREFIX_BYTE_OPERATOR, *[nkeys.PREFIX_BYTE_ACCOUNT] * 2)
     )
@@ -227,7 +229,7 @@ def permissions(one: BrokerUser) -> dict[str, Any]:
     return {"publish": {"allow": one.publish}, "subscribe": {"allow": one.subscribe}}
 
 
-async def test_who_has_no_seed_that_the_broker_knows_is_told_why(
+async def test_a_process_with_a_seed_unknown_to_the_broker_learns_why(
     start: Start, seeds: Path, tmp_path: Path
 ) -> None:
     broker = await start(configuration(users([WORKER]), seeds))
@@ -238,7 +240,7 @@ async def test_who_has_no_seed_that_the_broker_knows_is_told_why(
         await stranger.close()
 
 
-async def test_a_stream_is_made_by_who_may(
+async def test_only_permitted_roles_create_the_stream(
     start: Start, seeds: Path, tmp_path: Path, eventually: Eventually
 ) -> None:
     broker = await start(configuration(users([WORKER]), seeds) + JETSTREAM.format(tmp_path / "js"))
@@ -254,7 +256,7 @@ async def test_a_stream_is_made_by_who_may(
         await handle.close()
 
 
-def test_a_url_says_as_whom(tmp_path: Path) -> None:
+def test_a_url_names_the_account(tmp_path: Path) -> None:
     keys.kept(tmp_path / "a, b?", "operator")
     url = as_user(with_keys("nats://a:1,nats://b:2", tmp_path / "a, b?"), "operator")
     check_url(url)
@@ -268,22 +270,22 @@ def test_a_url_says_as_whom(tmp_path: Path) -> None:
     [
         ("nkey=/nowhere/x.nk", "nkey names /nowhere/x.nk, and there is no such file"),
         ("creds=/nowhere/x.creds", "creds names /nowhere/x.creds, and there is no such file"),
-        ("seed=SUABC", "'seed' is nothing that a broker's URL may say"),
-        ("nkey=", "'nkey' is nothing that a broker's URL may say"),
+        ("seed=SUABC", "unknown parameter 'seed' of a broker's URL"),
+        ("nkey=", "unknown parameter 'nkey' of a broker's URL"),
     ],
 )
-def test_a_url_that_says_nonsense_is_one_sentence(aside: str, says: str) -> None:
+def test_an_invalid_url_is_one_clear_error(aside: str, says: str) -> None:
     with pytest.raises(BadBrokerUrl, match=says) as error:
         check_url(f"nats://me:hush@a:1?{aside}")
     assert "hush" not in str(error.value) and "SUABC" not in str(error.value)
 
 
-def test_a_folder_without_the_seed_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(BadBrokerUrl, match=r"no seed for the user 'worker-w9'.*holdfast nats permissions"):
+def test_a_folder_without_the_seed_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(BadBrokerUrl, match=r"no seed for the account 'worker-w9'.*holdfast nats permissions"):
         as_user(with_keys("nats://127.0.0.1:1", tmp_path), "worker-w9")
 
 
-def test_a_seed_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
+def test_a_seed_is_readable_by_its_owner_alone_and_stays(tmp_path: Path) -> None:
     folder = tmp_path / "seeds"
     assert keys.kept(folder, "operator") and not keys.kept(folder, "operator")
     assert keys.seed_file(folder, "operator").stat().st_mode & 0o777 == 0o600

@@ -1,7 +1,7 @@
-"""nats-py is still as `events.nats.overrides` takes it to be, and what it lacks is mended.
+"""nats-py still matches the assumptions of `events.nats.overrides`, and its defects are worked around.
 
-A digest is of the source of what is overridden or touched. Where one differs, nats-py has changed there: read what, correct
-`events/nats/overrides.py` if it must be, and put the new digest here.
+A digest is of the source of an overridden or accessed member. If one differs, nats-py has changed there: read the change, correct
+`events/nats/overrides.py` if necessary, and put the new digest here.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ Eventually = Callable[..., Awaitable[None]]
 
 SOURCES: dict[str, tuple[Any, str, str]] = {
     "what reads and hands on": (parser, "Parser", "16e9297d2063"),
-    "who calls the parser": (Client, "_read_loop", "c8cb39386948"),
+    "the caller of the parser": (Client, "_read_loop", "c8cb39386948"),
     "what a message becomes": (Client, "_process_msg", "d163fe8c84d1"),
     "what is written when": (Client, "_flusher", "1451c10f6026"),
     "what wakes the writer": (Client, "_flush_pending", "ca780fd658a9"),
     "how a publication is spelled": (Client, "_send_publish", "be5a52336f2c"),
     "how a connection is begun": (Client, "_connect_to_server", "09cd5ac52157"),
-    "who begins it": (Client, "_select_next_server", "8b84ef436c90"),
+    "the choice of a server": (Client, "_select_next_server", "8b84ef436c90"),
     "what follows the broker's INFO": (Client, "_process_connect_init", "9a9744991851"),
     "how a connection is remade": (Client, "_attempt_reconnect", "fa8dd7c3be4b"),
     "where the stream lies": (transport, "TcpTransport", "9c004cd927a9"),
@@ -41,7 +41,7 @@ SOURCES: dict[str, tuple[Any, str, str]] = {
 
 
 def digest(thing: Any) -> str:
-    """Return what tells one source from another, whatever its indentation and comments."""
+    """Return a digest of a source, independent of indentation and comments."""
     lines = [line.strip() for line in inspect.getsource(thing).splitlines()]
     source = "\n".join(line for line in lines if line and not line.startswith("#"))
     return hashlib.blake2s(source.encode(), digest_size=6).hexdigest()
@@ -68,7 +68,7 @@ def test_exactly_these_methods_are_overridden() -> None:
 
 
 @pytest.mark.parametrize(("base", "name"), OVERRIDDEN)
-def test_an_override_takes_what_nats_py_gives_it(base: Any, name: str) -> None:
+def test_an_override_accepts_the_arguments_of_nats_py(base: Any, name: str) -> None:
     ours = {Client: FastClient, parser.Parser: RawParser}[base]
     theirs, mine = inspect.signature(getattr(base, name)), inspect.signature(getattr(ours, name))
     assert list(mine.parameters) == list(theirs.parameters)
@@ -87,11 +87,11 @@ def test_an_override_takes_what_nats_py_gives_it(base: Any, name: str) -> None:
         ("_transport", type(None)),
     ],
 )
-def test_a_client_has_what_is_touched(attribute: str, kind: type) -> None:
+def test_a_client_has_the_members_that_are_accessed(attribute: str, kind: type) -> None:
     assert isinstance(getattr(Client(), attribute), kind)
 
 
-async def test_the_rest_of_what_is_touched_is_there() -> None:
+async def test_the_other_accessed_members_exist() -> None:
     assert {"_io_reader", "_io_writer"} <= vars(TcpTransport()).keys()  # type: ignore[no-untyped-call]
     assert "_id" in inspect.getsource(Subscription.__init__)
     assert hasattr(transport, "aiohttp")
@@ -100,12 +100,12 @@ async def test_the_rest_of_what_is_touched_is_there() -> None:
     assert "_over_ssl" in inspect.getsource(asyncio.StreamReaderProtocol)
 
 
-def test_web_sockets_get_what_they_need() -> None:
+def test_web_sockets_get_aiohttp() -> None:
     load_web_sockets("nats://one:4222,wss://two")
     assert transport.aiohttp is not None  # type: ignore[attr-defined]
 
 
-# --- what is mended, on a real broker -------------------------------------------------------------------------
+# --- workarounds, on a real broker ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ async def connection(broker: Broker) -> AsyncIterator[BrokerConnection]:
 
 
 @pytest.mark.servers
-async def test_what_is_said_and_posted_is_heard_as_what_is_published(
+async def test_messages_of_the_fast_paths_are_received_like_published_ones(
     connection: BrokerConnection, eventually: Eventually
 ) -> None:
     heard: list[tuple[bytes, bytes, bytes, bytes | None]] = []
@@ -135,7 +135,7 @@ async def test_what_is_said_and_posted_is_heard_as_what_is_published(
 
 
 @pytest.mark.servers
-async def test_a_raw_message_larger_than_one_read_reaches_its_taker_too(
+async def test_a_raw_message_larger_than_one_read_reaches_its_handler_too(
     connection: BrokerConnection, eventually: Eventually
 ) -> None:
     heard: list[bytes] = []
@@ -146,19 +146,19 @@ async def test_a_raw_message_larger_than_one_read_reaches_its_taker_too(
 
 
 @pytest.mark.servers
-async def test_more_than_the_broker_takes_is_refused(connection: BrokerConnection) -> None:
+async def test_a_payload_above_the_brokers_limit_is_refused(connection: BrokerConnection) -> None:
     with pytest.raises(MaxPayloadError):
         connection.client.say("a.b", bytes(connection.client.max_payload + 1), "c", {})
 
 
 @pytest.mark.servers
-async def test_the_brokers_own_words_are_known(connection: BrokerConnection) -> None:
+async def test_the_brokers_reported_properties_are_known(connection: BrokerConnection) -> None:
     assert connection.client.server_version.startswith(str(connection.client.connected_server_version.major))
     assert not connection.client.clustered
 
 
 @pytest.mark.servers
-async def test_what_was_not_written_before_the_broker_went_is_never_said(
+async def test_data_unwritten_when_the_broker_died_is_never_sent(
     broker: Broker, connection: BrokerConnection, eventually: Eventually
 ) -> None:
     heard: list[bytes] = []
@@ -173,8 +173,8 @@ async def test_what_was_not_written_before_the_broker_went_is_never_said(
     await eventually(lambda: heard == [b"fresh"])
 
 
-async def test_a_connection_that_broke_while_it_was_made_is_let_go(eventually: Eventually) -> None:
-    """The second one of a broker that ends its first and greets the second with nonsense."""
+async def test_a_connection_that_broke_while_connecting_is_closed(eventually: Eventually) -> None:
+    """The second connection, of a broker that closes the first one and greets the second one with nonsense."""
     let_go: list[int] = []
     came = itertools.count(1)
 
@@ -199,8 +199,8 @@ async def test_a_connection_that_broke_while_it_was_made_is_let_go(eventually: E
 
 
 @pytest.mark.servers
-async def test_who_is_closed_connects_no_more(broker: Broker) -> None:
-    """Also where the cancellation that ends the reconnecting is swallowed, as by `wait_for` of Python 3.11 now and then."""
+async def test_a_closed_client_does_not_connect_again(broker: Broker) -> None:
+    """Also if the cancellation that ends the reconnecting is swallowed, as `wait_for` of Python 3.11 does occasionally."""
     connection = await BrokerConnection.open(broker.url, "test")
     await connection.close()
     with pytest.raises(asyncio.CancelledError):

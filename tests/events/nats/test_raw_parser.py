@@ -1,4 +1,4 @@
-"""The short way through what the broker sends hands on exactly what nats-py's own way does, however it is cut."""
+"""The fast path of the parser passes on exactly what nats-py's own does, however the data is split."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ RAW, OTHER = 7, 8
 
 
 class Client:
-    """What a parser calls."""
+    """The interface that a parser calls."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -63,7 +63,7 @@ async def heard(parser: Parser, client: Client, pieces: list[bytes]) -> list[Any
 
 
 @given(st.lists(said, max_size=8), st.lists(st.integers(0, 400), max_size=6))
-def test_it_hears_what_nats_py_hears(all_said: list[bytes], cuts: list[int]) -> None:
+def test_it_passes_on_the_same_messages_as_nats_py(all_said: list[bytes], cuts: list[int]) -> None:
     wire = b"".join(all_said)
     places = [0, *sorted(min(cut, len(wire)) for cut in cuts), len(wire)]
     pieces = [wire[a:b] for a, b in itertools.pairwise(places)]
@@ -72,13 +72,13 @@ def test_it_hears_what_nats_py_hears(all_said: list[bytes], cuts: list[int]) -> 
     assert got == asyncio.run(heard(Parser(theirs), theirs, pieces))
 
 
-async def test_what_is_not_the_protocol_is_refused() -> None:
+async def test_data_that_is_not_the_protocol_is_refused() -> None:
     client = Client()
     with pytest.raises(ProtocolError):
         await RawParser(client, {RAW: client.take}).parse(b"HMSG a.b 7 nonsense 3\r\nabc\r\n")
 
 
-async def test_a_taker_that_fails_does_not_end_the_reading() -> None:
+async def test_a_handler_that_fails_does_not_end_the_reading() -> None:
     client = Client()
 
     def fail(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Both sides of a channel: with the messages between them, which a test may lose, repeat or swap, or with a broker."""
+"""Both sides of a channel, with a wire that can lose, repeat or swap messages, or with a broker."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ SUBJECT = subjects.plane("w1", "i1")
 
 
 class Ear(asyncio.Protocol):
-    """Keeps what it hears."""
+    """A protocol that records everything it receives."""
 
     def __init__(self) -> None:
         self.heard = bytearray()
@@ -40,7 +40,7 @@ class Ear(asyncio.Protocol):
 
 @dataclass
 class Wire:
-    """One direction: what was posted there and has not arrived."""
+    """One direction: the messages posted there that have not arrived."""
 
     payload_max: int
     posted: list[Message] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Wire:
 
 
 class Sides:
-    """A channel that is made: `channels[0]` has dialled `channels[1]`."""
+    """An open channel: `channels[0]` has dialled `channels[1]`."""
 
     def __init__(self, payload_max: int = 1000) -> None:
         self.wires = [Wire(payload_max), Wire(payload_max)]
@@ -74,20 +74,20 @@ class Sides:
         self.carry()
 
     def flush(self) -> None:
-        """Let both send what they have gathered."""
+        """Let both sides send their buffered data."""
         for wire in self.wires:
             awake, wire.awake = wire.awake, {}
             for channel in awake:
                 channel.turn()
 
     def deliver(self, side: int, message: Message) -> None:
-        """Let a message that `side` has sent arrive."""
+        """Deliver a message that `side` has sent."""
         if self.channels[1 - side] not in self.wires[1 - side].forgotten:
             kind, place, read = HEAD.unpack(message[0])
             self.channels[1 - side].hear(kind, place, read, message[1])
 
     def carry(self) -> None:
-        """Let everything arrive, both ways, until nothing is left to say."""
+        """Deliver everything, both ways, until nothing is left to send."""
         self.flush()
         while any(wire.posted for wire in self.wires):
             for side, wire in enumerate(self.wires):
@@ -97,7 +97,7 @@ class Sides:
             self.flush()
 
     def tick(self, seconds: float, excused_s: float = 0.0) -> None:
-        """Let so many seconds have passed on both sides."""
+        """Advance the time on both sides."""
         now = asyncio.get_running_loop().time() + seconds
         for channel, wire in zip(self.channels, self.wires, strict=True):
             if channel not in wire.forgotten:
@@ -120,7 +120,7 @@ class Party(Ear):
 
 
 class World:
-    """Two connections to one broker: who dials, and who is dialled."""
+    """Two connections to one broker: the dialling and the listening side."""
 
     def __init__(self, near: Channels, far: Channels) -> None:
         self.near, self.far = near, far
@@ -138,14 +138,14 @@ class World:
         return self.let_in[-1]
 
     async def pair(self, within_s: float = 20.0) -> tuple[Party, Party]:
-        """Return both sides of a fresh channel."""
+        """Return both sides of a new channel."""
         async with asyncio.timeout(within_s):
             dialled = await self.near.dial(SUBJECT, Party)
         assert isinstance(dialled, Party)
         return dialled, self.let_in[-1]
 
     async def reachable(self) -> None:
-        """Wait until a channel can be made: brokers have to tell each other who listens."""
+        """Wait until a channel can be opened: brokers must exchange their subscriptions first."""
         async with asyncio.timeout(30):
             while True:
                 try:

@@ -107,9 +107,9 @@ async def test_the_key_is_required_over_the_broker_too(road: Road) -> None:
 @pytest.mark.parametrize(
     ("workers", "frontends", "why"),
     [
-        (OURS, None, "name it by --fleet-key-file"),
+        (OURS, None, "set --fleet-key-file"),
         (None, OURS, "does not ask for the fleet key"),
-        (OURS, OTHERS, "knows another one"),
+        (OURS, OTHERS, "uses another one"),
     ],
 )
 async def test_a_peer_without_the_key_receives_nothing(

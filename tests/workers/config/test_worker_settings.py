@@ -166,6 +166,6 @@ def test_no_seed_is_created_for_a_broker_outside_the_fleet(tmp_path: Path) -> No
     settings = load_settings(
         {"name": "w9", "data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1?keys=/nowhere"}
     )
-    with pytest.raises(BadBrokerUrl, match=r"/nowhere has no seed for the user 'worker-w9'"):
+    with pytest.raises(BadBrokerUrl, match=r"/nowhere has no seed for the account 'worker-w9'"):
         as_ourselves(settings)
     assert as_ourselves(load_settings({}, {"HOLDFAST_NATS_URL": "nats://c:1"})).nats_url == "nats://c:1"
