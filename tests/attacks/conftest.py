@@ -1,4 +1,4 @@
-"""What strangers, clients and machines may do to a whole fleet: `make test-attacks`, and the first part of `make attack`."""
+"""Attacks and faults on whole fleets: `make test-attacks`, and the first part of `make attack`."""
 
 import pytest
 from store_databases import empty_database_url

@@ -1,4 +1,7 @@
-"""All workers of a fleet that are stopped at once are whole soon after they go on, well before a breaker's wait is over."""
+"""All workers of a fleet, stopped at once, recover soon after they continue.
+
+They do so well before a breaker's wait is over.
+"""
 
 import os
 import signal
@@ -35,4 +38,4 @@ async def test_all_workers_stopped_at_once_return_with_their_first_good_canary(
         for process in processes:
             os.kill(process, signal.SIGCONT)
         status = await fleet.until(whole, WAIT_S - 10)
-        assert [worker["pid"] for worker in status["workers"]] == processes, "none was started anew"
+        assert [worker["pid"] for worker in status["workers"]] == processes, "none was restarted"

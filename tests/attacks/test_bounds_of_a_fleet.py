@@ -1,4 +1,7 @@
-"""A fleet whose journal is full goes on for ever: the oldest events go, behind a snapshot, and everything still begins."""
+"""A fleet with a full journal keeps running: events before a snapshot are dropped.
+
+Every process can still start.
+"""
 
 import asyncio
 import os
@@ -19,7 +22,7 @@ from events.observations import WorkerLeft
 FLAGS = ("--workers", "2", "--canary-interval", "0.5", "--breaker-wait", "1", "--journal-max-bytes", "8MiB")
 KIB = 1024
 BOUND = JournalBounds(bytes=256 * KIB)
-FILLER = WorkerLeft(worker="nobody", instance="x" * 200, mode="immediate", exit=0)
+FILLER = WorkerLeft(worker="filler", instance="x" * 200, mode="immediate", exit=0)
 
 
 async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -
 
 
 async def fill(journal: NatsJournal) -> int:
-    """Fill the journal, as years would, until its beginning is gone; return where it begins then."""
+    """Fill the journal, as in years of use, until its beginning is dropped; return its new first sequence."""
     kept = await newest_kept(journal)
     assert kept is not None, "before the bound was set"
     while not bounds.safe(BOUND, await journal.usage(), kept):
@@ -76,7 +79,7 @@ async def fill(journal: NatsJournal) -> int:
 
 
 async def newer_than(journal: NatsJournal, kept: KeptAt) -> KeptAt:
-    """Wait until the controller has said the fleet again."""
+    """Wait until the controller has written the next snapshot."""
     while True:
         found = await newest_kept(journal)
         if found is not None and found.through > kept.through:
@@ -85,7 +88,7 @@ async def newer_than(journal: NatsJournal, kept: KeptAt) -> KeptAt:
 
 
 async def said(fleet: DemoFleet, *command: str) -> str:
-    """Run a command that finds nothing wrong, and return what it said."""
+    """Run a command that finds nothing wrong, and return its output."""
     ran = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

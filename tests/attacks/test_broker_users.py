@@ -1,4 +1,4 @@
-"""The broker of a fleet lets everybody do his own work, and nobody anything else."""
+"""The broker of a fleet allows every process its own work, and nothing else."""
 
 import asyncio
 import os
@@ -31,13 +31,13 @@ FLAGS = (
 
 
 def refused(fleet: DemoFleet) -> dict[str, int]:
-    """Return how often the broker has refused whom so far."""
+    """Return the number of the broker's refusals so far, by account."""
     said = (fleet.data / "nats" / "nats-server.log").read_bytes()
     known = BrokerUsers(fleet.data / "secrets" / "nats").who()
     return {one.who: one.times for one in refusals(said, known)}
 
 
-async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path) -> None:
+async def test_a_fleet_has_all_permissions_it_needs_and_a_forger_has_none(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, stops=True) as fleet:
         await fleet.healthy(2)
         with joined(fleet, "x0", 2):
@@ -56,7 +56,7 @@ async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path)
 
 
 class joined:
-    """Workers that join a fleet which runs already, by its directory."""
+    """Workers that join a running fleet through its directory."""
 
     def __init__(self, fleet: DemoFleet, name: str, count: int) -> None:
         words = ["worker", "--name", name, "--count", str(count), "--data", str(fleet.data)]
@@ -73,7 +73,7 @@ class joined:
 
 
 async def a_day_of(fleet: DemoFleet) -> None:
-    """Let everybody do what there is to do: requests, a drain, rehearsals, restarts, commands."""
+    """Run every kind of operation: requests, a drain, rehearsals, restarts, commands."""
     data = ("--data", str(fleet.data))
     prompts = [[300 + n] * 40 for n in range(6)]
     answers = [asyncio.ensure_future(streamed(fleet, prompt, 60)) for prompt in prompts]
@@ -101,7 +101,7 @@ async def a_day_of(fleet: DemoFleet) -> None:
 
 
 async def no_forger_gets_through(fleet: DemoFleet) -> None:
-    """Whoever has stolen a worker's seed cannot speak for others, and whoever has none is not let in."""
+    """A thief of a worker's seed cannot publish for others, and a client without a seed is not admitted."""
     url = find(fleet.data)["nats_url"]
     before = await last(url)
     (place,) = addresses(url)
@@ -118,7 +118,7 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
     for subject in ("fleet.>", "_INBOX.>", "answer.>", "plane.>", "live.>"):
         await forger.subscribe(subject)
     async with asyncio.timeout(20):
-        while len(told) < len(forged) + 5:  # noqa: ASYNC110 (the broker tells)
+        while len(told) < len(forged) + 5:  # noqa: ASYNC110 (the broker reports asynchronously)
             await asyncio.sleep(0.05)
     await forger.close()
     assert all("permissions violation" in error for error in told)
@@ -131,8 +131,8 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
 
 
 async def it_is_told(fleet: DemoFleet) -> None:
-    """Attempts are reported with their sender and number on the journal, on the console and among the metrics. Nothing that a
-    forger sent is on the journal."""
+    """Attempts are reported with their sender and number on the journal, on the console and among the metrics. No message of a
+    forger is on the journal."""
     tried: dict[str, int] = {}
     async with asyncio.timeout(60):
         while not (tried.keys() >= {"worker-w0", STRANGER} and tried == refused(fleet)):
@@ -147,7 +147,7 @@ async def it_is_told(fleet: DemoFleet) -> None:
     (controller,) = (p["url"] for p in status["processes"] if p["role"] == "controller")
     counted = f"holdfast_intrusions_refused_total {float(sum(tried.values()))}"
     async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-        while counted not in await page(session, f"{controller}/metrics"):  # noqa: ASYNC110 (it reads on)
+        while counted not in await page(session, f"{controller}/metrics"):  # noqa: ASYNC110 (the controller reads the journal)
             await asyncio.sleep(0.1)
 
 

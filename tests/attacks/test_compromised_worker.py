@@ -1,4 +1,4 @@
-"""A worker that was taken over, with its broker account and the fleet key, harms no other stream. It is refused and ejected."""
+"""A compromised worker, with broker account and fleet key, is ejected and harms no other stream."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ class Intruder:
         return made
 
     async def past_all_permissions(self) -> None:
-        """Publish to the journal itself, with the answer sent to where only controllers may publish; read it."""
+        """Publish to the journal itself, with a reply subject to which only controllers may publish; read it."""
         left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
         places = (
             "live.retire.w0",
@@ -118,11 +118,11 @@ class Intruder:
         assert all("permissions violation" in error for error in self.told)
 
     async def is_ejected(self) -> None:
-        """Wait until it is reported for that, and cut off."""
+        """Wait until it is reported for that, and disconnected."""
         async with asyncio.timeout(60):
             while not any(fact.eject for fact in await self.reported()):  # noqa: ASYNC110 (the journal)
                 await asyncio.sleep(0.2)
-            while self.connection.is_connected:  # noqa: ASYNC110 (the broker cuts it off)
+            while self.connection.is_connected:  # noqa: ASYNC110 (the broker disconnects it)
                 await asyncio.sleep(0.1)
 
     async def with_impossible_values(self) -> None:
@@ -132,7 +132,7 @@ class Intruder:
             assert refused["error"]["err_code"] == INTAKE_REFUSES
 
     async def with_a_context_of_one_token(self) -> None:
-        """Register a possible value that is meant to narrow what the others serve."""
+        """Register a possible value that is meant to restrict the other workers."""
         claim = replace(self.joined, instance="i3", url="tcp://127.0.0.1:1", context_tokens=1)
         assert (await self.say(claim, "worker:w1:x", 2))["stream"] == "FLEET"
 
@@ -141,10 +141,10 @@ class Intruder:
         said, body = headers(left, "worker:w1:x", 3), bytes(4000)
         subject = subjects.said(USER, subjects.subject(left))
         try:
-            async with asyncio.timeout(20):  # nats-py may wait for ever on a connection that was cut off
+            async with asyncio.timeout(20):  # nats-py may wait forever on a closed connection
                 for n in range(FLOOD):
                     await self.connection.publish(subject, body, f"_INBOX.{USER}.f.{n}", said)
-        except Exception as error:  # it is cut off in the middle of it
+        except Exception as error:  # it is disconnected meanwhile
             self.told.append(repr(error))
 
     async def say(self, fact: Fact, source: str, number: int = 1) -> Any:

@@ -21,7 +21,7 @@ WITHIN_MS = 30_000
 
 
 def console_of(fleet: DemoFleet) -> str:
-    """Return where a fleet's one frontend shows it."""
+    """Return the URL of a fleet's console."""
     (frontend,) = (one for one in present(fleet.data) if one.role == "frontend")
     return f"{frontend.url}/console"
 
@@ -47,7 +47,7 @@ async def until(page: Page, selector: str, text: str) -> None:
 
 
 @pytest.mark.attack
-async def test_who_looks_sees_a_worker_fail_its_post_mortem_and_what_became_of_a_request(
+async def test_the_console_shows_a_failing_worker_its_post_mortem_and_a_request(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
@@ -91,7 +91,7 @@ async def until_answered(fleet: DemoFleet) -> None:
 
 
 @pytest.mark.attack
-async def test_a_console_only_shows_unless_it_is_allowed_to_act(tmp_path: Path) -> None:
+async def test_a_console_is_read_only_unless_it_may_act(tmp_path: Path) -> None:
     flags = ("--workers", "2", "--itl-ms", "10", "--canary-interval", "1")
     async with running(tmp_path / "shows", *flags) as fleet, aiohttp.ClientSession() as http:
         body = json.dumps({"verb": "drain", "worker": "w1"})

@@ -1,4 +1,7 @@
-"""A fleet on a host that others use: from a directory of a release before, too, and with no secret in sight."""
+"""A fleet on a shared host gives others no access and shows no secrets.
+
+That holds with a directory of an earlier release, too.
+"""
 
 import asyncio
 import json
@@ -22,7 +25,7 @@ from events.wire import Challenge, Generate, Hello, Sampling, Splitter, encode, 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 
-async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_fleet_of_an_earlier_release_gets_access_control_and_loses_nothing(tmp_path: Path) -> None:
     data = tmp_path / "fleet"
     data.mkdir()
     (data / "version").write_text("1\n")
@@ -37,12 +40,12 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
         assert kept[0]["count"] > 100 and kept[0]["min"] == 1
         verified = holdfast("replay", "verify", "--data", str(data))
         assert verified.returncode == 0, verified.stdout + verified.stderr
-        await nobody_else_gets_in(fleet, reader)
+        await the_former_superuser_is_refused(fleet, reader)
         rebuilt = holdfast("replay", "rebuild", "--data", str(data))
         assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
         assert (await execute(reader, "SELECT count(*) FROM holdfast.fleet_events"))[0][0] >= kept[0]["count"]
         await no_worker_talks_to_a_stranger(data)
-        await the_broker_lets_in_whom_it_knows(fleet)
+        await the_broker_admits_known_accounts_only(fleet)
         no_secret_in_sight(fleet)
         assert open_to_others(data) == []
     assert open_to_others(data) == []
@@ -50,7 +53,7 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
     assert not (data / "postgres" / "database.holdfast").exists()
 
 
-async def test_a_fleets_ports_want_keys_and_answer_no_other_site(tmp_path: Path) -> None:
+async def test_a_fleets_ports_require_keys_and_answer_no_other_site(tmp_path: Path) -> None:
     first, second, wrong = (f"sk-{name}-{secrets.token_hex(8)}" for name in ("first", "second", "wrong"))
     keys = tmp_path / "keys"
     keys.write_text(f"team-a:{first}\n")
@@ -74,7 +77,7 @@ async def test_a_fleets_ports_want_keys_and_answer_no_other_site(tmp_path: Path)
 
 
 async def asked(session: aiohttp.ClientSession, fleet: DemoFleet, key: str) -> int:
-    """Ask for two tokens with a key; return the status. A refusal has OpenAI's shape."""
+    """Request two tokens with a key; return the status. A refusal has OpenAI's format."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": "sim", "prompt": [300, 301], "max_tokens": 2}
     async with session.post(f"{fleet.url}/v1/completions", json=body, headers=headers) as answer:
@@ -88,7 +91,7 @@ async def asked(session: aiohttp.ClientSession, fleet: DemoFleet, key: str) -> i
 
 
 async def no_other_site_is_answered(session: aiohttp.ClientSession, fleet: DemoFleet) -> list[str]:
-    """Ask each admin port as another site's page would, then as Prometheus does; return what the latter gets."""
+    """Query each admin port as another site's page would, then as Prometheus does; return the ports that answer the latter."""
     ports = [
         p["url"] for p in (await fleet.status())["processes"] if str(p.get("url", "")).startswith("http")
     ]
@@ -110,14 +113,14 @@ async def no_other_site_is_answered(session: aiohttp.ClientSession, fleet: DemoF
 
 
 def open_to_others(data: Path) -> list[Path]:
-    """Return what in a fleet's directory, itself included, somebody else could open."""
+    """Return the paths in a fleet's directory, itself included, that another user could open."""
     found = [data, *data.rglob("*")]
     assert len(found) > 500 and {"run", "spool", "logs", "secrets"} <= {path.name for path in found}
     return [path for path in found if path.lstat().st_mode & 0o077]
 
 
-async def nobody_else_gets_in(fleet: DemoFleet, reader: str) -> None:
-    """The superuser of before is nobody's any more."""
+async def the_former_superuser_is_refused(fleet: DemoFleet, reader: str) -> None:
+    """The former superuser has no access any more."""
     place = reader.partition("@")[2]
     for account in (OWNER, "holdfast_reader", "holdfast_owner"):
         try:
@@ -128,7 +131,7 @@ async def nobody_else_gets_in(fleet: DemoFleet, reader: str) -> None:
 
 
 async def no_worker_talks_to_a_stranger(data: Path) -> None:
-    """Whoever connects to a worker's port, and asks, is asked for the fleet's key and gets nothing else."""
+    """A client without the fleet's key that connects to a worker gets the challenge and nothing else."""
     joined = {
         fact.worker: fact for event in await read_all(data) if isinstance(fact := event.fact, WorkerJoined)
     }
@@ -136,7 +139,7 @@ async def no_worker_talks_to_a_stranger(data: Path) -> None:
         host, _, port = fact.url.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         asked = Generate(0, "r", [1, 2, 3], 3, Sampling(max_tokens=4))
-        writer.write(encode(Hello("somebody")) + encode(asked))
+        writer.write(encode(Hello("a-stranger")) + encode(asked))
         async with asyncio.timeout(20):
             heard = [to_frontend.decode(body) for body in Splitter().feed(await reader.read())]
         writer.close()
@@ -150,8 +153,8 @@ def secrets_of(data: Path) -> list[str]:
     return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip(), *seeds]
 
 
-async def the_broker_lets_in_whom_it_knows(fleet: DemoFleet) -> None:
-    """It has one door, and no monitoring page beside it."""
+async def the_broker_admits_known_accounts_only(fleet: DemoFleet) -> None:
+    """It has one port, and no monitoring page beside it."""
     (pid,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "nats")
     (door,) = (c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
     stranger = await NatsBus.connect(f"nats://{door.ip}:{door.port}", "stranger", wait_s=1.0)

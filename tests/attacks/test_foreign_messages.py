@@ -1,4 +1,4 @@
-"""Somebody publishes nonsense on the journal's subjects: the fleet goes on, and can say what it was."""
+"""Nonsense on the journal's subjects does not stop a fleet, which can report what it was."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from events.fact import Decision, Fact, Skipped
 from events.journal import messages
 from events.observations import Profile, WorkerHeard, WorkerJoined
 
-HEARD = WorkerHeard(worker="w0", instance="i", observer="nobody")
+HEARD = WorkerHeard(worker="w0", instance="i", observer="none")
 NOTHING = Profile(kv_blocks=0, block_tokens=0, max_batch=0, prefill_tokens_per_s=0.0, tpot_ms=())
 JOINED = WorkerJoined(
     worker="w\x01-\u2028", instance="i", url="nonsense", model="sim", revision="", tokenizer="builtin:sim",
@@ -35,11 +35,11 @@ def headers(fact: Fact, kind: str = "") -> dict[str, str]:
     return {**made, "ce-type": f"holdfast.{kind or fact.kind()}"}
 
 
-async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quarantined(
+async def test_nonsense_stops_no_process_and_unknown_events_stop_folds_until_quarantined(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:
-    anybody = {"HOLDFAST_NATS_URL": own_nats.url}  # the embedded broker lets nobody say such things
-    async with running(tmp_path / "fleet", "--workers", "2", environment=anybody) as fleet:
+    unprotected = {"HOLDFAST_NATS_URL": own_nats.url}  # the embedded broker denies such publications
+    async with running(tmp_path / "fleet", "--workers", "2", environment=unprotected) as fleet:
         await fleet.healthy(2)
         before = await fleet.until(lambda s: s["projector"]["lag"] == 0)
         pids = {p["name"]: p["pid"] for p in before["processes"]}
@@ -59,7 +59,7 @@ async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quar
         drained = await asyncio.to_thread(holdfast, "drain", "w1", "--data", str(fleet.data))
         assert drained.returncode == 0, drained.stderr
         after = await fleet.until(lambda s: s["projector"]["lag"] == 0 and health(s, "w1") == "DRAINING")
-        assert {p["name"]: p["pid"] for p in after["processes"]} == pids, "nobody has been started again"
+        assert {p["name"]: p["pid"] for p in after["processes"]} == pids, "no process has been restarted"
         for command in (["events"], ["replay", "verify"], ["replay", "timeline"], ["replay", "rebuild"]):
             ran = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
             assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -81,7 +81,7 @@ async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quar
 
 
 async def quarantined(fleet: DemoFleet, broker: Client) -> None:
-    """Publish what may be a newer version's: those who fold stop, until an operator has decided."""
+    """Publish an event that may be a newer version's: every fold stops until an operator has decided."""
     place = ["--data", str(fleet.data)]
     unknown = headers(HEARD, "worker_dreamt")
     seq = (
@@ -101,8 +101,8 @@ async def quarantined(fleet: DemoFleet, broker: Client) -> None:
 
 
 async def forged(fleet: DemoFleet, broker: Client) -> None:
-    """Publish a decision as a controller would, with a number that is not next: all who fold stop, until an operator has
-    decided. Then they go on by themselves."""
+    """Publish a decision as a controller would, with a number that is not next: every fold stops until an operator has
+    decided. Then all continue by themselves."""
     place = ["--data", str(fleet.data)]
     seq, number = await out_of_turn(fleet, broker)
     sentence = f"decision {number + 90}, at {seq}, is out of turn, {number + 1} is next"
@@ -127,7 +127,7 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
         told_so = await asyncio.to_thread(holdfast, *command, *place)
         assert told_so.returncode == 0, told_so.stderr
     await fleet.until(lambda s: (s["projector"]["lag"], health(s, "w0")) == (0, "DRAINING"), 60)
-    while await asyncio.to_thread(chosen, fleet) != "w1":  # noqa: ASYNC110 (the frontend has to read on)
+    while await asyncio.to_thread(chosen, fleet) != "w1":  # noqa: ASYNC110 (the frontend has to continue reading)
         await asyncio.sleep(0.1)
     next_one = next(e.fact for e in await fleet.events(seq) if isinstance(e.fact, Decision))
     assert next_one.number == number + 1
@@ -137,7 +137,7 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
 
 
 async def out_of_turn(fleet: DemoFleet, broker: Client) -> tuple[int, int]:
-    """Return where a forged decision lies, and the number of the last before it."""
+    """Return the sequence of a forged decision, and the number of the last decision before it."""
     while True:
         events = await fleet.events()
         number = next(e.fact.number for e in reversed(events) if isinstance(e.fact, Decision))
@@ -156,7 +156,7 @@ async def out_of_turn(fleet: DemoFleet, broker: Client) -> tuple[int, int]:
 
 
 def chosen(fleet: DemoFleet) -> str:
-    """Return which worker a frontend would choose now; "" if it cannot say."""
+    """Return the worker that a frontend would choose now; "" if it has none."""
     asked = holdfast("route", "--prompt", "x", "-o", "json", "--data", str(fleet.data))
     return "" if asked.returncode else str(json.loads(asked.stdout)["chosen"]["worker"])
 

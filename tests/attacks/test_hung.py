@@ -1,4 +1,4 @@
-"""Workers whose processes are stopped come back by themselves, and the operator's commands work on them meanwhile."""
+"""Workers with stopped processes recover automatically, and operator commands work on them meanwhile."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def processes(status: dict[str, Any]) -> dict[str, int]:
 
 
 async def back(fleet: DemoFleet, before: dict[str, int], *names: str) -> dict[str, int]:
-    """Wait until all workers serve, these in new processes; return which."""
+    """Wait until all workers serve, these in new processes; return their pids."""
 
     def holds(status: dict[str, Any]) -> bool:
         fresh = all(pid != before[name] for name, pid in processes(status).items() if name in names)
@@ -33,16 +33,16 @@ async def back(fleet: DemoFleet, before: dict[str, int], *names: str) -> dict[st
     return processes(await fleet.until(holds, 60))
 
 
-async def test_hung_workers_come_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_hung_workers_recover(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with running(tmp_path_factory.mktemp("hung") / "fleet", *FLAGS, environment=SOON) as fleet:
         first = processes(await fleet.healthy(WORKERS))
         done = holdfast("chaos", "hang", "w3", "--for", "0.5", "--data", str(fleet.data))
         assert (done.returncode, done.stdout) == (0, "w3: hang\n"), done.stderr
         hung = psutil.Process(first["w3"])
         await fleet.until(lambda status: hung.status() != psutil.STATUS_STOPPED)
-        assert (await back(fleet, first))["w3"] == first["w3"], "it has gone on by itself"
+        assert (await back(fleet, first))["w3"] == first["w3"], "it continued by itself"
 
-        for name in ("w0", "w1"):  # more at once, and the observer would doubt itself
+        for name in ("w0", "w1"):  # with more at once, the observer would assume its own failure
             os.kill(first[name], signal.SIGSTOP)
         second = await back(fleet, first, "w0", "w1")
         said = fleet.log.read_text()

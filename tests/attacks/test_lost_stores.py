@@ -1,4 +1,4 @@
-"""What a whole fleet does when its memory is taken from it: the database comes back, the journal cannot, and is not invented."""
+"""A fleet that loses its stores: the database is rebuilt; a lost journal is not invented."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from events.subjects import STREAM
 PROMPT = (300, 301, 302)
 
 
-async def is_made_anew(fleet: DemoFleet, times: int) -> None:
-    """It was said so often, the projector has caught up, and the store is what the journal says."""
+async def is_rebuilt(fleet: DemoFleet, times: int) -> None:
+    """Wait until it was reported so often, the projector has caught up, and the store matches the journal."""
     async with asyncio.timeout(60):
         while fleet.log.read_text().count("the state store was rebuilt") < times:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
@@ -26,20 +26,20 @@ async def is_made_anew(fleet: DemoFleet, times: int) -> None:
     assert verified.returncode == 0 and "no difference" in verified.stdout, verified.stdout + verified.stderr
 
 
-async def test_the_database_comes_back_from_the_journal_and_a_lost_journal_is_said_and_not_invented(
+async def test_the_database_is_rebuilt_from_the_journal_and_a_lost_journal_is_reported_and_not_invented(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path / "fleet", *FAST) as fleet:
         status = await fleet.until(lambda s: "projector" in {p["role"] for p in s["processes"]})
         (fleet.data / "postgres" / "data").rename(tmp_path / "lost")  # at once: the server writes into it
         os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "postgres"), signal.SIGKILL)
-        await is_made_anew(fleet, 1)
+        await is_rebuilt(fleet, 1)
         known = json.loads((fleet.data / "fleet.json").read_text())
         owner = await asyncpg.connect(known["database_owner_url"], timeout=10)
         await owner.execute("TRUNCATE holdfast.projection")
         await owner.execute("DROP TABLE holdfast.migrations")
         await owner.close()
-        await is_made_anew(fleet, 2)
+        await is_rebuilt(fleet, 2)
         await loses_its_journal(fleet)
         assert fleet.stop() == 0, fleet.last_words()
     refused = holdfast("up", "--data", str(fleet.data), "--port", str(fleet.port), *FAST)
@@ -48,10 +48,10 @@ async def test_the_database_comes_back_from_the_journal_and_a_lost_journal_is_sa
 
 
 async def loses_its_journal(fleet: DemoFleet) -> None:
-    """Take the stream from the broker's disk: requests are served, everybody is told, and nobody makes another."""
+    """Remove the stream from the broker's disk: requests are served, it is reported, and no process creates another."""
     status = await fleet.healthy(2)
     (stored,) = (fleet.data / "nats" / "store").rglob(f"streams/{STREAM}")
-    stored.rename(fleet.data.parent / "lost-stream")  # nobody may delete it by asking
+    stored.rename(fleet.data.parent / "lost-stream")  # no account may delete it
     os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "nats"), signal.SIGKILL)
     await said(fleet, "the journal is gone; requests are still served")
     assert await streamed(fleet, PROMPT, 16) == undisturbed(PROMPT, 16)

@@ -1,4 +1,4 @@
-"""Whatever clients say, a whole fleet answers them, serves the others as ever, and nothing of it falls."""
+"""Whatever clients send, a whole fleet answers them, serves the others as usual, and does not fail."""
 
 from pathlib import Path
 

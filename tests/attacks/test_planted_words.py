@@ -1,4 +1,7 @@
-"""What users say, and every secret that a fleet is given, is planted; then every byte that the fleet has left is searched."""
+"""No file that a fleet writes contains users' texts or secrets.
+
+They are planted first; then every byte that the fleet has written is searched.
+"""
 
 import asyncio
 import json
@@ -28,14 +31,14 @@ from controller.processes.children import die_with
 WORDS = "Zitronenfalter-und-Pfauenauge"
 KEY = f"sk-{secrets.token_hex(16)}"  # of the upstream
 BROKER = secrets.token_hex(16)  # the broker's password
-BEARER = secrets.token_hex(16)  # a client's own
+BEARER = secrets.token_hex(16)  # the client's own
 FAULTS = ("says_400", "says_500", "says_401", "says_in_stream", "says_no_json", "cut")
 FLAGS = ("--engine", "openai", "--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff", "1")
 TABLES = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'holdfast'"
 
 
 class Echoing(Upstream):
-    """An upstream whose errors quote what it was sent, as some servers' do."""
+    """An upstream with errors that quote the request, as some servers' do."""
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["Authorization"] == f"Bearer {KEY}"
@@ -53,7 +56,7 @@ class Echoing(Upstream):
 
 
 def requests() -> Iterator[tuple[str, Any]]:
-    """Yield (path, body): good ones, and everything that a client may do wrong."""
+    """Yield (path, body): good requests, and every client error."""
     chat = "/v1/chat/completions"
     told = {"model": "up", "max_tokens": 8, "temperature": 0}
     yield "/v1/completions", {**told, "prompt": WORDS, "stop": [WORDS], "user": WORDS, "stream": True}
@@ -77,7 +80,7 @@ def requests() -> Iterator[tuple[str, Any]]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, path: str, body: Any) -> int:
-    """Ask one thing, with a secret of the client's own, and read the answer to its end."""
+    """Send one request, with the client's own secret, and read the answer to its end."""
     headers = {"Authorization": f"Bearer {BEARER}", "X-Note": WORDS, "Content-Type": "application/json"}
     given = {"data": body} if isinstance(body, bytes) else {"json": body}
     try:
@@ -94,7 +97,7 @@ async def ask(session: aiohttp.ClientSession, url: str, path: str, body: Any) ->
 
 @contextmanager
 def broker(directory: Path) -> Iterator[str]:
-    """A broker that wants a password, as an operator's own may."""
+    """A broker with a password, as an operator's own may have."""
     port = free_port()
     command = [str(nats_binary()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(directory)]
     command += ["--user", "holdfast", "--pass", BROKER, "-l", str(directory / "nats.log")]
@@ -108,13 +111,13 @@ def broker(directory: Path) -> Iterator[str]:
 
 
 def holds(place: Path, words: str) -> list[str]:
-    """Return the files below a place that hold some words, but for those in which passwords are kept."""
+    """Return the files below a folder that contain some text, except those that store passwords."""
     kept = ("accounts.json", "secrets/postgres.json")
     return [name for name in files_holding(place, words) if name not in kept]
 
 
 async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:
-    """Ask everything while all is well, and some of it through every fault; kill a worker meanwhile."""
+    """Send every request while all is well, and some of them during every fault; kill a worker meanwhile."""
     asked = list(requests())
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
         statuses = [await ask(session, fleet.url, path, body) for path, body in asked]
@@ -132,9 +135,7 @@ async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:
     assert holdfast("replay", "timeline", "--all", "--data", str(fleet.data)).returncode == 0
 
 
-async def test_nothing_that_a_fleet_leaves_behind_holds_what_users_say_or_a_secret(
-    tmp_path: Path, databases: None
-) -> None:
+async def test_no_file_of_a_fleet_contains_users_texts_or_a_secret(tmp_path: Path, databases: None) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(BUILTIN_FILE, tmp_path / "model" / "tokenizer.json")
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}

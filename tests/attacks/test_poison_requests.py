@@ -1,5 +1,7 @@
-"""A request that crashes the engine's process, sent again and again by many clients at once: two workers fall, and nobody else
-notices."""
+"""A request that crashes the engine's process, repeated by many clients, costs two workers.
+
+No other request suffers.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +35,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoF
 
 
 async def poison(fleet: DemoFleet) -> openai.APIStatusError:
-    """Ask for what crashes engines; return the refusal."""
+    """Send a request that crashes engines; return the refusal."""
     async with client(fleet) as api:
         with pytest.raises(openai.APIStatusError) as refused:
             await api.completions.create(model="sim", prompt=POISON, max_tokens=8)
@@ -44,7 +46,7 @@ def prompt_of(number: int) -> list[int]:
     return [400 + number, 500, 600]
 
 
-async def test_it_takes_two_workers_however_many_repeat_it_and_nobody_else_notices(fleet: DemoFleet) -> None:
+async def test_a_poisonous_request_costs_two_workers_however_often_it_is_repeated(fleet: DemoFleet) -> None:
     others = [asyncio.ensure_future(streamed(fleet, prompt_of(n), TOKENS)) for n in range(12)]
     refused = [await asyncio.gather(*[poison(fleet) for _ in range(CLIENTS)]) for _ in range(3)]
     assert {error.status_code for round_ in refused for error in round_} == {422}

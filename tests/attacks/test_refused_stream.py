@@ -1,4 +1,4 @@
-"""The stream is not the one that it was: nobody goes on with it before a person has looked, and the sentence says how."""
+"""No process continues with a changed stream before an operator decides, and the error says how."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ BODY = {"model": "sim", "prompt": [300, 301, 302], "max_tokens": 16, "temperatur
 
 
 async def status(session: aiohttp.ClientSession) -> int | None:
-    """Ask for an answer; return the status, or None where nobody listens."""
+    """Send a request; return the status, or None if nothing listens."""
     try:
         async with session.post("/v1/completions", json=BODY) as answer:
             return answer.status
@@ -25,12 +25,12 @@ async def status(session: aiohttp.ClientSession) -> int | None:
         return None
 
 
-async def test_a_frontend_serves_on_and_a_new_one_serves_by_the_state_store(
+async def test_a_running_frontend_keeps_serving_and_a_new_one_serves_from_the_state_store(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:
     broker_of_its_own = {
         "HOLDFAST_NATS_URL": own_nats.url
-    }  # on the embedded one nobody may delete the stream
+    }  # on the embedded broker no account may delete the stream
     async with running(tmp_path / "fleet", "--workers", "2", environment=broker_of_its_own) as fleet:
         before = await fleet.healthy(2)
         (pid,) = (p["pid"] for p in before["processes"] if p["role"] == "frontend")
@@ -43,17 +43,17 @@ async def test_a_frontend_serves_on_and_a_new_one_serves_by_the_state_store(
             await broker.close()
             stranger = await NatsJournal.connect(
                 url, "controller:stranger"
-            )  # who remembers nothing makes another
+            )  # a process that remembers no stream creates another
             await stranger.close()
-            assert await status(session) == 200, "it holds what it knew"
+            assert await status(session) == 200, "it keeps what it knew"
             os.kill(pid, signal.SIGKILL)
             seen: set[int | None] = set()
             async with asyncio.timeout(60):
                 while 200 not in seen:
                     seen.add(await status(session))
                     await asyncio.sleep(0.05)
-        assert seen <= {None, 503, 200}, "it denies no model"
+        assert seen <= {None, 503, 200}, "it reports no model as unknown"
         started = log.read_text().rpartition("view_stopped")
         assert "the state store has folded event" in started[0].splitlines()[-1], (
-            "it says why it follows no journal"
+            "it reports why it follows no journal"
         )

@@ -1,4 +1,4 @@
-"""A worker that was taken over floods the fleet: it is reported and ejected, and no other answer suffers."""
+"""A compromised worker floods the fleet: it is reported and ejected, and no other answer suffers."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from fleet import streamed, undisturbed
 from rogue_fleet import addresses, ejected, instances, reported, with_rogue
 
 SECONDS = 60.0  # at most: it ends when the sender is ejected
-SMALL = {  # budgets that each machine's flood exceeds, and no honest worker of these tests
+SMALL = {  # budgets that every machine's flood exceeds, and no honest worker of these tests
     f"HOLDFAST_FRONTEND__WORKER_BUDGETS__{name}": str(value)
     for name, value in {
         "FRAMES_PER_S": 500, "FRAMES_BURST": 5000, "KV_BATCHES_PER_S": 200, "KV_BATCHES_BURST": 2000,
@@ -26,7 +26,7 @@ SMALL = {  # budgets that each machine's flood exceeds, and no honest worker of 
         ("beats", "flood the controllers with heartbeats"),
     ],
 )
-async def test_a_flood_is_cut_off_reported_and_its_sender_ejected(
+async def test_a_flood_is_stopped_and_reported_and_its_sender_ejected(
     tmp_path: Path, kind: str, words: str
 ) -> None:
     async with with_rogue(tmp_path, environment=SMALL) as (fleet, rogue):
@@ -46,7 +46,7 @@ async def test_a_flood_is_cut_off_reported_and_its_sender_ejected(
 
 
 async def test_connections_with_the_fleets_key_keep_no_frontend_out(tmp_path: Path) -> None:
-    """A worker keeps as many connections of one address as it may; those in use stay, and who comes later gets in."""
+    """A worker limits the connections of one address; those in use stay, and a later frontend is admitted."""
     async with with_rogue(tmp_path) as (fleet, rogue):
         held = await rogue.connect_to((await addresses(fleet))["w0"], 400)
         open_now = [one for one in held if one.live]
@@ -55,7 +55,7 @@ async def test_connections_with_the_fleets_key_keep_no_frontend_out(tmp_path: Pa
         os.kill(frontend, signal.SIGKILL)
         await fleet.until(lambda s: frontend not in {p["pid"] for p in s["processes"]}, 60)
         await fleet.ready()
-        await fleet.act("drain", "x0")  # all requests go to the worker whose connections are held
+        await fleet.act("drain", "x0")  # all requests go to the worker with the occupied connections
         for number in range(3):
             prompt = [300 + number, 301]
             assert await streamed(fleet, prompt, 16) == undisturbed(prompt, 16)

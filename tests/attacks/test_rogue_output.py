@@ -1,4 +1,4 @@
-"""A worker that was taken over spoils what it gives to users. Its requests migrate, and no client sees anything of it."""
+"""A compromised worker spoils its output for users: their requests migrate, and no client sees it."""
 
 import asyncio
 import itertools
@@ -57,13 +57,13 @@ SPOILS: list[tuple[Spoil, str]] = [
 
 
 async def test_a_compromised_workers_output_migrates_and_no_client_sees_it(tmp_path: Path) -> None:
-    """What frontends do by themselves: questions without a mark would convict the worker, and it would get no more requests."""
+    """The frontends' own checks: unmarked canaries would convict the worker, and it would get no more requests."""
     alone = {"HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "0"}
     async with with_rogue(tmp_path, environment=alone) as (fleet, rogue):
         for number, (spoil, words) in enumerate(SPOILS):
             rogue.engine.spoil, before = spoil, len(rogue.engine.asked)
             async with asyncio.timeout(60):
-                for turn in itertools.count():  # its breaker opens now and then
+                for turn in itertools.count():  # its breaker opens occasionally
                     if len(rogue.engine.asked) >= before + 2:
                         break
                     await whole(fleet, [number, turn % 300, turn // 300, 7])
@@ -113,7 +113,7 @@ async def passed(fleet: DemoFleet, worker: str) -> set[str]:
 
 
 async def whole(fleet: DemoFleet, prompt: list[int]) -> None:
-    """Read a streamed answer and one with logprobs; both are what any worker would say."""
+    """Read a streamed answer and one with logprobs; both are as from any worker."""
     assert await streamed(fleet, prompt, TOKENS) == undisturbed(prompt, TOKENS)
     status, body = await asked(fleet, prompt, logprobs=1)
     assert status == 200, body
@@ -141,7 +141,7 @@ async def asked(fleet: DemoFleet, prompt: list[int], **more: Any) -> tuple[int, 
 
 
 async def refusal_in_our_words(fleet: DemoFleet, rogue: RogueWorker) -> None:
-    """What only the worker calls a client's mistake is refused with a sentence of ours."""
+    """A client error that only the worker claims is refused with our own message."""
     async with asyncio.timeout(60):
         for turn in itertools.count():
             status, body = await asked(fleet, [turn % 300, turn // 300, 9])

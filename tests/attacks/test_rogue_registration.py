@@ -1,4 +1,4 @@
-"""A worker that was taken over registers and claims what is not so: another's process, a folder, KV blocks."""
+"""A compromised worker registers false claims: another's process, a folder, KV blocks."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
     try:
         about: dict[str, Any] = {"changed": lambda joined: replace(joined, pid=victim.pid)}
         async with with_rogue(tmp_path, **about) as (fleet, rogue):
-            await rogue.bus.close()  # it obeys nothing: the controller has to signal its process
+            await rogue.bus.close()  # it ignores requests: the controller has to signal its process
             done = await asyncio.to_thread(holdfast, "restart", "x0", "--data", str(fleet.data))
             assert done.returncode != 0 and "is not its own" in done.stdout + done.stderr, done
             fact = await reported(fleet, f"have process {victim.pid} signalled")
@@ -34,14 +34,14 @@ async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
 
 
 def model_at(folder: Path) -> Callable[[WorkerJoined], WorkerJoined]:
-    """Return the registration of a model whose folder has a chat template that never ends."""
+    """Return the registration of a model with a chat template that never ends."""
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_bytes(BUILTIN_FILE.read_bytes())
     (folder / "chat_template.jinja").write_text(ENDLESS)
     return lambda joined: replace(joined, model="evil", tokenizer=str(folder))
 
 
-async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_not_read(
+async def test_an_endless_chat_template_stops_and_an_unapproved_folder_is_not_read(
     tmp_path: Path,
 ) -> None:
     inside = {"HOLDFAST_FRONTEND__MODEL_FOLDERS": str(tmp_path / "models")}
@@ -67,11 +67,11 @@ async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_
             fact = await reported(fleet, str(tmp_path / "elsewhere"))
             assert fact.who == "worker-y0"
         after = {p["name"]: p["pid"] for p in (await fleet.status())["processes"]}
-        assert before.items() <= after.items(), "no process was started anew"
+        assert before.items() <= after.items(), "no process was restarted"
 
 
-async def test_a_worker_whose_kv_claims_are_false_loses_them(tmp_path: Path) -> None:
-    """Requests go to where their KV blocks are claimed to be, until so many of them have found nothing there."""
+async def test_false_kv_claims_of_a_worker_are_dropped(tmp_path: Path) -> None:
+    """Requests go to where their KV blocks are claimed to be, until several of them have found nothing there."""
     prompts = [[500 + number] * PROMPT_TOKENS for number in range(60)]
     async with with_rogue(tmp_path) as (fleet, rogue):
         before = await instances(fleet)
@@ -84,12 +84,12 @@ async def test_a_worker_whose_kv_claims_are_false_loses_them(tmp_path: Path) -> 
             went.append(len(rogue.engine.asked) > count)
         fact = await reported(fleet, "claim cached prompts")
         assert (fact.who, fact.eject) == ("worker-x0", False)
-        assert sum(went[:10]) == 10, "false claims draw requests at first"
+        assert sum(went[:10]) == 10, "false claims attract requests at first"
         assert sum(went[-30:]) < 30, "and no longer, once they have proved wrong"
         assert await instances(fleet) == before
 
 
-async def test_a_worker_that_claims_more_kv_blocks_than_it_has_loses_them(tmp_path: Path) -> None:
+async def test_claims_of_more_kv_blocks_than_a_worker_has_are_dropped(tmp_path: Path) -> None:
     async with with_rogue(tmp_path, changed=few_blocks) as (fleet, rogue):
         rogue.claim(*([1000 + number] * 1600 for number in range(20)))
         fact = await reported(fleet, "KV blocks, and it has registered 1100")

@@ -1,4 +1,4 @@
-"""New weights under the same model name, on one server after another: no request fails, and no command is needed."""
+"""New weights under the same name, on one server after another, fail no request and need no command."""
 
 import asyncio
 import shutil
@@ -20,7 +20,7 @@ RETURNS_S = 60.0
 
 
 class Load:
-    """Asks one short question after another, and counts what came of each."""
+    """Sends one short request after another, and counts the outcomes."""
 
     def __init__(self, fleet: DemoFleet) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Load:
 
 
 async def update(server: Upstream, *, restart: bool, told: bool) -> None:
-    """Give a server new weights; with `restart` it is away meanwhile. `told`: it lists them as its `root`."""
+    """Give a server new weights; with `restart` it is down meanwhile. `told`: it lists them as its `root`."""
     if restart:
         port = int(server.url.rpartition(":")[2])
         await server.stop()
@@ -72,8 +72,8 @@ async def update(server: Upstream, *, restart: bool, told: bool) -> None:
 
 
 async def asked(server: Upstream) -> None:
-    """Wait until a canary has come to a server that is back: on a slow machine its breaker may have opened meanwhile, and with
-    two servers the next one must not go before the fleet knows of the first."""
+    """Wait until a canary has reached a restarted server: on a slow machine its breaker may have opened meanwhile, and with
+    two servers the next one must not restart before the fleet has noticed the first."""
     server.bodies.clear()
     for _ in range(int(RETURNS_S * 10)):
         if any("cache_salt" in body for body in server.bodies):

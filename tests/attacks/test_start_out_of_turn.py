@@ -1,4 +1,7 @@
-"""A fleet is started on a journal at which everybody stops: it waits until an operator has decided, for that needs its broker."""
+"""A fleet started on a journal at which every reader stops waits for an operator's decision.
+
+The operator needs the fleet's broker for that.
+"""
 
 import asyncio
 from datetime import UTC, datetime
@@ -15,7 +18,7 @@ from events.journal.nats import NatsJournal
 from events.journal.port import Fenced
 
 
-async def test_a_fleet_that_is_started_waits_for_what_an_operator_decides(tmp_path: Path) -> None:
+async def test_a_fleet_that_starts_waits_for_an_operators_decision(tmp_path: Path) -> None:
     data, flags = tmp_path / "fleet", ("--workers", "1")
     async with running(data, *flags, stops=True) as fleet:
         await fleet.healthy(1)
@@ -24,7 +27,7 @@ async def test_a_fleet_that_is_started_waits_for_what_an_operator_decides(tmp_pa
     again = DemoFleet.start(data, *flags)
     try:
         async with asyncio.timeout(240):
-            await gives_not_up(again, begun, f"at {seq}, is out of turn")
+            await does_not_give_up(again, begun, f"at {seq}, is out of turn")
             why = ("--why", "forged", "--data", str(data))
             decided = await asyncio.to_thread(holdfast, "journal", "quarantine", str(seq), *why)
             assert decided.returncode == 0, decided.stderr
@@ -37,7 +40,7 @@ async def test_a_fleet_that_is_started_waits_for_what_an_operator_decides(tmp_pa
 
 
 async def answered(fleet: DemoFleet) -> str:
-    """Return what a frontend answers, once it has read on and knows the worker that is there now."""
+    """Return a frontend's answer, once it has read further and knows the current worker."""
     while True:
         try:
             return await streamed(fleet, [1, 2], 8)
@@ -46,7 +49,7 @@ async def answered(fleet: DemoFleet) -> str:
 
 
 async def forged(fleet: DemoFleet) -> int:
-    """Write a decision as whoever has a controller's seed can, and return its place."""
+    """Write a decision, as anything with a controller's seed can, and return its sequence."""
     journal = await NatsJournal.connect(fleet.nats_url("controller"), "controller:forger", make=False)
     try:
         while True:
@@ -61,8 +64,9 @@ async def forged(fleet: DemoFleet) -> int:
         await journal.close()
 
 
-async def gives_not_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
-    """Wait until a controller has ended more often than a fleet bears that is not ready. `begun`: where in its log it began."""
+async def does_not_give_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
+    """Wait until a controller has ended more often than `up` tolerates before the fleet is ready. `begun`: where the log
+    began."""
     said = ""
     while said.count("controller ended with status 1") <= up.LIVES_BEFORE_GIVING_UP:
         assert not fleet.ended, fleet.last_words()

@@ -1,4 +1,4 @@
-"""A fleet in front of servers that change, with other models and rotated keys, needs no restart and fails no request."""
+"""A fleet in front of servers that change models or rotate keys needs no restart and fails no request."""
 
 import asyncio
 import shutil
@@ -56,7 +56,7 @@ async def status(fleet: DemoFleet, model: str) -> int:
 
 
 async def becomes(fleet: DemoFleet, model: str, wanted: int) -> None:
-    """Ask until requests for a model have this status."""
+    """Send requests until those for a model have this status."""
     async with asyncio.timeout(IN_TIME_S):
         while True:
             try:
@@ -69,7 +69,7 @@ async def becomes(fleet: DemoFleet, model: str, wanted: int) -> None:
 
 
 async def test_a_rotated_key_is_used_without_a_restart(world: World) -> None:
-    """Both servers want another key at the moment at which the file has it: no request fails."""
+    """Both servers require another key from the moment at which the file has it: no request fails."""
     lives = [worker["instance"] for worker in (await world.fleet.healthy(2))["workers"]]
     world.key.write_text(NEW)
     for server in world.servers:
@@ -88,8 +88,8 @@ async def refused(fleet: DemoFleet, **more: Any) -> tuple[int, str, str]:
         return response.status_code, response.json()["error"]["code"], response.headers["Retry-After"]
 
 
-async def test_servers_that_say_when_to_retry_are_asked_once(world: World) -> None:
-    """A request makes at most one attempt at each server, the next ones none, and no worker loses its health."""
+async def test_servers_that_send_retry_after_get_one_request(world: World) -> None:
+    """A request makes at most one attempt at each server, later ones none, and no worker loses its health."""
     times = ("14", "12")  # longer than the queue waits
     for server, seconds in zip(world.servers, times, strict=True):
         server.bodies.clear()
@@ -99,7 +99,7 @@ async def test_servers_that_say_when_to_retry_are_asked_once(world: World) -> No
             status, code, retry_after = await refused(world.fleet)
             assert (status, code) == (503, "upstream_overloaded") and 1 <= int(retry_after) <= 12
         for server in world.servers:
-            # by their prompt: a canary without a mark may come meanwhile
+            # identified by their prompt: an unmarked canary may arrive meanwhile
             assert sum(body.get("prompt", [])[:2] == [300, 301] for body in server.bodies) <= 1
     finally:
         for server in world.servers:
@@ -111,7 +111,7 @@ async def test_servers_that_say_when_to_retry_are_asked_once(world: World) -> No
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"extra_body": {"guided_choice": ["yes", "no"]}}])
 async def test_any_request_is_retried_before_its_first_token(world: World, more: dict[str, Any]) -> None:
-    """One server cuts each connection before a token: the other one answers, also n > 1 and constrained requests."""
+    """One server breaks each connection before a token: the other one answers, also n > 1 and constrained requests."""
     first, _ = world.servers
     for server in world.servers:
         server.obeys = frozenset(("guided",))
@@ -128,7 +128,7 @@ async def test_any_request_is_retried_before_its_first_token(world: World, more:
 
 
 async def test_a_server_with_another_model_is_served_under_its_new_name(world: World) -> None:
-    """The old name is answered by the other server alone, without an error; the new name works within seconds."""
+    """The old name is served by the other server alone, without an error; the new name works within seconds."""
     first, _ = world.servers
     first.model = "other"
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""People hear what happens in a fleet: all of it, in order, whoever is killed meanwhile, and over the fleet's own restart."""
+"""Webhooks of a fleet receive all events, in order, across killed processes and a restart."""
 
 import asyncio
 import base64
@@ -21,30 +21,30 @@ FLAGS = ("--workers", "3", "--chaos", "--canary-interval", "0.5", "--breaker-wai
 
 
 def heard(receiver: Receiver) -> list[str]:
-    """Return the ids of what a receiver has taken, without immediate repetitions, each verified."""
+    """Return the ids that a receiver has accepted, without immediate repetitions, each verified."""
     for one in receiver.all:
         Verifier(KEY).verify(one.body, one.headers)
     return [id for id, _ in groupby(receiver.ids)]
 
 
 def closed(receiver: Receiver, incidents: int) -> bool:
-    """Say whether so many incidents have been told from beginning to end."""
+    """Return whether so many incidents have been delivered from beginning to end."""
     kinds = [one.headers["webhook-id"] for one in receiver.taken if b"incident_closed" in one.body]
     return len({*kinds}) >= incidents
 
 
 async def said(fleet: DemoFleet) -> list[str]:
-    """Return the ids of what should have been told, as the journal has them."""
+    """Return the ids that should have been delivered, by the journal."""
     events = await fleet.events()
     assert not [event for event in events if isinstance(event.fact, IntrusionRefused)]
     return [event.id for event in events if event.fact.kind() in TOLD]
 
 
 async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:
-    """Wait until so many incidents have been told to their end, and nothing that the journal has is missing."""
+    """Wait until so many incidents have been delivered to their end, and no event of the journal is missing."""
     await receiver.until(lambda: closed(receiver, incidents), 60)
     async with asyncio.timeout(60):
-        while heard(receiver) != await said(fleet):  # noqa: ASYNC110 (there is nothing that tells)
+        while heard(receiver) != await said(fleet):  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.1)
 
 
@@ -53,7 +53,7 @@ async def notifier_dies(fleet: DemoFleet) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-async def test_all_that_happens_is_told_in_order_and_a_page_is_resolved(tmp_path: Path) -> None:
+async def test_all_events_are_delivered_in_order_and_a_page_is_resolved(tmp_path: Path) -> None:
     (signs := tmp_path / "signs").write_text(KEY)
     (routes := tmp_path / "routes").write_text("R" * 32)
 

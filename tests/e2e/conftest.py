@@ -1,4 +1,4 @@
-"""Fleets take as long as all the rest: the end-to-end tests come first, so that the other tests fill up what they leave."""
+"""Runs the end-to-end tests first: fleets take as long as all other tests, which fill the gaps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the end-to-end tests type."""
+"""The commands that the end-to-end tests run."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from workers.engines.simulated.language import as_bytes, open_sequence, plain_to
 async def running(
     data: Path, *flags: str, environment: dict[str, str] | None = None, stops: bool = False
 ) -> AsyncIterator[DemoFleet]:
-    """A fleet that is ready, on a database that is there. It is gone after any test; with `stops`, in order if all went well."""
+    """A ready fleet with a prepared database. It is ended after any test; with `stops`, gracefully after a successful one."""
     first_database.lay_in_fleet(data)
     planner = () if "--planner-mode" in flags else ("--planner-mode", "off")  # one process less to wait for
     fleet = await DemoFleet.start(data, *flags, *planner, environment=environment).ready()
@@ -38,7 +38,7 @@ def holdfast(*arguments: str, environment: dict[str, str] | None = None) -> subp
 
 
 def undisturbed(prompt: Sequence[int], tokens: int) -> str:
-    """Return what any simulated worker answers to a prompt with so many tokens."""
+    """Return any simulated worker's answer of so many tokens to a prompt."""
     running, said = open_sequence("sim", prompt), []
     for _ in range(tokens):
         said.append(plain_token(running.intdigest()))
@@ -60,7 +60,7 @@ async def streamed(fleet: DemoFleet, prompt: Sequence[int], tokens: int) -> str:
 
 
 def files_holding(place: Path, *words: str) -> list[str]:
-    """Return the files below a place that hold any of some words. A process that ends meanwhile takes its files along."""
+    """Return the files below a folder that contain any of some texts. A process that ends meanwhile removes its files."""
     found = []
     for path in place.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -71,5 +71,5 @@ def files_holding(place: Path, *words: str) -> list[str]:
 
 
 def client(fleet: DemoFleet) -> openai.AsyncOpenAI:
-    """Return the official client, which retries nothing: what fails must be seen."""
+    """Return the official client without retries: failures must be visible."""
     return openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

@@ -1,7 +1,8 @@
-"""The pictures of docs/post-mortems.md: three faults, rehearsed, each with its report as a browser shows it; and those of
-docs/console.md and docs/what-if.md.
+"""Makes the pictures of docs/post-mortems.md, docs/console.md and docs/what-if.md.
 
-python tests/e2e/post_mortems.py             # four minutes; wants a chromium (make chromium)
+Those of docs/post-mortems.md show three rehearsed faults, each with its report in a browser.
+
+python tests/e2e/post_mortems.py             # four minutes; needs a chromium (make chromium)
 python tests/e2e/post_mortems.py console     # the console's alone
 python tests/e2e/post_mortems.py what-if     # a sweep's alone
 """
@@ -84,7 +85,7 @@ async def console(folder: Path) -> None:
 
 
 async def sweep(folder: Path) -> Path:
-    """Let several workers be wrong for a while, one after another, and return what other intervals would have made of it."""
+    """Let several workers answer wrongly for a while, one after another, and return the effect of other canary intervals."""
     from rehearsal import FLAGS, users
 
     from controller.demo.fleet import DemoFleet

@@ -1,4 +1,4 @@
-"""A fleet that is broken in three ways while people ask, for whatever is to be seen then."""
+"""A fleet under load that is broken in three ways, for tests that observe it."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ STREAMS, TOKENS = 8, 60
 
 @contextlib.asynccontextmanager
 async def users(fleet: DemoFleet) -> AsyncIterator[None]:
-    """Let people ask all the while."""
+    """Send requests all the time."""
 
     async def ask(number: int) -> None:
         while True:

@@ -1,6 +1,6 @@
-"""The runbooks' commands: which there are, and what they print before the fleet of `rehearsal`.
+"""The commands in the runbooks, and their output on the fleet of `rehearsal`.
 
-python tests/e2e/runbooks.py     # breaks a fleet for half a minute, and writes what its commands print into docs/runbooks
+python tests/e2e/runbooks.py     # breaks a fleet for half a minute, and writes the commands' output into docs/runbooks
 """
 
 import asyncio
@@ -26,11 +26,11 @@ NOT_RUN = {
     "holdfast golden approve --worker w1",
     "holdfast webhooks resend URL",
     "holdfast webhooks test URL",
-}  # it runs on; it wants an event that no reader knows; they want a worker whose answers differ, and a receiver
+}  # it does not end; it needs an event that no reader knows; they need a worker with deviating answers, and a receiver
 
 
 def shown(text: str) -> list[str]:
-    """Return the commands of a page whose output it shows."""
+    """Return the commands of a page that are shown with their output."""
     return [found[1] for found in BLOCK.finditer(text)]
 
 
@@ -40,19 +40,19 @@ def named(text: str) -> list[str]:
 
 
 def all_shown() -> list[str]:
-    """Return each command of which some page shows the output."""
+    """Return each command that some page shows with its output."""
     return sorted({command for page in PAGES.values() for command in shown(page.read_text())})
 
 
 def all_named() -> list[str]:
-    """Return each command that some page's sentences name, and that ends by itself; restarts last, since whoever was drained is
-    no more then."""
+    """Return each command in some page's sentences that ends by itself. Restarts come last: afterwards the drained worker is
+    gone."""
     all = {command for page in PAGES.values() for command in named(page.read_text())} - NOT_RUN
     return sorted(all, key=lambda command: ("restart" in command, command))
 
 
 def words(command: str, incident: str) -> list[str]:
-    """Return a command's words after `holdfast`, with an incident's name in its place."""
+    """Return a command's arguments after `holdfast`, with an incident's name in its place."""
     program, *rest = shlex.split(command)
     assert program == "holdfast", command
     return [{"INCIDENT": incident, "MODEL": MODEL, "N": "3"}.get(word, word) for word in rest]
@@ -84,7 +84,7 @@ def cut(output: str, data: Path) -> str:
 
 
 async def write() -> None:
-    """Write all pages anew."""
+    """Write all pages."""
     sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "tests/fixtures", "tests/e2e")]
     from rehearsal import FLAGS, broken, users
 

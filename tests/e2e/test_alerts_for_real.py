@@ -1,11 +1,11 @@
-"""Each alert is fired once by what it is for: something is broken, and a real Prometheus that scrapes it says so in time.
+"""Each alert is fired once by its cause, in time, by a real Prometheus that scrapes a broken fleet.
 
-Three scenes share what they break. `workers`: a fleet whose workers go wrong. `planes`: one that loses its broker, database
-and controller while `holdfast up` is stopped, which would bring them back, and gets them back when it goes on. `parts`: what
-takes days in a fleet; a real controller at a broker with a certificate, and the very parts that say when a journal is full and
-what was dropped.
+Three scenes share their faults. `workers`: a fleet with failing workers. `planes`: a fleet that loses its broker, database
+and controller while `holdfast up`, which would restart them, is stopped; when it continues it restarts them. `parts`: faults that
+take days in a fleet. They use a real controller at a broker with a certificate, and the code that reports a full journal and
+dropped facts.
 
-The rules are the real ones with windows of a thirtieth and a sixtieth of the patience (`grafana.rules.text`), scraped each
+The rules are the real ones with their windows shortened to a thirtieth and a sixtieth (`grafana.rules.text`), scraped each
 second.
 """
 
@@ -54,8 +54,8 @@ from workers.exits import FELL
 
 SCRAPE_S = 1
 CALM_S = 3.0
-IN_TIME_S = 30.0  # until a fleet has noticed what happens to it, however busy this machine is
-LATER_S = 60.0  # what lingers is dead for 15 s before anybody says so
+IN_TIME_S = 30.0  # until a fleet has noticed a fault, however busy this machine is
+LATER_S = 60.0  # a lingering process is dead for 15 s before it is reported
 ENDS_S = 30.0
 BOUND_BYTES, SPOOL, YOUNG = 20 << 20, 10_000, timedelta(seconds=1)
 
@@ -64,7 +64,7 @@ __all__ = ["authority", "start"]  # fixtures
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """By which step of which scene an alert fires."""
+    """The step of the scene at which an alert fires."""
 
     scene: str
     step: str
@@ -91,13 +91,13 @@ TABLE: Mapping[str, Row] = {
     "HoldfastTokensUnlikely": Row("workers", "all draw nonsense", LATER_S),
     "HoldfastGoldenDisputed": Row("planes", "w1 answers otherwise from the first"),
     "HoldfastWorkerNameTaken": Row("planes", "a second w0 is started"),
-    "HoldfastWebhooksFailing": Row("planes", "nobody takes what the webhook tells"),
+    "HoldfastWebhooksFailing": Row("planes", "the webhook is not delivered"),
     "HoldfastRefusals": Row("planes", "too many ask"),
     "HoldfastFirstTokensLateFast": Row("planes", "too many ask"),
     "HoldfastFirstTokensLateSlow": Row("planes", "too many ask"),
     "HoldfastStateStoreStuck": Row("planes", "Postgres is killed"),
     "HoldfastStateStoreBehind": Row("planes", "Postgres is killed"),
-    "HoldfastWorkersLingering": Row("planes", "nobody ends w1, which is dead", LATER_S),
+    "HoldfastWorkersLingering": Row("planes", "w1 is dead and not ended", LATER_S),
     "HoldfastJournalUnreachable": Row("planes", "NATS is killed"),
     "HoldfastSpoolGrowing": Row("planes", "NATS is killed"),
     "HoldfastNoLeader": Row("planes", "the controller is killed"),
@@ -115,7 +115,7 @@ def test_each_alert_is_in_the_table() -> None:
 
 
 class Scene:
-    """A Prometheus before something that is broken, and what has fired by which step."""
+    """A Prometheus that scrapes something broken, and the alerts that have fired, by step."""
 
     def __init__(self, name: str, server: PrometheusServer) -> None:
         self.name, self.server = name, server
@@ -126,21 +126,21 @@ class Scene:
         return {one["labels"]["alertname"] for one in self.server.alerts() if one["state"] == "firing"}
 
     def _pending(self, names: set[str]) -> dict[str, float]:
-        """Return for how many seconds those of these that fire now were pending before."""
+        """Return for how many seconds the firing ones of these alerts were pending before."""
         firing = [one for one in self.server.alerts() if one["state"] == "firing"]
         found = [one for one in firing if one["labels"]["alertname"] in names]
         return {one["labels"]["alertname"]: s for one in found if (s := self.server.fired(one)) is not None}
 
     async def calm(self) -> None:
-        """Nothing fires before anything is broken."""
+        """Check that nothing fires before anything is broken."""
         await asyncio.sleep(CALM_S)
-        assert not await asyncio.to_thread(self.firing), "a healthy fleet wakes nobody up"
+        assert not await asyncio.to_thread(self.firing), "a healthy fleet fires no alert"
 
     async def step(self, name: str, breaks: Callable[[], Awaitable[object]]) -> None:
-        """Break something; each of the step's alerts fires in time: after its own patience and two scrapes more."""
+        """Break something; each of the step's alerts fires in time: after its own waiting time and two more scrapes."""
         wanted = {alert for alert, row in TABLE.items() if (row.scene, row.step) == (self.name, name)}
         assert wanted, f"no alert is fired by {name!r}"
-        await self.ends(*wanted)  # by an earlier step
+        await self.ends(*wanted)  # alerts of an earlier step
         began = time.time()
         await breaks()
         while missing := wanted - self._fired.keys():
@@ -153,20 +153,20 @@ class Scene:
             await asyncio.sleep(SCRAPE_S / 4)
 
     async def ends(self, *alerts: str) -> None:
-        """What was mended is over, in time."""
+        """Check that alerts end in time after the repair."""
         deadline = time.monotonic() + ENDS_S
         while left := {*alerts} & await asyncio.to_thread(self.firing):
             assert time.monotonic() < deadline, f"{sorted(left)} did not end"
             await asyncio.sleep(SCRAPE_S / 4)
 
     def whole(self) -> None:
-        """All of the scene's alerts have fired."""
+        """Check that all of the scene's alerts have fired."""
         assert self._fired.keys() == {alert for alert, row in TABLE.items() if row.scene == self.name}
 
 
 @contextlib.contextmanager
 def scene(name: str, folder: Path, *admin_ports: int) -> Any:
-    """Yield a scene before the processes that these controllers, or what serves `/sd` like one, name."""
+    """Yield a scene that scrapes the processes listed by these controllers, or by what serves `/sd` like one."""
     (rules := folder / "rules.yaml").write_text(text(rehearsed=True))
     config = http_sd(f"http://127.0.0.1:{port}" for port in admin_ports) + rule_files([str(rules)])
     for slow, quick in (
@@ -182,7 +182,7 @@ def scene(name: str, folder: Path, *admin_ports: int) -> Any:
 
 @contextlib.asynccontextmanager
 async def asking(fleet: DemoFleet, people: int, tokens: int) -> AsyncIterator[None]:
-    """Let so many people ask all the while."""
+    """Run so many users that send requests all the time."""
 
     async def ask(number: int, api: Any) -> None:
         while True:
@@ -223,7 +223,7 @@ QUICK = {
 
 
 @pytest.mark.attack
-async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
+async def test_alerts_about_workers_fire(tmp_path: Path) -> None:
     binary()
     port = free_port()
     environment = QUICK | {"HOLDFAST_CONTROLLER__ADMIN_PORT": str(port)}
@@ -260,7 +260,7 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await watched.ends("HoldfastPanic")
                 await fleet.healthy(4)  # streams are answered: they are to be lost
                 await watched.step(
-                    "all are killed",  # at once: one after another, the first is back before the last has gone
+                    "all are killed",  # at once: one after another, the first would recover before the last is killed
                     lambda: asyncio.gather(*(each("kill", worker) for worker in WORKERS)),
                 )
                 await fleet.healthy(4)
@@ -290,7 +290,7 @@ PLANES = (
     "--canary-interval",
     "0.5",
     "--webhook",
-    "http://nobody:1",
+    "http://unused:1",
 )
 MANY_EVENTS = 1_500
 ROOM_FOR_TWO = {
@@ -306,14 +306,14 @@ ROOM_FOR_TWO = {
 
 
 @pytest.mark.attack
-async def test_what_becomes_of_servers_and_controllers_is_noticed(tmp_path: Path) -> None:
+async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None:
     binary()
     port = free_port()
     environment = ROOM_FOR_TWO | {"HOLDFAST_CONTROLLER__ADMIN_PORT": str(port)}
     with scene("planes", tmp_path, port) as watched:
         async with running(tmp_path / "fleet", *PLANES, environment=environment) as fleet:
             await watched.step("w1 answers otherwise from the first", lambda: fleet.act("corrupt", "w1", 1))
-            await watched.step("nobody takes what the webhook tells", lambda: asyncio.sleep(0))
+            await watched.step("the webhook is not delivered", lambda: asyncio.sleep(0))
             pids = {process.name: process.pid for process in present(fleet.data)}
 
             async def second_worker() -> None:
@@ -344,7 +344,7 @@ async def test_what_becomes_of_servers_and_controllers_is_noticed(tmp_path: Path
             fleet.process.send_signal(signal.SIGSTOP)
             async with asking(fleet, 24, 40):
                 await asyncio.gather(
-                    watched.step("nobody ends w1, which is dead", lambda: struck("w1", signal.SIGSTOP)),
+                    watched.step("w1 is dead and not ended", lambda: struck("w1", signal.SIGSTOP)),
                     watched.step("too many ask", lambda: asyncio.sleep(0)),
                     watched.step("Postgres is killed", says_much),
                 )
@@ -369,12 +369,12 @@ async def say(fleet: DemoFleet, events: int) -> None:
 
 
 @pytest.mark.attack
-async def test_what_takes_days_in_a_fleet_is_noticed(tmp_path: Path, start: Start, authority: str) -> None:
+async def test_alerts_that_take_days_in_a_fleet_fire(tmp_path: Path, start: Start, authority: str) -> None:
     binary()
     store = f'jetstream {{ store_dir: "{tmp_path / "store"}" }}'
     url = (await start(f"{authority}\n{store}")).url(scheme="tls")
     (data := tmp_path / "data").mkdir(0o700)
-    (data / "nats").symlink_to("/proc")  # a disk on which nothing is free
+    (data / "nats").symlink_to("/proc")  # a disk without free space
     port = free_port()
     command = [sys.executable, "-m", "controller.cli", "controller", "--data", str(data), "--nats-url", url,
                "--admin-port", str(port)]  # fmt: skip
@@ -401,7 +401,7 @@ async def test_what_takes_days_in_a_fleet_is_noticed(tmp_path: Path, start: Star
 
 
 async def fills(data: Path, url: str) -> None:
-    """Write on and on into a stream with a bound at which it refuses more, and serve what is known of it."""
+    """Write continuously into a stream with a bound at which it refuses more, and expose its metrics."""
     journal = await NatsJournal.connect(url, "controller:filling", None, make=False)
     async with measured(data, "filling") as registry:
         found = await ask(journal.connection, f"STREAM.INFO.{STREAM}")
@@ -421,7 +421,7 @@ async def fills(data: Path, url: str) -> None:
 
 
 async def drops(data: Path, watched: Scene) -> None:
-    """Say more than fits into a spool, while there is no broker."""
+    """Publish more than fits into a spool, without a broker."""
     nowhere = f"nats://127.0.0.1:{free_port()}"
     journal = await NatsJournal.connect(
         nowhere, "frontend:dropping", data / "spool" / "full", wait_s=0.1, spool_bytes_max=SPOOL
@@ -440,7 +440,7 @@ async def drops(data: Path, watched: Scene) -> None:
 
 @contextlib.asynccontextmanager
 async def measured(data: Path, name: str) -> AsyncIterator[CollectorRegistry]:
-    """Yield a registry that is served as a controller's is, to whom the controller of this directory tells of it."""
+    """Yield a registry that is exposed like a controller's, and listed by the controller of this directory."""
     registry = CollectorRegistry()
     runner = await serve(lambda: generate_latest(registry), dict, "127.0.0.1", 0)
     shown = presence.announce(data, "controller", name, url_of(runner))

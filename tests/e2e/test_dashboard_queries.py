@@ -1,6 +1,6 @@
-"""What dashboards ask for is answered: by a real Prometheus that scrapes a real fleet while it is broken, and by its Postgres.
+"""The dashboards' queries have results, from a real Prometheus and the state store of a broken fleet.
 
-And what runbooks tell their readers to run says something about it.
+The runbooks' commands have a useful output, too.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from grafana.write import BOARDS
 
 CALM_S = 5.0
 ALARMS = {"HoldfastSilentCorruption", "HoldfastTargetDown", "HoldfastWorkersFailing"}
-QUIET = {  # panels that may show nothing, since nothing of that kind is rehearsed here: nobody is parked, nobody scales
+QUIET = {  # panels that may be empty, since nothing of that kind is rehearsed here: no parked request, no scaling
     "Control plane: Certificate expires in", "Control plane: Full in", "Control plane: Planners", "Incident: Exposed requests",
     "Incident: Migrated streams", "Requests and migrations: At a limit",
     "Requests and migrations: For other reasons", "Requests and migrations: Cancelled by clients",
@@ -33,7 +33,7 @@ QUIET = {  # panels that may show nothing, since nothing of that kind is rehears
 
 
 def filled(ask: str, **chosen: str) -> str:
-    """Return a query with what a viewer's choices and Grafana put in its place."""
+    """Return a query with the viewer's choices and Grafana's macros filled in."""
     values = {
         "$__rate_interval": "20s", "$model": ".*", "$worker": ".*", "$frontend": ".*", "$objective": "0.999",
         "${worker:singlequote}": "'w0','w1','w2','s0'", **{f"${name}": value for name, value in chosen.items()},
@@ -44,19 +44,19 @@ def filled(ask: str, **chosen: str) -> str:
 
 
 def asked(source: str) -> list[tuple[str, Query]]:
-    """Return what all dashboards ask of one source, each with the name of its panel."""
+    """Return all dashboards' queries to one source, each with the name of its panel."""
     panels = [(f"{board.title}: {panel.title}", panel) for board in BOARDS for panel in board.panels()]
     return [(name, query) for name, panel in panels for query in panel.asks if query.source == source]
 
 
 def fired(server: PrometheusServer, within: str = "10m") -> set[str]:
-    """Return the alerts that have fired lately."""
+    """Return the alerts that have fired recently."""
     ever = server.ask(f'count by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{within}]))')
     return {one["metric"]["alertname"] for one in ever}
 
 
 def empty(server: PrometheusServer) -> list[str]:
-    """Return the panels that have a query to which Prometheus shows nothing. Each query is understood."""
+    """Return the panels with a query without results. Every query is valid."""
     bounds = {
         name: server.ask(f"{metric}_bucket")[3]["metric"]["le"]
         for name, metric in (("ttft", slo.FIRST), ("itl", slo.NEXT))
@@ -67,7 +67,7 @@ def empty(server: PrometheusServer) -> list[str]:
 
 
 async def rows(url: str, ask: str) -> list[Any]:
-    """Return what the state store answers, with Grafana's macro filled in."""
+    """Return the state store's answer, with Grafana's macro filled in."""
     for column in ("at", "opened_at"):
         ask = ask.replace(f"$__timeFilter({column})", f"{column} > now() - interval '1 hour'")
     connection = await asyncpg.connect(url.replace("postgresql+asyncpg", "postgresql"))
@@ -97,7 +97,7 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
                 found = await asyncio.to_thread(empty, server)
                 alarms = fired(server)
             up = {one["metric"]["role"] for one in server.ask("up == 1")}
-        assert not false, "a healthy fleet wakes nobody up"
+        assert not false, "a healthy fleet fires no alert"
         assert alarms >= ALARMS, ALARMS - alarms
         assert {*found} <= QUIET, {*found} - QUIET
         assert up == {"controller", "projector", "planner", "notifier", "frontend", "worker"}

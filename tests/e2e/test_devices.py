@@ -1,4 +1,4 @@
-"""A GPU dies in a running fleet: whoever computes on it gets nothing more, and no user notices."""
+"""A GPU dies in a running fleet: its worker gets no more requests, and no user notices."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ def worker(fleet: DemoFleet, name: str, *flags: str, driver: dict[str, str]) -> 
 
 
 async def answer(fleet: DemoFleet, prompt: int, started: asyncio.Event | None = None) -> tuple[str, str]:
-    """Read one stream to its end; return who began it, and the text."""
+    """Read one stream to its end; return the worker that began it, and the text."""
     text = ""
     async with client(fleet) as api:
         answer = await api.completions.with_raw_response.create(
@@ -62,7 +62,7 @@ async def answer(fleet: DemoFleet, prompt: int, started: asyncio.Event | None = 
 
 
 async def under_xid(fleet: DemoFleet, gpu: shim.Gpu, code: int) -> set[str]:
-    """Raise an Xid while streams run; check that none is altered, and return who had begun them."""
+    """Raise an Xid while streams run; check that none is altered, and return the workers that had begun them."""
     whole = [text for _, text in await asyncio.gather(*(answer(fleet, n) for n in range(STREAMS)))]
     flags = [asyncio.Event() for _ in range(STREAMS)]
     running = [asyncio.ensure_future(answer(fleet, n, flags[n])) for n in range(STREAMS)]
@@ -71,7 +71,7 @@ async def under_xid(fleet: DemoFleet, gpu: shim.Gpu, code: int) -> set[str]:
     gpu.raise_xid(code)
     seen = await asyncio.gather(*running)
     assert [text for _, text in seen] == whole
-    return {who for who, _ in seen}
+    return {worker for worker, _ in seen}
 
 
 async def test_a_servers_gpu_and_a_workers_own(
@@ -88,7 +88,7 @@ async def test_a_servers_gpu_and_a_workers_own(
                 await asyncio.sleep(0.05)
         assert "w1" in await under_xid(fleet, servers, 79)
         await fleet.until(lambda s: {w["id"]: w["health"] for w in s["workers"]}["w1"] == "UNHEALTHY")
-        assert {who for who, _ in await asyncio.gather(*(answer(fleet, n) for n in range(4)))} == {"w0"}
+        assert {worker for worker, _ in await asyncio.gather(*(answer(fleet, n) for n in range(4)))} == {"w0"}
         servers.lost = 1
         await said(fleet, DeviceFaulted, 2)
         servers.lost = 0  # it was reset

@@ -1,4 +1,4 @@
-"""One of four workers leaves under load, and two frontends hear of it: nobody fails, and it soon gets nothing new."""
+"""One of four workers shuts down under load: no request fails, and it soon gets no new ones."""
 
 from pathlib import Path
 
@@ -28,5 +28,7 @@ async def test_no_frontend_sends_a_leaving_worker_anything_after_a_second(tmp_pa
     assert isinstance(drained, DrainFinished)
     assert (drained.cancelled, drained.failed) == (0, 0)
     moved = [f for f in seen.facts if isinstance(f, RequestMigrated) and f.source == "w2"]
-    assert drained.migrated == sum(f.tokens > 0 for f in moved)  # what it refused it had never had
+    assert drained.migrated == sum(
+        f.tokens > 0 for f in moved
+    )  # requests that it refused had never started there
     assert left == WorkerLeft(worker="w2", instance=began.instance, mode="graceful", exit=0)

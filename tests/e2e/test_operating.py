@@ -1,4 +1,4 @@
-"""A drained worker's streams, and those that an operator moves, go on elsewhere with their KV cache: no user notices.
+"""Drained and moved streams continue elsewhere with their KV cache, unnoticed by users.
 
 The fleet, one worker short, then answers a recorded trace.
 """
@@ -18,13 +18,13 @@ from controller.demo.fleet import DemoFleet
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 
 WORKERS = ("w0", "w1", "w2")
-# 60 s of answers: two commands start meanwhile, on a machine that has other work, too
+# 60 s of answers: two commands start meanwhile, on a machine that may be busy
 FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "40")
 STREAMS = 12
 TOKENS = 1500
 SPEEDS = {
-    "HOLDFAST_WORKER_PREFILL_TOKENS_PER_S": "5000",  # a prompt takes its time: a transfer is worth it
-    "HOLDFAST_FRONTEND__MOVING__MAX_MIGRATION_TIME_MS": "10000",  # this machine may have much else to do
+    "HOLDFAST_WORKER_PREFILL_TOKENS_PER_S": "5000",  # prefill is slow, so that a transfer is worthwhile
+    "HOLDFAST_FRONTEND__MOVING__MAX_MIGRATION_TIME_MS": "10000",  # this machine may be busy
 }
 CONVERSATIONS, TURNS, BLOCK = 8, 5, 64
 
@@ -67,12 +67,12 @@ async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fl
 
 
 def at(status: dict[str, Any], worker: str) -> int:
-    """Return how many requests a worker has, as it says itself."""
+    """Return a worker's requests, as it reports them."""
     return sum(w["in_flight"] or 0 for w in status["workers"] if w["id"] == worker)
 
 
 async def operator(fleet: DemoFleet, *command: str) -> str:
-    """Type a command that must succeed; return what it says."""
+    """Run a command that must succeed; return its output."""
     done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -84,7 +84,7 @@ async def facts(fleet: DemoFleet, kind: type) -> list[Any]:
 
 
 def trace() -> bytes:
-    """Conversations whose every prompt goes on from the one before."""
+    """Return conversations in which every prompt continues the one before."""
     lines = []
     for turn in range(TURNS):
         for one in range(CONVERSATIONS):
@@ -94,7 +94,9 @@ def trace() -> bytes:
     return "\n".join(lines).encode()
 
 
-async def test_a_fleet_answers_a_trace_and_finds_what_it_shares(fleet: DemoFleet, tmp_path: Path) -> None:
+async def test_a_fleet_answers_a_trace_and_finds_its_shared_prefixes(
+    fleet: DemoFleet, tmp_path: Path
+) -> None:
     path, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
     path.write_bytes(trace())
     replay = ("trace", "replay", str(path), "--url", fleet.url, "--report", str(report))

@@ -1,5 +1,7 @@
-"""More requests than there is room for: they wait in line, all are served, and nothing looks like a failure. Fewer workers than
-were promised: the level reaches all of them, and is taken back.
+"""Overload of a fleet: queued requests are all served, and a degradation level reaches all workers.
+
+The first has more requests than capacity, and nothing looks like a failure. The second has fewer workers than the objectives
+need.
 """
 
 import asyncio
@@ -33,7 +35,7 @@ SMALL = {
     "HOLDFAST_FRONTEND__ADMISSION__QUEUE_S": "120",  # however slow this machine is
 }
 REQUESTS, HELD = 40, 8
-LONG, SHORT = 400, 40  # tokens: 12 s in which the others come, and 1 s
+LONG, SHORT = 400, 40  # tokens: 12 s in which the others arrive, and 1 s
 
 
 def tokens_of(number: int) -> int:
@@ -41,7 +43,7 @@ def tokens_of(number: int) -> int:
 
 
 async def counted(fleet: DemoFleet) -> tuple[float, float]:
-    """Return how many requests wait in the frontend's line, and how many are with workers, by its gauges."""
+    """Return the number of requests in the frontend's queue, and with workers, by its gauges."""
     (url,) = [process.url for process in present(fleet.data) if process.role == "frontend"]
     async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
         families = list(text_string_to_metric_families(await answer.text()))
@@ -52,7 +54,7 @@ async def counted(fleet: DemoFleet) -> tuple[float, float]:
 
 
 @pytest.mark.attack
-async def test_forty_at_once_for_eight_places_wait_in_line_and_are_all_served(tmp_path: Path) -> None:
+async def test_forty_requests_for_eight_places_wait_in_the_queue_and_are_all_served(tmp_path: Path) -> None:
     async with (
         running(tmp_path / "fleet", *FLAGS, environment=SMALL, stops=True) as fleet,
         client(fleet) as api,
@@ -107,8 +109,8 @@ ONE = SimulatedEngine(
 
 
 @pytest.mark.attack
-async def test_a_level_reaches_the_workers_schedulers_and_is_taken_back(tmp_path: Path) -> None:
-    """Two workers carry what is promised with something to spare; one of them, a little more than half of it: level 2."""
+async def test_a_level_reaches_the_workers_schedulers_and_is_withdrawn(tmp_path: Path) -> None:
+    """Two workers have some spare capacity for the objectives; one of them has a little more than half of it: level 2."""
     promised = 1.8 * worker_capacity(ONE, Slo()).effective_capacity_rps
     flags = (
         "--workers",

@@ -1,7 +1,7 @@
-"""Five times as many requests as a fleet carries, for a minute, and a worker is killed in the middle.
+"""Five times as many requests as a fleet can serve, for a minute, with a worker killed in the middle.
 
-The clients are the official ones, with their usual retries. Who is let in is answered, token for token; who is refused is told
-so, and no refusal looks like a failure on the journal.
+The clients are the official ones, with their default retries. Admitted requests are answered token for token, rejected ones get
+an explicit response, and no rejection is recorded as a failure on the journal.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ FLAGS = (
     "2000",
 )
 SMALL = {
-    "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5",  # one that a busy machine has paused keeps its place
+    "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5",  # so that a worker paused by a busy machine is not declared dead
     "HOLDFAST_WORKER_BATCH_MAX": "2",
     "HOLDFAST_WORKER_WAITING_MAX": "2",
 }
-TOKENS = 20  # 0.6 s: two workers that run two at once answer 6 to 7 requests a second
+TOKENS = 20  # 0.6 s: two workers that run two at once answer 6 to 7 requests per second
 RATE, SECONDS = 33.0, 60.0
 PROMPTS = [[300 + n] * 8 for n in range(16)]
 EXACT = [undisturbed(prompt, TOKENS) for prompt in PROMPTS]
@@ -43,7 +43,7 @@ REFUSED = (429, 503)
 
 
 class Storm:
-    """What became of the requests."""
+    """The outcomes of the requests."""
 
     def __init__(self, fleet: DemoFleet) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -88,7 +88,7 @@ async def kill(fleet: DemoFleet, name: str) -> None:
 
 
 @pytest.mark.attack
-async def test_who_is_let_in_is_answered_and_no_refusal_is_a_failure(tmp_path: Path) -> None:
+async def test_admitted_requests_are_answered_and_no_rejection_is_a_failure(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, environment=SMALL, stops=True) as fleet:
         await fleet.healthy(2)
         storm = Storm(fleet)

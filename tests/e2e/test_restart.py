@@ -1,4 +1,4 @@
-"""A rolling restart of all workers under load: no user notices."""
+"""A rolling restart of all workers under load is unnoticed by users."""
 
 import asyncio
 import sys

@@ -1,6 +1,6 @@
-"""The retry manager before real processes: what a worker's death and its orderly leaving cost, by the frontend's limits.
+"""The retry manager with real processes: a worker's death and shutdown under several limits.
 
-Three frontends, as real as their workers, share three of these: one may migrate, one may not, one may but its requests are
+Three frontends and their workers are real processes. One frontend may migrate, one may not, and one may but its requests are
 over its cap. `tests/frontend/dispatch/test_retry_manager.py` has the whole matrix in one process.
 """
 
@@ -20,8 +20,10 @@ from roles import Process, Roles
 
 from controller.adapters.embedded.free_port import free_port
 
-TOKENS = 300  # three seconds: a busy machine takes one to see that all are under way
-NO_PLANNED_MOVES = {"HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"}  # they are no failures, and cost nothing
+TOKENS = 300  # three seconds: a busy machine needs one to see that all are running
+NO_PLANNED_MOVES = {
+    "HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"
+}  # planned moves are no failures, and cost no retries
 FRONTENDS = {
     "free": ["--migration-limit", "3", "--migration-max-seq-len", "1000000"],
     "off": ["--migration-limit", "0"],
@@ -30,7 +32,7 @@ FRONTENDS = {
 
 
 class Rig(Roles):
-    """Workers, and three frontends before all of them. With a broker, requests pass it, and a controller tells frontends
+    """Workers, and three frontends for all of them. With a broker, requests pass through it, and a controller tells the frontends
     where to send them."""
 
     def __init__(self, data: Path, http: aiohttp.ClientSession) -> None:
@@ -76,7 +78,7 @@ class Rig(Roles):
         return False
 
     async def busy_for_all(self, among: dict[str, Process]) -> str:
-        """Return a worker that answers requests of every frontend, of these workers."""
+        """Return one of these workers that answers requests of every frontend."""
         found = set(among)
         for name in FRONTENDS:
             async with self.http.get(self.admin(name) + "/health") as answer:
@@ -101,7 +103,7 @@ class Rig(Roles):
         return "".join(pieces), next((event["error"]["code"] for event in events if "error" in event), "")
 
     async def counted(self, frontend: str, name: str) -> float:
-        """Return what a counter says, over all of its labels."""
+        """Return the value of a counter, over all of its labels."""
         async with self.http.get(self.admin(frontend) + "/metrics") as answer:
             families = text_string_to_metric_families(await answer.text())
         return sum(
@@ -109,7 +111,7 @@ class Rig(Roles):
         )
 
     async def underway(self, tokens: int) -> None:
-        """Wait until every frontend has relayed so many tokens more."""
+        """Wait until every frontend has relayed so many more tokens."""
         wanted = {name: await self.counted(name, "output_tokens_total") + tokens for name in FRONTENDS}
         async with asyncio.timeout(20):
             for name, count in wanted.items():
@@ -134,7 +136,7 @@ ASKS = [(number, *FORMS[number % 4]) for number in range(12)]
 
 
 @pytest.mark.attack
-async def test_a_killed_and_a_leaving_worker_cost_what_the_limits_say(rig: Rig) -> None:
+async def test_a_killed_and_a_stopping_worker_have_the_effects_that_the_limits_define(rig: Rig) -> None:
     workers = {f"static-{n}": process for n, process in enumerate(await rig.fleet(3))}
     expected = [
         text for text, _ in await asyncio.gather(*(rig.ask("free", n, chat, False) for n, chat, _ in ASKS))

@@ -1,4 +1,4 @@
-"""A planner that may act has workers started and let go by `holdfast up`, and no user notices."""
+"""A planner that may act makes `holdfast up` start and stop workers, unnoticed by users."""
 
 import asyncio
 from pathlib import Path
@@ -23,14 +23,14 @@ STREAMS, TOKENS = 8, 400
 
 
 async def operator(fleet: DemoFleet, *command: str) -> str:
-    """Type a command that must succeed; return what it says."""
+    """Run a command that must succeed; return its output."""
     done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 async def serving(fleet: DemoFleet, names: set[str]) -> None:
-    """Wait until these workers serve, and no others live."""
+    """Wait until these workers serve, and no others are alive."""
     await fleet.until(
         lambda status: (
             {w["id"] for w in status["workers"] if w["health"] != "DEAD"} == names
@@ -40,7 +40,7 @@ async def serving(fleet: DemoFleet, names: set[str]) -> None:
 
 
 @pytest.mark.attack
-async def test_an_operators_number_is_carried_out_and_no_stream_is_cut(tmp_path: Path) -> None:
+async def test_an_operators_number_of_workers_is_applied_and_no_stream_is_broken(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, environment=SOON, stops=True) as fleet:
         await fleet.healthy(2)
         assert "sim shall have 4 workers until --release" in await operator(fleet, "scale", "sim", "4")

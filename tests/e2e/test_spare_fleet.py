@@ -1,4 +1,4 @@
-"""A fleet with spares loses workers for real: groups of eight ranks, mid-sentence. A spare serves, and no token is lost."""
+"""A fleet with spares loses groups of eight ranks with running streams: no token is lost."""
 
 import asyncio
 import os
@@ -15,18 +15,18 @@ from events.decisions import SpareActivated
 from events.observations import RequestAbandoned, RequestMigrated
 
 FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "40", "--planner-mode", "off")
-# workers are killed here: one that a busy machine has paused for a while keeps its place
+# workers are killed here: a worker paused by a busy machine for a while must not be replaced
 GROUPS = {"HOLDFAST_WORKER_TP": "8", "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5"}
 STREAMS, TOKENS = 6, 200
 
 
 def have(wanted: dict[str, str], status: dict[str, Any]) -> bool:
-    """Return whether the workers of a fleet are what is wanted."""
+    """Return whether the workers of a fleet have these roles."""
     return roles(status) == wanted
 
 
 def roles(status: dict[str, object]) -> dict[str, str]:
-    """Return what each healthy worker of a fleet is: spare, or the worker whose place it has."""
+    """Return the role of each healthy worker of a fleet: spare, or the worker that it replaces."""
     workers = status["workers"]
     assert isinstance(workers, list)
     return {
@@ -42,7 +42,7 @@ async def kill(fleet: DemoFleet, name: str) -> None:
 
 
 @pytest.mark.attack
-async def test_a_lost_groups_place_is_a_spares_and_the_lost_one_is_the_spare(tmp_path: Path) -> None:
+async def test_a_spare_replaces_a_failed_group_which_becomes_the_spare(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, environment=GROUPS, stops=True) as fleet:
         await fleet.until(lambda s: roles(s) == {"w0": "w0", "w1": "w1", "s0": "spare"})
         shown = (await asyncio.to_thread(holdfast, "status", "--data", str(fleet.data))).stdout

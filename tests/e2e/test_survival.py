@@ -1,7 +1,7 @@
-"""Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece.
+"""Streams survive their workers' failures: each answer is compared with the undisturbed one.
 
-The same tests run on simulated workers, and with tokens that pass the broker, with `make test-attacks`; on a real model with
-`make test-engines`.
+The same tests run on simulated workers, and with tokens that pass through the broker, with `make test-attacks`; on a real model
+with `make test-engines`.
 """
 
 import asyncio
@@ -39,20 +39,20 @@ FLAGS = (
 
 PATIENT = {
     "HOLDFAST_CONTROLLER__POLICY__HEALTH__TRIALS_MAX": "1000"
-}  # a slow test would find its victim given up
+}  # in a slow test the victim would be replaced otherwise
 
 _numbers = itertools.count()
 
 
 @dataclass
 class Stream:
-    """One user's request, and what came of it."""
+    """One user's request, and its outcome."""
 
     request: str
     prompt: list[int]
     pieces: list[str] = field(default_factory=list)
     worker: str = ""
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: a few tokens have come
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: a few tokens have arrived
 
 
 def prompts() -> list[list[int]]:
@@ -98,7 +98,7 @@ async def model_of(fleet: DemoFleet) -> str:
 
 
 async def answers(fleet: DemoFleet) -> list[list[str]]:
-    """Return the undisturbed answers: what nothing has happened to is said once, whatever happens to the fleet later."""
+    """Return the undisturbed answers: generated once, before anything happens to the fleet."""
     if fleet.port not in _undisturbed:
         streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
         _undisturbed[fleet.port] = [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in streams))]
@@ -106,7 +106,7 @@ async def answers(fleet: DemoFleet) -> list[list[str]]:
 
 
 async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
-    """Start the streams, break the worker of the one that has said the least, and return it with the finished streams."""
+    """Start the streams, break the worker of the one with the fewest tokens, and return it with the finished streams."""
     streams = [Stream(f"{verb}-{next(_numbers)}", p) for p in prompts()]
     async with asyncio.TaskGroup() as group:
         for stream in streams:
@@ -118,7 +118,7 @@ async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None
 
 
 async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
-    """Return the journal's facts once `holds` is true of them, or as they stand when the time is over."""
+    """Return the journal's facts once `holds` is true of them, or the current ones at the deadline."""
     end = asyncio.get_running_loop().time() + within_s
     facts: list[Fact] = []
     while True:
@@ -129,7 +129,7 @@ async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: 
 
 
 async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
-    """Return what the journal says of the streams' migrations, once it says so."""
+    """Return the streams' migrations, once the journal has them."""
     ours = {s.request for s in streams}
 
     def moves(facts: Sequence[Fact]) -> list[RequestMigrated]:
@@ -139,7 +139,7 @@ async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestM
 
 
 async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChanged]:
-    """Return what the fleet has decided on a worker's health after event `since`, once it has."""
+    """Return the decisions on a worker's health after event `since`, once there are any."""
 
     def of(facts: Sequence[Fact]) -> list[HealthChanged]:
         return [f for f in facts[since:] if isinstance(f, HealthChanged) and f.worker == worker]
@@ -183,7 +183,7 @@ async def test_every_stream_survives_intact(
 ) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
-    for _ in range(3):  # on a busy machine streams may be over before the fault is there
+    for _ in range(3):  # on a busy machine streams may end before the fault is injected
         victim, streams = await under_fault(fleet, verb, argument)
         assert [s.pieces for s in streams] == expected
         if verb == "drain" or (moves := await migrated(fleet, streams)):
@@ -191,10 +191,10 @@ async def test_every_stream_survives_intact(
         if after:
             await fleet.act(after, victim)
         await fleet.healthy(WORKERS)
-    if verb != "drain":  # a drained worker finishes what it has
+    if verb != "drain":  # a drained worker finishes its streams
         if not moves and await model_of(fleet) != "sim":
             pytest.skip("this machine says a real model's answers before it is told to break their worker")
-        assert victim in {m.source for m in moves}  # others move too where the machine itself stands still
+        assert victim in {m.source for m in moves}  # others move too if the machine itself is stalled
     if after:
         await fleet.act(after, victim)
     await fleet.healthy(WORKERS)
@@ -217,7 +217,7 @@ async def test_an_engine_that_raises_loses_nothing(fleet: DemoFleet) -> None:
     ("verb", "argument", "status", "reason"),
     [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 5, HealthStatus.SUSPICIOUS, "slow")],
 )
-async def test_right_tokens_stay_right_while_their_worker_is_found_out(
+async def test_correct_tokens_stay_correct_while_their_worker_is_convicted(
     fleet: DemoFleet, verb: str, argument: float, status: HealthStatus, reason: str
 ) -> None:
     await fleet.healthy(WORKERS)
@@ -247,7 +247,7 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Dem
         return {f.request for f in facts if isinstance(f, RequestExposed) and f.worker == victim}
 
     assert altered <= named(await said(fleet, lambda facts: altered <= named(facts)))
-    # behind an altered token another answer follows, in which something may seem to be lost: then it is as long
+    # after an altered token another answer follows, in which something may seem to be lost: then it is as long
     shorter = [(s, e) for s, e in zip(streams, expected, strict=True) if len(s.pieces) < len(e)]
     assert not [s.request for s, e in shorter if compare(s.pieces, e).lost]
     found = await verdicts(fleet, victim, before)
@@ -256,7 +256,7 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Dem
     await fleet.healthy(WORKERS)
 
 
-async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: DemoFleet) -> None:
+async def test_streams_continue_when_the_whole_control_plane_is_dead(fleet: DemoFleet) -> None:
     status = await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     pids = {p["role"]: p["pid"] for p in status["processes"]}
@@ -268,9 +268,11 @@ async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: DemoFle
         await asyncio.gather(*(s.started.wait() for s in streams))
         for role in ("nats", "postgres", "controller"):
             os.kill(pids[role], signal.SIGKILL)
-        victim = min(streams, key=lambda stream: len(stream.pieces)).worker  # the one with most still to say
+        victim = min(
+            streams, key=lambda stream: len(stream.pieces)
+        ).worker  # the one with the most tokens left
         os.kill(workers[victim], signal.SIGKILL)
     assert [s.pieces for s in streams] == expected
     await fleet.until_reachable()
     await fleet.healthy(WORKERS)
-    assert await migrated(fleet, streams), "the facts arrived after the return"
+    assert await migrated(fleet, streams), "the facts arrived after the recovery"

@@ -1,4 +1,4 @@
-"""`holdfast up` as its user meets it: it starts, resumes, stops in order, and leaves nothing behind."""
+"""`holdfast up` from a user's view: it starts, resumes, stops gracefully, and leaves nothing behind."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
-    """A whole fleet for all who only look at it, or break what comes back; it must still stop in order."""
+    """A whole fleet for tests that only observe it, or break processes that recover; it must still stop gracefully."""
     async with running(
         tmp_path_factory.mktemp("up") / "fleet", *FAST, "--frontends", "2", stops=True
     ) as made:
@@ -99,14 +99,14 @@ async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFlee
 
 
 def replaced(killed: dict[str, Any], status: dict[str, Any]) -> bool:
-    """Return whether another process has the name of one that was killed."""
+    """Return whether another process has the name of a killed one."""
     return any(
         (p["role"], p["name"]) == (killed["role"], killed["name"]) and p["pid"] != killed["pid"]
         for p in status["processes"]
     )
 
 
-async def test_every_kind_of_child_that_is_killed_comes_back(fleet: DemoFleet) -> None:
+async def test_every_kind_of_killed_child_is_restarted(fleet: DemoFleet) -> None:
     await fleet.healthy(2)
     before = len(await fleet.events())
     whole = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
@@ -124,7 +124,7 @@ async def test_every_kind_of_child_that_is_killed_comes_back(fleet: DemoFleet) -
     ]
 
 
-async def test_ctrl_c_stops_all_in_order_a_second_up_resumes_and_one_that_is_killed_leaves_no_orphan(
+async def test_ctrl_c_stops_all_gracefully_a_second_up_resumes_and_a_killed_one_leaves_no_orphan(
     data: Path,
 ) -> None:
     async with running(data, *FAST) as fleet:

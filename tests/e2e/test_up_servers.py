@@ -1,5 +1,4 @@
-"""A fleet without its servers: a database that cannot come back, a terminal that goes away, a frontend that starts without the
-broker."""
+"""A fleet with a lost database, a closed terminal, or a frontend that starts without the broker."""
 
 import asyncio
 import os
@@ -27,14 +26,14 @@ FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 
 async def said(fleet: DemoFleet, words: str) -> None:
-    """Wait until `up` has printed something."""
+    """Wait until `up` has printed some text."""
     async with asyncio.timeout(60):
         while words not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
 
 
 def unread(data: Path) -> DemoFleet:
-    """Start a fleet as `holdfast up 2>&1 | head -0`, from a terminal: SIGHUP ends it, also where these tests run under nohup."""
+    """Start a fleet as `holdfast up 2>&1 | head -0`, from a terminal: SIGHUP ends it, also if these tests run under nohup."""
     dies_with_us = die_with(os.getpid())
 
     def at_a_terminal() -> None:
@@ -51,7 +50,7 @@ def unread(data: Path) -> DemoFleet:
     return DemoFleet(data, port, process, data / "nothing")
 
 
-async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database_that_cannot_come_back(
+async def test_neither_a_closed_terminal_nor_a_lost_database_ends_other_processes(
     tmp_path: Path,
 ) -> None:
     first_database.lay_in_fleet(tmp_path / "fleet")
@@ -80,7 +79,7 @@ async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database
 
 
 async def bears_a_lost_database(fleet: DemoFleet) -> None:
-    """Take the database away, so that it cannot come back, and lose a worker then; give it back."""
+    """Remove the database, so that it cannot restart, and lose a worker then; restore it."""
     status = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     pids = {p["name"]: p["pid"] for p in status["processes"]}
     cluster, away = fleet.data / "postgres" / "data", fleet.data / "postgres" / "away"
@@ -97,7 +96,7 @@ async def bears_a_lost_database(fleet: DemoFleet) -> None:
 
 
 def _another(status: dict[str, Any], name: str, before: dict[str, int]) -> bool:
-    """Say whether a process of this name is there, and not the one that was."""
+    """Return whether there is a new process with this name."""
     pids: dict[str, int] = {p["name"]: p["pid"] for p in status["processes"]}
     return pids.get(name, before[name]) != before[name]
 
@@ -106,7 +105,7 @@ def _another(status: dict[str, Any], name: str, before: dict[str, int]) -> bool:
 def frontend_without_a_broker(
     fleet: DemoFleet, name: str, port: int, log: Path
 ) -> Iterator[Callable[[], bool]]:
-    """Run a frontend that cannot reach the broker; yield whether it still runs."""
+    """Run a frontend that cannot reach the broker; yield a function that says whether it still runs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     environment |= {
         "HOLDFAST_NATS_URL": f"nats://127.0.0.1:{free_port()}",
@@ -136,7 +135,7 @@ async def answered(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def serves_without_a_broker(fleet: DemoFleet, name: str, log: Path) -> None:
-    """Start a frontend that cannot reach the broker, and have it answer."""
+    """Start a frontend that cannot reach the broker, and let it answer."""
     port = free_port()
     with frontend_without_a_broker(fleet, name, port, log) as runs:
         loop = asyncio.get_running_loop()
@@ -150,8 +149,8 @@ async def serves_without_a_broker(fleet: DemoFleet, name: str, log: Path) -> Non
     raise AssertionError(log.read_text())
 
 
-async def test_a_frontend_that_starts_while_the_broker_is_away_serves(tmp_path: Path) -> None:
-    """A young fleet's snapshot is enough, and so are the events in `fleet_events` where there is no snapshot."""
+async def test_a_frontend_that_starts_while_the_broker_is_unreachable_serves(tmp_path: Path) -> None:
+    """A new fleet's snapshot is enough, and so are the events in `fleet_events` if there is no snapshot."""
     async with running(tmp_path / "fleet", "--workers", "2") as fleet:
         await fleet.healthy(2)
         url = str(FleetDir(fleet.data).recall()["database_owner_url"])

@@ -1,6 +1,6 @@
-"""A fleet in front of somebody else's servers: whatever one of them does wrong, every stream stays whole.
+"""A fleet in front of external servers: whatever one of them does wrong, every stream stays complete.
 
-The servers are the tests' own, in the manner of vLLM; the real ones are tested on request (`docs/engines.md`).
+The servers are the tests' own, modelled on vLLM; the real ones are tested on request (`docs/engines.md`).
 """
 
 import asyncio
@@ -56,7 +56,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 async def text(fleet: DemoFleet, number: int) -> str:
-    """Return one streamed answer, whole."""
+    """Return one streamed answer, complete."""
     async with client(fleet) as api:
         prompt = [300 + (7 * number + 13 * k) % 1500 for k in range(20)]
         stream = await api.completions.create(
@@ -83,7 +83,7 @@ async def test_no_user_notices(world: World, fault: str) -> None:
     sick = world.servers[0]
     sick.fault, sick.after = fault, 5
     try:
-        if fault != "http_400":  # to a user it may be his own mistake; to a canary it never is
+        if fault != "http_400":  # for a user it may be a client error; for a canary it never is
             assert await answers(world.fleet) == expected
         await world.fleet.until(lambda s: any(w["weight"] == 0 for w in s["workers"]))
         assert await answers(world.fleet) == expected
@@ -91,7 +91,7 @@ async def test_no_user_notices(world: World, fault: str) -> None:
         sick.fault = ""
 
 
-async def test_the_next_life_of_a_worker_asks_its_server_for_nothing_of_before_the_conviction(
+async def test_the_next_life_of_a_worker_uses_no_server_cache_from_before_the_conviction(
     world: World,
 ) -> None:
     before = (await world.fleet.healthy(2))["workers"]

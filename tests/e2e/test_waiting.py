@@ -1,4 +1,4 @@
-"""A fleet whose servers are not there yet: it waits, says whom it awaits, and serves with those that are there."""
+"""A fleet with servers that are not up yet waits, names the missing ones, and serves with the others."""
 
 import asyncio
 import shutil
@@ -17,7 +17,7 @@ from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 
 
 async def asked(fleet: DemoFleet, model: str) -> tuple[int, str, bool]:
-    """Ask for a few tokens; return status, code, and whether it is said when to come back."""
+    """Request a few tokens; return status, code, and whether there is a Retry-After."""
     body = {"model": model, "prompt": "a", "max_tokens": 2}
     async with (
         aiohttp.ClientSession() as http,
@@ -38,7 +38,7 @@ async def waiting(data: Path, *flags: str) -> AsyncIterator[DemoFleet]:
         fleet.end()
 
 
-async def test_it_waits_for_its_servers_says_so_and_serves_with_the_first(tmp_path: Path) -> None:
+async def test_it_waits_for_its_servers_reports_it_and_serves_with_the_first(tmp_path: Path) -> None:
     tokenizer, key, ports = tmp_path / "tokenizer", tmp_path / "key", (free_port(), free_port())
     tokenizer.mkdir()
     shutil.copy(BUILTIN_FILE, tokenizer / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""What people see of a real fleet while it is broken: on a terminal, and afterwards in a post-mortem."""
+"""What operators see of a broken fleet: on a terminal, and afterwards in a post-mortem."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ BROKEN_S, WITHIN_S = 3.0, 30.0
 
 
 class Terminal:
-    """A terminal of 80 columns and 24 lines, in which a command runs."""
+    """A terminal of 80 columns and 24 lines that runs a command."""
 
     def __init__(self, place: Path, *command: str) -> None:
         self._tmux = [str(TMUX), "-S", str(place), "-f", "/dev/null"]
@@ -51,7 +51,7 @@ class Terminal:
     async def end(self) -> None:
         """Wait until the command has ended."""
         async with asyncio.timeout(WITHIN_S):
-            while not self.ended:  # noqa: ASYNC110 (tmux tells nobody)
+            while not self.ended:  # noqa: ASYNC110 (tmux sends no notification)
                 await asyncio.sleep(0.1)
 
     @property
@@ -62,7 +62,7 @@ class Terminal:
 
 @pytest.mark.attack
 @pytest.mark.skipif(TMUX is None, reason="no tmux is there")
-async def test_top_shows_on_a_small_terminal_who_is_in_trouble_and_ends_at_a_key(tmp_path: Path) -> None:
+async def test_top_shows_failing_workers_on_a_small_terminal_and_ends_at_a_key(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(3)
         top = Terminal(
@@ -80,7 +80,7 @@ async def test_top_shows_on_a_small_terminal_who_is_in_trouble_and_ends_at_a_key
 
 
 @pytest.mark.attack
-async def test_the_post_mortem_of_a_real_incident_is_what_the_journal_has(tmp_path: Path) -> None:
+async def test_the_post_mortem_of_a_real_incident_matches_the_journal(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(3)
         async with users(fleet):

@@ -1,4 +1,4 @@
-"""`holdfast fleet allow` on a whole fleet whose journal is a release before's, and what commands do with kinds of a newer one."""
+"""`holdfast fleet allow` on an earlier release's journal, and commands that meet newer kinds."""
 
 import asyncio
 import json
@@ -26,21 +26,21 @@ from events.versions import new_kinds
 pytestmark = [pytest.mark.attack, pytest.mark.servers]
 
 HEARD = WorkerHeard(worker="w0", instance="i", observer="o")
-OLD_READER = "r1-0123456789ab"  # a consumer as processes of 0.2.0 name theirs
+OLD_READER = "r1-0123456789ab"  # a consumer name in the format of 0.2.0
 
 
 async def typed(fleet: DemoFleet, *words: str) -> Any:
-    """Run one command of an operator's."""
+    """Run one command as an operator."""
     return await asyncio.to_thread(holdfast, *words, "--data", str(fleet.data))
 
 
 async def versions(fleet: DemoFleet) -> dict[str, Any]:
-    """Return what `holdfast fleet versions` says; nothing while no controller leads."""
+    """Return the output of `holdfast fleet versions`; empty while no controller leads."""
     ran = await typed(fleet, "fleet", "versions", "-o", "json")
     return json.loads(ran.stdout) if ran.returncode == 0 else {}
 
 
-async def test_what_an_old_process_holds_back_is_used_once_an_operator_allows_it(
+async def test_kinds_unknown_to_an_old_process_are_used_once_an_operator_allows_them(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:
     broker = await nats.connect(own_nats.url)

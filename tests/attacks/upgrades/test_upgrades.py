@@ -1,8 +1,10 @@
-"""A fleet of release 0.2.0 is upgraded to this release and rolled back, process by process, in four orders, under load.
+"""A fleet of release 0.2.0 is upgraded to this release and rolled back under load.
 
-What counts: an HTTP status of 503 from a frontend that is in rotation; a stream that does not end with `[DONE]`; a text that
-differs from the undisturbed one. A frontend is out of rotation from its SIGTERM until its `/ready` answers 200 again: that is
-what a load balancer with health checks does, and the only time at which a client asks the other one instead.
+That happens process by process, in four orders.
+
+Failures are: an HTTP status of 503 from a frontend that is in rotation; a stream that does not end with `[DONE]`; a text that
+differs from the undisturbed one. A frontend is out of rotation from its SIGTERM until its `/ready` answers 200 again. That is
+what a load balancer with health checks does, and the only time at which a client uses the other one instead.
 """
 
 import asyncio
@@ -70,7 +72,7 @@ def archived(clone: Path) -> bytes:
 
 
 def test_only_a_shallow_clone_may_lack_the_release(tmp_path: Path) -> None:
-    """Elsewhere the upgrades would be left out without a word."""
+    """Elsewhere the upgrade tests would be skipped silently."""
     whole, shallow = tmp_path / "whole", tmp_path / "shallow"
     subprocess.run(["git", "init", "-q", str(whole)], check=True)
     for n in range(2):
@@ -88,7 +90,7 @@ class MixedFleet:
 
     def __init__(self, folder: Path, nats_url: str, database_url: str, release: Path) -> None:
         self.trees = {"old": release, "new": ROOT}
-        self.runs: dict[str, str] = {}  # which release each part runs
+        self.runs: dict[str, str] = {}  # the release that each part runs
         self.ports = {name: free_port() for name in ("f0", "f1")}
         self.rotation: set[str] = set()
         self._folder, self.nats_url, self._database = folder, nats_url, database_url
@@ -180,7 +182,7 @@ class MixedFleet:
         return False
 
     async def status(self) -> dict[str, Any]:
-        """Return what the leading controller says; nothing while none does."""
+        """Return the status of the leading controller; empty while there is none."""
         bus = await NatsBus.connect(self.nats_url, "test")
         try:
             return dict(await bus.request("control.status", {}, 3.0))
@@ -190,10 +192,10 @@ class MixedFleet:
             await bus.close()
 
     async def stop(self, name: str) -> None:
-        """End one part in good order."""
+        """Stop one part gracefully."""
         self.rotation.discard(name)
         if name in self.ports:
-            await asyncio.sleep(0.3)  # requests that the client has sent already arrive
+            await asyncio.sleep(0.3)  # for requests that the client has sent already
         process = self._processes.pop(name)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(STOP_S):
@@ -201,7 +203,7 @@ class MixedFleet:
                 await asyncio.sleep(0.05)
 
     async def replace(self, name: str, version: str) -> None:
-        """Let another release take a part's place."""
+        """Replace a part by another release of it."""
         if name == "projector" and version == "old":
             await self.stop(name)
             await migrate.downgrade(self._database, to="0001")  # as docs/upgrade.md says
@@ -248,7 +250,7 @@ class Load:
         )
 
     async def learn(self) -> None:
-        """Ask each question once while nothing happens."""
+        """Send each request once while nothing happens."""
         async with aiohttp.ClientSession() as session:
             for number in range(USERS):
                 self._right[number] = await self.ask(session, "f0", number)
@@ -313,7 +315,7 @@ async def test_an_upgrade_and_its_rollback_lose_nothing(fleet: MixedFleet, order
 
 
 async def kinds_on_the_journal(url: str) -> set[str]:
-    """Return the kinds that lie on the stream: the last name of each subject."""
+    """Return the kinds on the stream: the last token of each subject."""
     client = await nats.connect(url)
     try:
         info = await client.jetstream().stream_info(subjects.STREAM, subjects_filter=">")

@@ -268,7 +268,7 @@ async def test_following_stops_at_a_recreated_stream(
         assert [(await anext(following)).fact for _ in range(3)] == [heard(n) for n in range(3)]
         coming = asyncio.ensure_future(anext(following))
         await recreate(nats_url, journal, *(failed(f"w{n}") for n in range(others)))
-        with pytest.raises(CannotFollow, match="recreated|ends at"):
+        with pytest.raises(CannotFollow, match=r"recreated|ends at"):
             await coming
 
 
@@ -289,6 +289,6 @@ async def test_following_a_recreated_stream_stops_also_for_a_durable_name_that_h
         for _ in range(taken_there):
             (message,) = await other.fetch(1)
             await message.ack_sync()
-        with pytest.raises(CannotFollow, match="recreated|ends at"):
+        with pytest.raises(CannotFollow, match=r"recreated|ends at"):
             await anext(following)
     await client.close()
