@@ -143,7 +143,7 @@ class GoldenRetired(Decision):
     reason: str
     outvoted_by: tuple[
         str, ...
-    ] = ()  # workers with equal answers that outvoted an agreed golden: it is void for them
+    ] = ()  # workers with equal answers that outvoted an agreed golden, which no longer convicts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class ScaleProposed(ModelObservation):
     needed: int  # workers for the expected load; 0: not derived from traffic
     method: str  # forecasting method; empty: no forecast
     error: float | None  # recent error of this method, relative to the actual load
-    bound: str  # what limits a worker: first_token, token_time, batch, kv
+    bound: str  # what determines `needed`: first_token, token_time, batch, kv
     held: str  # what limited the size of this change; empty: nothing
     by: str  # what should apply it: supervisor, command, http; empty: not specified
     position: int  # stream sequence up to which the state store was read

@@ -124,7 +124,7 @@ class RequestMigrated(FrontendObservation):
     attempt: int  # 2 for the first migration
     exact: bool  # False: from here on the answer may differ from an undisturbed one
     kind_of_move: Literal["new_request", "ongoing_request"] = (
-        "ongoing_request"  # before, after its first token
+        "ongoing_request"  # before its first token; after it
     )
     bytes: int = 0  # of KV cache transferred, over all shards
     blocks: int = 0  # of KV cache transferred, over all shards

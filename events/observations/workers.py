@@ -140,7 +140,7 @@ class WorkerLingered(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverBlind(Observation):
-    """More than half of the fleet fell silent at once: the observer assumes its own connection failed, and blames no worker."""
+    """More than half of the fleet fell silent at once: the observer suspects a fault of its own, and blames no worker."""
 
     entity: ClassVar[str] = "fleet"
     observer: str
@@ -214,7 +214,7 @@ class RestartRequested(Commanded):
 class ShutdownBegan(WorkerObservation):
     """A worker began to shut down."""
 
-    mode: Literal["graceful", "self_initiated"]  # it was asked to; it cannot continue
+    mode: Literal["graceful", "self_initiated"]  # graceful: on request; self_initiated: it cannot continue
     grace_s: float = 60.0  # seconds its streams may still run here
     reason: str = ""  # self_initiated: the cause
 
