@@ -94,7 +94,7 @@ def test_a_failed_part_is_shown_with_its_repeat_command_and_the_others_run(
     assert status == 1
     assert [one["verdict"] for one in told.values()] == [
         "failed (exit 3)",
-        "said nothing that can be read",
+        "printed no readable result",
         "failed (exit 1)",
         "holds",
     ]

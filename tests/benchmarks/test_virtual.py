@@ -254,7 +254,7 @@ def test_cached_blocks_need_not_be_read() -> None:
         (["--workers", "0"], "'0' is not a whole number"),
         (["--requests", "-1"], "'-1' is not a whole number"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["--plot", "nowhere/plot.svg"], "its folder is not there"),
+        (["--plot", "nowhere/plot.svg"], "its folder does not exist"),
         (["--plot", "plot.txt"], "does not end in .svg or .png"),
     ],
 )
@@ -277,7 +277,7 @@ LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ([LINE % (0, 600, "1, 2")], "come at once"),
+        ([LINE % (0, 600, "1, 2")], "arrive at once"),
         ([LINE % (0, 600, "1")], "line 1: 1 hash_ids for 600 tokens"),
         (["nonsense"], "line 1"),
         ([], "holds no request"),

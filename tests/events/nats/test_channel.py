@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from two_sides import Ear, Sides
+from two_sides import RecordingProtocol, Sides
 
 from events.nats.channel import CLOSE, DATA, HEAD, OPEN, SILENT_S_MAX, Channel, NobodyListens
 from events.nats.windows import BUFFER_BYTES, WINDOW_BYTES
@@ -64,11 +64,11 @@ def test_whatever_happens_to_messages_each_side_receives_a_prefix_of_the_stream(
     sides = play(act, payload_max=20)
     for n in (0, 1):
         whole = b"".join(piece for side, piece in said if side == 1 - n)
-        assert whole.startswith(bytes(sides.ears[n].heard))
-        if not any(ear.lost for ear in sides.ears):
-            assert bytes(sides.ears[n].heard) == whole
+        assert whole.startswith(bytes(sides.protocols[n].heard))
+        if not any(ear.lost for ear in sides.protocols):
+            assert bytes(sides.protocols[n].heard) == whole
     if not harmed and "swap" not in fates:
-        assert not any(ear.lost for ear in sides.ears)
+        assert not any(ear.lost for ear in sides.protocols)
 
 
 def test_a_lost_last_message_breaks_the_channel_on_both_sides() -> None:
@@ -80,8 +80,8 @@ def test_a_lost_last_message_breaks_the_channel_on_both_sides() -> None:
         sides.carry()
 
     sides = play(act)
-    assert [type(ear.lost[0]) for ear in sides.ears] == [ConnectionResetError, ConnectionResetError]
-    assert "10 bytes are missing at 0" in str(sides.ears[0].lost[0])
+    assert [type(ear.lost[0]) for ear in sides.protocols] == [ConnectionResetError, ConnectionResetError]
+    assert "10 bytes are missing at 0" in str(sides.protocols[0].lost[0])
 
 
 def test_at_most_a_window_is_in_flight_and_the_writer_is_asked_to_pause() -> None:
@@ -90,13 +90,13 @@ def test_at_most_a_window_is_in_flight_and_the_writer_is_asked_to_pause() -> Non
         writer, reader = sides.channels
         reader.pause_reading()
         writer.write(b"x" * (WINDOW_BYTES + BUFFER_BYTES + 1))
-        assert sides.ears[0].paused
+        assert sides.protocols[0].paused
         sides.carry()
-        assert (writer.get_write_buffer_size(), len(sides.ears[1].heard)) == (BUFFER_BYTES + 1, 0)
+        assert (writer.get_write_buffer_size(), len(sides.protocols[1].heard)) == (BUFFER_BYTES + 1, 0)
         reader.resume_reading()
         sides.carry()
-        assert (writer.get_write_buffer_size(), sides.ears[0].paused) == (0, False)
-        assert len(sides.ears[1].heard) == WINDOW_BYTES + BUFFER_BYTES + 1
+        assert (writer.get_write_buffer_size(), sides.protocols[0].paused) == (0, False)
+        assert len(sides.protocols[1].heard) == WINDOW_BYTES + BUFFER_BYTES + 1
 
     asyncio.run(run())
 
@@ -108,7 +108,7 @@ def test_a_peer_that_sends_more_than_the_window_is_disconnected() -> None:
             place = n * WINDOW_BYTES // 4
             sides.deliver(0, (HEAD.pack(DATA, place, 0), bytes(WINDOW_BYTES // 4)))
 
-    assert "the peer sent more than the window allows" in str(play(act).ears[1].lost[0])
+    assert "the peer sent more than the window allows" in str(play(act).protocols[1].lost[0])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_peer_that_sends_more_than_the_window_is_disconnected() -> None:
 )
 def test_an_invalid_message_breaks_the_channel(message: tuple[int, int, int]) -> None:
     sides = play(lambda sides: sides.deliver(0, (HEAD.pack(*message), b"")))
-    assert isinstance(sides.ears[1].lost[0], ConnectionResetError)
+    assert isinstance(sides.protocols[1].lost[0], ConnectionResetError)
 
 
 def test_what_was_written_before_close_arrives_before_the_end() -> None:
@@ -127,8 +127,8 @@ def test_what_was_written_before_close_arrives_before_the_end() -> None:
         sides.carry()
 
     sides = play(act)
-    assert (len(sides.ears[1].heard), sides.ears[1].eof) == (2 * WINDOW_BYTES, True)
-    assert [ear.lost for ear in sides.ears] == [[None], [None]]
+    assert (len(sides.protocols[1].heard), sides.protocols[1].eof) == (2 * WINDOW_BYTES, True)
+    assert [ear.lost for ear in sides.protocols] == [[None], [None]]
 
 
 def test_a_paused_reader_receives_all_data_of_a_closed_channel_later() -> None:
@@ -137,11 +137,11 @@ def test_a_paused_reader_receives_all_data_of_a_closed_channel_later() -> None:
         sides.channels[0].write(b"farewell")
         sides.channels[0].close()
         sides.carry()
-        assert sides.ears[1].heard == b""
+        assert sides.protocols[1].heard == b""
         sides.channels[1].resume_reading()
 
     sides = play(act)
-    assert (bytes(sides.ears[1].heard), sides.ears[1].lost) == (b"farewell", [None])
+    assert (bytes(sides.protocols[1].heard), sides.protocols[1].lost) == (b"farewell", [None])
 
 
 def test_a_side_that_closed_or_broke_a_channel_receives_nothing_more() -> None:
@@ -156,7 +156,11 @@ def test_a_side_that_closed_or_broke_a_channel_receives_nothing_more() -> None:
             sides.carry()
 
         sides = play(act)
-        assert (bytes(sides.ears[1].heard), sides.ears[1].lost, len(sides.ears[0].lost)) == (b"", [None], 1)
+        assert (bytes(sides.protocols[1].heard), sides.protocols[1].lost, len(sides.protocols[0].lost)) == (
+            b"",
+            [None],
+            1,
+        )
 
 
 def test_data_sent_before_the_peer_broke_the_channel_is_still_received() -> None:
@@ -167,7 +171,7 @@ def test_data_sent_before_the_peer_broke_the_channel_is_still_received() -> None
         for message in sides.wires[0].posted:
             sides.deliver(0, message)
 
-    assert play(act).ears[1].heard == b"last words"
+    assert play(act).protocols[1].heard == b"last words"
 
 
 def test_an_aborted_channel_is_closed_at_once_on_both_sides() -> None:
@@ -178,8 +182,8 @@ def test_an_aborted_channel_is_closed_at_once_on_both_sides() -> None:
         sides.carry()
 
     sides = play(act)
-    assert sides.ears[0].lost == [None]
-    assert isinstance(sides.ears[1].lost[0], ConnectionResetError)
+    assert sides.protocols[0].lost == [None]
+    assert isinstance(sides.protocols[1].lost[0], ConnectionResetError)
 
 
 def test_a_channel_in_use_sends_signs_of_life_more_often_than_an_idle_one() -> None:
@@ -200,12 +204,12 @@ def test_a_channel_in_use_sends_signs_of_life_more_often_than_an_idle_one() -> N
 
 def test_silence_breaks_a_channel_unless_this_process_was_blocked() -> None:
     long = SILENT_S_MAX + 1
-    assert play(lambda sides: sides.tick(long, long)).ears[0].lost == []
-    assert "nothing was received for 10 s" in str(play(lambda sides: sides.tick(long)).ears[0].lost[0])
+    assert play(lambda sides: sides.tick(long, long)).protocols[0].lost == []
+    assert "nothing was received for 10 s" in str(play(lambda sides: sides.tick(long)).protocols[0].lost[0])
 
 
 def test_a_protocol_that_fails_breaks_its_channel_and_reports_why() -> None:
-    class Failing(Ear):
+    class Failing(RecordingProtocol):
         def data_received(self, data: bytes) -> None:
             raise ValueError("a mistake of ours")
 
@@ -218,13 +222,13 @@ def test_a_protocol_that_fails_breaks_its_channel_and_reports_why() -> None:
         sides.carry()
         await asyncio.sleep(0)
         assert [type(context["exception"]) for context in told] == [ValueError]
-        assert (failing.lost, len(sides.ears[0].lost)) == ([None], 1)
+        assert (failing.lost, len(sides.protocols[0].lost)) == ([None], 1)
 
     asyncio.run(run())
 
 
 def test_a_protocol_that_fails_when_it_may_write_again_breaks_its_channel_only() -> None:
-    class Failing(Ear):
+    class Failing(RecordingProtocol):
         def resume_writing(self) -> None:
             raise ValueError("a mistake of ours")
 
@@ -239,7 +243,7 @@ def test_a_protocol_that_fails_when_it_may_write_again_breaks_its_channel_only()
         sides.carry()
         await asyncio.sleep(0)
         assert [type(context["exception"]) for context in told] == [ValueError]
-        assert (failing.lost, len(sides.ears[1].lost)) == ([None], 1)
+        assert (failing.lost, len(sides.protocols[1].lost)) == ([None], 1)
 
     asyncio.run(run())
 
@@ -247,7 +251,7 @@ def test_a_protocol_that_fails_when_it_may_write_again_breaks_its_channel_only()
 def test_dialling_a_subject_without_a_subscriber_fails() -> None:
     async def run() -> None:
         sides = Sides()
-        dialling = Channel(sides.wires[0], "own", "other", Ear)
+        dialling = Channel(sides.wires[0], "own", "other", RecordingProtocol)
         dialling.end(NobodyListens("no responders"))
         with pytest.raises(NobodyListens):
             dialling.answered.result()
@@ -264,7 +268,7 @@ def test_it_is_a_transport_like_any_other() -> None:
         )
         channel.set_write_buffer_limits(high=100)
         assert channel.get_write_buffer_limits() == (25, 100)
-        assert isinstance(channel.get_protocol(), Ear)
+        assert isinstance(channel.get_protocol(), RecordingProtocol)
         assert channel.get_extra_info("socket") is None
         channel.close()
         assert (channel.is_closing(), channel.is_reading()) == (True, False)

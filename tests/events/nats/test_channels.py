@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_sides import SUBJECT, Party, World
+from two_sides import SUBJECT, RecordingPeer, World
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import subjects
@@ -40,19 +40,19 @@ async def test_bytes_go_both_ways_in_order(world: World, eventually: Eventually)
 async def test_the_broker_reports_a_subject_without_a_subscriber_at_once(world: World) -> None:
     async with asyncio.timeout(20):  # without the broker's notice it would wait forever
         with pytest.raises(NobodyListens):
-            await world.near.dial(subjects.plane("w1", "i2"), Party)
+            await world.near.dial(subjects.plane("w1", "i2"), RecordingPeer)
     assert world.near.count == 0
 
 
 async def test_a_closed_listener_accepts_no_channels_and_keeps_open_ones(
     world: World, eventually: Eventually
 ) -> None:
-    listener = await world.far.listen(other := subjects.plane("w2", "i1"), Party)
-    inside = await world.near.dial(other, Party)
-    assert isinstance(inside, Party)
+    listener = await world.far.listen(other := subjects.plane("w2", "i1"), RecordingPeer)
+    inside = await world.near.dial(other, RecordingPeer)
+    assert isinstance(inside, RecordingPeer)
     listener.close()
     with pytest.raises(ConnectionResetError, match="no channels are accepted here"):
-        await world.near.dial(other, Party)
+        await world.near.dial(other, RecordingPeer)
     assert not inside.lost
 
 

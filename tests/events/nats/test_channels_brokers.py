@@ -13,7 +13,7 @@ import pytest
 from certificates import certificate
 from own_brokers import Broker, Start
 from structlog.testing import capture_logs
-from two_sides import Party, World
+from two_sides import RecordingPeer, World
 
 from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded.free_port import free_port
@@ -39,7 +39,7 @@ async def world(near: str, far: str) -> AsyncIterator[World]:
         await made.close()
 
 
-async def talk(world: World, eventually: Eventually) -> tuple[Party, Party]:
+async def talk(world: World, eventually: Eventually) -> tuple[RecordingPeer, RecordingPeer]:
     """Check that a new channel carries a lot of data both ways; return its two sides."""
     near, far = await world.pair()
     near.channel.write(BIG)

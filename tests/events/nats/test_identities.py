@@ -12,7 +12,7 @@ from typing import Any
 import nkeys
 import pytest
 from own_brokers import Start
-from two_sides import SUBJECT, Party
+from two_sides import SUBJECT, RecordingPeer
 
 from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
@@ -69,15 +69,15 @@ async def check_every_role_works(url_of: Callable[[str], str], eventually: Event
         await asked.subscribe(subjects.live("w1"), lambda subject, body: {"draining": True})
         await eventually_answers(asking, subjects.drain("w1"), {"draining": True})
     near, far = await Channels.open(url_of("frontend"), "near"), await Channels.open(url_of(WORKER), "far")
-    let_in: list[Party] = []
+    let_in: list[RecordingPeer] = []
 
-    def enter() -> Party:
-        let_in.append(Party())
+    def enter() -> RecordingPeer:
+        let_in.append(RecordingPeer())
         return let_in[-1]
 
     await far.listen(SUBJECT, enter)
     async with asyncio.timeout(20):
-        dialled = await near.dial(SUBJECT, Party)
+        dialled = await near.dial(SUBJECT, RecordingPeer)
     let_in[0].channel.write(b"a token")
     await eventually(lambda: dialled.heard == b"a token")  # type: ignore[attr-defined]
     refused = [handle.connection.refused for handle in (controller, worker, near, far)]

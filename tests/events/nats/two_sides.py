@@ -13,7 +13,7 @@ Message = tuple[bytes, bytes]
 SUBJECT = subjects.plane("w1", "i1")
 
 
-class Ear(asyncio.Protocol):
+class RecordingProtocol(asyncio.Protocol):
     """A protocol that records everything it receives."""
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Sides:
 
     def __init__(self, payload_max: int = 1000) -> None:
         self.wires = [Wire(payload_max), Wire(payload_max)]
-        self.ears = [Ear(), Ear()]
-        makes: list[Callable[[], Ear]] = [lambda: self.ears[0], lambda: self.ears[1]]
+        self.protocols = [RecordingProtocol(), RecordingProtocol()]
+        makes: list[Callable[[], RecordingProtocol]] = [lambda: self.protocols[0], lambda: self.protocols[1]]
         self.channels = [Channel(self.wires[n], f"own{n}", f"own{1 - n}", makes[n]) for n in (0, 1)]
         self.channels[1].begin()
         self.wires[1].post(b"", HEAD.pack(DATA, 0, 0), b"")
@@ -104,7 +104,7 @@ class Sides:
                 channel.tick(now, excused_s)
 
 
-class Party(Ear):
+class RecordingPeer(RecordingProtocol):
     """One side of a channel, with the time at which it ended."""
 
     channel: Channel
@@ -124,7 +124,7 @@ class World:
 
     def __init__(self, near: Channels, far: Channels) -> None:
         self.near, self.far = near, far
-        self.let_in: list[Party] = []
+        self.let_in: list[RecordingPeer] = []
 
     @classmethod
     async def of(cls, near: str, far: str = "") -> "World":
@@ -133,15 +133,15 @@ class World:
         await world.far.listen(SUBJECT, world.enter)
         return world
 
-    def enter(self) -> Party:
-        self.let_in.append(Party())
+    def enter(self) -> RecordingPeer:
+        self.let_in.append(RecordingPeer())
         return self.let_in[-1]
 
-    async def pair(self, within_s: float = 20.0) -> tuple[Party, Party]:
+    async def pair(self, within_s: float = 20.0) -> tuple[RecordingPeer, RecordingPeer]:
         """Return both sides of a new channel."""
         async with asyncio.timeout(within_s):
-            dialled = await self.near.dial(SUBJECT, Party)
-        assert isinstance(dialled, Party)
+            dialled = await self.near.dial(SUBJECT, RecordingPeer)
+        assert isinstance(dialled, RecordingPeer)
         return dialled, self.let_in[-1]
 
     async def reachable(self) -> None:
