@@ -41,9 +41,7 @@ class CapacityReported(ModelObservation):
     healthy: int  # of these, workers that requests are sent to
     lost: int  # of these, workers to be replaced: dead, convicted or out of service
     gpus: int  # of one worker
-    achievable_rps: (
-        float  # requests per second, of the objectives' average size, that healthy workers serve within them
-    )
+    achievable_rps: float  # requests per second (of average size) that healthy workers serve in time
     ratio: float  # `achievable_rps` over what all provisioned workers would achieve
     position: int  # stream sequence up to which the state store was read
 

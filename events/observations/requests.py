@@ -123,9 +123,7 @@ class RequestMigrated(FrontendObservation):
     gap_ms: float  # the pause the client saw: from the token before the move to the next one
     attempt: int  # 2 for the first migration
     exact: bool  # False: from here on the answer may differ from an undisturbed one
-    kind_of_move: Literal["new_request", "ongoing_request"] = (
-        "ongoing_request"  # before its first token; after it
-    )
+    kind_of_move: Literal["new_request", "ongoing_request"] = "ongoing_request"  # by whether it had any token
     bytes: int = 0  # of KV cache transferred, over all shards
     blocks: int = 0  # of KV cache transferred, over all shards
     link: str = ""  # the link of the transfer

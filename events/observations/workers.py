@@ -73,21 +73,15 @@ class WorkerJoined(WorkerObservation):
     exact: bool = True  # False: continuations on this engine may differ from an undisturbed answer
     kv: KvLayout | None = None  # None: requests cannot move from or to it with their KV cache
     dp: int = 1  # DP ranks, 0 to dp - 1: each has its own KV cache and queue
-    kv_events: bool = (
-        False  # it publishes which KV blocks it stores and removes, and answers queries about them
-    )
+    kv_events: bool = False  # it publishes the KV blocks that it stores and removes, and answers queries
     waiting_max: int | None = None  # requests it queues beyond `max_batch`; None: not reported
     spare: bool = False  # it starts as a spare: it gets no traffic until it replaces a failed worker
     root: str = ""  # the weights' repository or folder, as the server behind it reports; empty: not reported
     generation_config: str = ""  # digest of the model's sampling defaults; empty: none known
-    server: str = (
-        ""  # host and port of the server behind this worker; empty: the worker runs the engine itself
-    )
+    server: str = ""  # host and port of the server behind this worker; empty: it runs the engine itself
     account: str = ""  # broker account of the worker's process; empty: not stated
     also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
-    lineage: str = (
-        ""  # what the engine reports of its weights and computation, part of the canary key; empty: none
-    )
+    lineage: str = ""  # reported weights and computation of the engine, part of the canary key; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +233,7 @@ class DeviceFaulted(WorkerObservation):
     fault_class: str  # xid, ecc, nvlink_down, throttle …: devices.md lists all of them
     code: str = ""  # an Xid's number, or what distinguishes faults of this class
     fatal: bool = True  # the worker cannot continue with this device
-    weight: float | None = (
-        None  # of a fault that is not fatal: the highest weight the worker may keep, 0 to 1
-    )
+    weight: float | None = None  # of a non-fatal fault: the highest weight the worker may keep, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +259,4 @@ class ChaosInjected(Commanded):
 
     fault: str  # a verb of `holdfast chaos`
     detail: str = ""  # its argument and its rank, if it has them
-    duration_s: float | None = (
-        None  # seconds after which it ends by itself; None: it lasts until it is healed
-    )
+    duration_s: float | None = None  # seconds until it ends by itself; None: it lasts until it is healed
