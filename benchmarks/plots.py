@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def figure(path: Path, panels: int, title: str, lines: int = 1) -> Iterator[Sequence[Sequence[Any]]]:
-    """Yield lines of so many axes side by side, and write them to a file. Exit with a message if matplotlib is not
+    """Yield lines of `panels` axes side by side, and write them to a file. Exit with a message if matplotlib is not
     installed."""
     matplotlib = needed()
     matplotlib.use("Agg")

@@ -143,7 +143,7 @@ async def ask_on(address: Address, undisturbed: str, told: Told, over: asyncio.E
 
 
 async def tell_all(address: Address, requests: Sequence[Odd], at_once: int) -> Told:
-    """Send all of them, so many at once, beside an honest client. Raise NotAsExpected if that gets no answer before."""
+    """Send all of them, `at_once` at a time, beside an honest client. Raise NotAsExpected if that gets no answer before."""
     told, over, waiting = Told(), asyncio.Event(), iter(requests)
     undisturbed = await honest_text(address)
 

@@ -116,8 +116,8 @@ _BODIES: Sequence[bytes] = (
 @dataclass(frozen=True, slots=True)
 class Odd:
     """One request. `about`: the field of the API with the odd value, or the path. A request that is not `whole` may be no
-    HTTP, or have no end: it may be closed without an answer. A client waits for the answer, or disconnects after so many
-    bytes."""
+    HTTP, or have no end: it may be closed without an answer. A client waits for the answer, or disconnects after
+    some bytes."""
 
     number: int
     kind: Kind

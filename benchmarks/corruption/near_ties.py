@@ -101,7 +101,7 @@ def by_tokens(
     variants: int = VARIANTS,
     tie_margin: float = 0.1,
 ) -> dict[str, Any]:
-    """Judge goldens with near ties in them: so many questions, with so many draws of the noise for each outcome."""
+    """Judge goldens with near ties in them, with several draws of the noise for each outcome."""
     draw, luck = random.Random(f"{seed}/{rate}"), np.random.default_rng([seed, int(rate * 1e6)])
     questions = [Question(one, draw) for one in range(number)]
     known = canary_set(questions, draw, tie_margin)

@@ -56,7 +56,7 @@ FAMILIES = 16  # groups of prompts with a common beginning
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one worker, `after_s` seconds after so many streams were requested."""
+    """A fault of one worker, `after_s` seconds after a number of streams were requested."""
 
     streams: int
     after_s: float

@@ -81,7 +81,7 @@ class Bucket:
         self._rate, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
 
     def wait(self, size: int) -> None:
-        """Wait until so many bytes may pass."""
+        """Wait until `size` bytes may pass."""
         with self._lock:
             begins = max(self._free_at, time.perf_counter())
             self._free_at = begins + size / self._rate
@@ -160,7 +160,7 @@ class Bench:
             assert one.hear() == "ready"
 
     def move(self, at_once: int, *, shared: bool) -> float:
-        """Return the mean seconds of so many concurrent transfers."""
+        """Return the mean seconds of `at_once` concurrent transfers."""
         grants = []
         for one in self.targets[:at_once]:
             one.say(self.blocks)
@@ -179,7 +179,7 @@ class Bench:
 
 
 def predicted_s(blocks: int, bytes_per_s: float, at_once: int) -> float:
-    """Return the cost model's prediction for one of so many concurrent transfers."""
+    """Return the cost model's prediction for one of `at_once` concurrent transfers."""
     policy = MovingPolicy(links=LinkTable(tcp=LinkSpec(bytes_per_s=bytes_per_s, latency_s=0.0001)))
     profile = Profile(
         kv_blocks=blocks,

@@ -199,7 +199,7 @@ class Rig:
         return key
 
     async def until(self, key: int, count: int) -> None:
-        """Wait until an answer has so many tokens. Raise TimeoutError."""
+        """Wait until an answer has `count` tokens. Raise TimeoutError."""
         said = self.said[key]
         async with asyncio.timeout(ANSWER_S):
             while len(said.tokens) < count:

@@ -104,7 +104,7 @@ class Plain:
 
 
 def measure(mb: int, runs: int) -> dict[str, Any]:
-    """Move so many megabytes by every method."""
+    """Move `mb` megabytes by every method."""
     size = mb << 20
     source = memoryview(bytearray(os.urandom(BLOCK_BYTES)) * mb)
     there = Target()

@@ -2,8 +2,8 @@
 
     python -m benchmarks moves [--models tiny medium] [--lengths 1024 4096] [--runs 5]
 
-A fleet of two transformers workers on this host (`holdfast up`), one stream at a time, which is moved when it has about so
-many tokens: by `holdfast move` (with its KV cache), and by an engine that raises (another worker computes it again). Both in
+A fleet of two transformers workers on this host (`holdfast up`), one stream at a time, which is moved at each of `--lengths`
+tokens, about: by `holdfast move` (with its KV cache), and by an engine that raises (another worker computes it again). Both in
 turn, in one run; medians, without the first of each, which is shown beside them: it uses memory that is not mapped yet.
 
 `pause_ms` is the client's pause between the last token of one worker and the first of the other. `frontend_ms` is the pause that
@@ -106,7 +106,7 @@ class Bench:
         return next((stream for stream in self._users.streams if stream.request == name), None)
 
     async def _busy(self, workers: int) -> list[str]:
-        """Wait until so many workers have blocks in use, by the frontend's metrics, and return them."""
+        """Wait until this number of workers have blocks in use, by the frontend's metrics, and return them."""
         async with asyncio.timeout(STREAM_S):
             while True:
                 text = (await self._session.ask("GET", "/metrics")).body.decode()

@@ -4,10 +4,10 @@
     python -m benchmarks walk --faults hang --endless 1 --every 9 --seconds 150      every hang ends by a death
 
 A whole fleet (`holdfast up`, simulated workers, 20 ms per token, a canary every second). Every 0.8 s one random worker
-is killed, hung, made to raise, disconnected, slowed down, drained, emptied or restarted, in any state. Meanwhile so many
-users send requests without a pause and compare each answer with the undisturbed one. One hang in six is endless: such workers
-recover because the fleet declares them dead. There is no intervention: faults with a duration end by themselves, and drained
-workers resume.
+is killed, hung, made to raise, disconnected, slowed down, drained, emptied or restarted, in any state. Meanwhile
+`--users` users send requests without a pause and compare each answer with the undisturbed one. One hang in six is endless:
+such workers recover because the fleet declares them dead. There is no intervention: faults with a duration end by themselves,
+and drained workers resume.
 
 A 503, or any other error, is necessary if at one moment of the last 0.1 s before it no worker could serve, by the journal.
 A worker can serve while the fold of the journal gives it a weight and no fault that keeps it from answering is in force.

@@ -40,7 +40,7 @@ class Arrivals:
         return max(1, self.rows[number % len(self.rows)].output_length)
 
     def coming(self, rate: float, seconds: float, seed: int, since_s: float = 0.0) -> Iterator[Coming]:
-        """Yield requests at this rate per second, for so many seconds."""
+        """Yield requests at `rate` per second for `seconds`."""
         dice, rows = Random(seed), self.rows
         span = rows[-1].timestamp / 1e3
         speed = rate / (len(rows) / span)

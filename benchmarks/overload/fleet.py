@@ -3,7 +3,7 @@
     python -m benchmarks overload_fleet [--trace FILE] [--workers 64] [--loads 0.5 1 2 4] [--seconds 30] [--seed 1]
                                         [--controls none token-capacity deadline] [--dynamo] [--dynamo-python PATH]
 
-Each fleet is started anew for each admission control: `holdfast up` with so many simulated workers in one process, and one
+Each fleet is started anew for each admission control: `holdfast up` with `--workers` simulated workers in one process, and one
 frontend; with `--dynamo` NVIDIA Dynamo as well, without and with its thresholds (`make peer` installs it). Requests are those of
 the trace (Mooncake's, with 16 tokens in place of each block's 512), at its own arrivals, accelerated. Answers have at most 32
 tokens, and requests that fit no worker are left out. Tiers, deadlines and clients are those of `overload`. A client gives up

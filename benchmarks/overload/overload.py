@@ -4,7 +4,7 @@
                                   [--seconds 40] [--frontends 1] [--retries 0] [--batch 64] [--block-tokens 64] [--seed 1]
                                   [--plot overload.svg]
 
-The product's own frontend with simulated engines (`world`). Requests are those of the trace (Mooncake's, with so many tokens
+The product's own frontend with simulated engines (`world`). Requests are those of the trace (Mooncake's, with `--block-tokens`
 per block in place of 512), at its own arrivals, accelerated. A load is a share of the fleet's throughput when
 all requests arrive at once. 7.5 % are premium, with a deadline to the first token of 1 s, 60 % standard with 2 s, the rest
 best_effort with 4 s, or twice the time of reading the whole prompt, if that is longer; 16 clients.

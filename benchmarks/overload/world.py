@@ -226,7 +226,7 @@ async def _tokens(name: str) -> Tokens:
 async def world(
     machines: Machines, settings: FrontendSettings, frontends: int = 1
 ) -> AsyncIterator[list[VirtualFrontend]]:
-    """Start the workers, and so many frontends for them."""
+    """Start the workers, and this number of frontends for them."""
     await machines.start()
     made = [_frontend(f"f{number}", machines, settings) for number in range(frontends)]
 

@@ -177,7 +177,7 @@ def _us(seconds: float) -> float:
 
 
 def choice(workers: int, tokens: int, block_tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Measure choices among so many workers, in each mode."""
+    """Measure choices among this number of workers, in each mode."""
     fleet, rows = Fleet(workers, tokens, block_tokens), []
     prompts = [fleet.prompt() for _ in range(rounds)]
     for mode in Mode:

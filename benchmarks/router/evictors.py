@@ -2,7 +2,7 @@
 
     python -m benchmarks evictors [--trace FILE] [--block-size 512] [--at-once 32] [--requests N]
 
-Each request takes its prompt's blocks, and frees them when so many others have arrived. One row for each evictor and size
+Each request takes its prompt's blocks, and frees them when `--at-once` others have arrived. One row for each evictor and size
 of the cache, in percent of the trace's distinct blocks: the share of all blocks that was found with all blocks before it, the
 number of evictions, and microseconds per block. `host`: the same with a tier of that size below, and what was found there as
 well. Without the trace beside this clone it uses our own chat traffic. Prints one JSON object per row.

@@ -6,7 +6,7 @@ Workers and one frontend in one process, over a real broker.
 
     delay     from a step's stored blocks until the index finds them, without other load; 5 ms of it gather events
     events    steps per second, of 8 blocks stored and 8 removed each, from the announcement until the index has the last
-    restore   how long a frontend that has just started takes to learn so many blocks of one worker, and the longest pause of
+    restore   how long a frontend that has just started takes to learn `--blocks` blocks of one worker, and the longest pause of
               everything else in its loop
 
 Prints one JSON object per row.

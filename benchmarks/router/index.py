@@ -9,7 +9,7 @@ process.
     load    blocks per second, from an engine's message (msgpack ours, JSON theirs); MB for a million distinct blocks, with
             their names
     hash    prompts of 1,024 tokens per second, from a list to the look-up key, in blocks of 16 and 64 tokens
-    grow    memory, loading and look-ups up to so many million blocks; `--plot` draws it (that needs `.[plots]`)
+    grow    memory, loading and look-ups up to `--grow` million blocks; `--plot` draws it (that needs `.[plots]`)
 
 Prints one JSON object per row. Our rows show the target, and whether it was reached; the last row says whether memory grows
 linearly.

@@ -48,7 +48,7 @@ def chains(blocks: int, depth: int, dice: Random) -> list[Chain]:
 
 
 def find(make: Callable[[], Side], blocks: int, workers: int, depth: int, holders: int) -> dict[str, float]:
-    """Measure look-ups of prompts that so many workers hold."""
+    """Measure look-ups of prompts that `holders` workers hold."""
     dice, side = Random(1), make()
     known = [side.ready(chain) for chain in chains(blocks, depth, dice)]
     for announced, _ in known:

@@ -74,7 +74,7 @@ def shape(block_tokens: int) -> EngineShape:
 
 
 class Trial:
-    """A trace on a fleet of so many workers."""
+    """A trace on a fleet of `count` workers."""
 
     def __init__(self, rows: Sequence[Recorded], count: int, args: argparse.Namespace, speed: str) -> None:
         self.count, self.speed = count, speed
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--requests", type=trace.whole, help="use only the first so many requests")
+    parser.add_argument("--requests", type=trace.whole, help="number of requests to use (default: all)")
     parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
     parser.add_argument("--loads", type=trace.positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes)

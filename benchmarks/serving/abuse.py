@@ -2,7 +2,7 @@
 
     python -m benchmarks abuse [--seconds 20] [--connections 50] [--pause 20] [--after 60] [--text-mb 10]
 
-A whole fleet (`holdfast up`, 2 workers). Honest clients request short streams, first alone, then beside so many connections of
+A whole fleet (`holdfast up`, 2 workers). Honest clients request short streams, first alone, then beside `--connections` of
 each kind. At the frontend: texts longer than any context, texts that nearly fit, gzip bombs, bodies with a million lists, with
 a million unknown names, with 10,000 messages, bodies that trickle, heads that do not end, and silence. At each worker: silence
 and half hellos. Each repeats after a pause. Measured: TTFT both ways; the frontend's memory before, its maximum, and
@@ -118,7 +118,7 @@ async def abuse(
     pause_s: float,
     text_mb: int,
 ) -> dict[str, dict[str, int]]:
-    """Run all abuses for so many seconds; return how often each kind ended in which way."""
+    """Run all abuses for `seconds`; return how often each kind ended in which way."""
     ends: dict[str, Counter[str]] = {}
 
     async def again(kind: str, what: Abuse, address: Address) -> None:
@@ -163,7 +163,7 @@ async def first_token_s(address: Address, dice: random.Random) -> float:
 
 
 async def honest(address: Address, seconds: float) -> list[float]:
-    """Send requests at a steady rate for so many seconds; return the times to first token, the shortest first."""
+    """Send requests at a steady rate for `seconds`; return the times to first token, the shortest first."""
     dice, asked = random.Random(1), []
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:

@@ -120,7 +120,7 @@ class User(asyncio.Protocol):
 
 
 async def answer(requests: int, profile: str) -> float:
-    """Let a frontend answer so many requests, after a warm-up; return the CPU seconds per request."""
+    """Let a frontend answer `requests` requests, after a warm-up; return the CPU seconds per request."""
     loop, port, left = asyncio.get_running_loop(), free_port(), [0]
     over: asyncio.Queue[None] = asyncio.Queue()
     servers = [await loop.create_server(CannedWorker, "127.0.0.1", 0) for _ in range(2)]
@@ -162,7 +162,7 @@ async def answer(requests: int, profile: str) -> float:
 
 
 def instructions(requests: int, module: str) -> int:
-    """Return the instructions of a process of this module that answers so many requests."""
+    """Return the instructions of a process of this module that answers `requests` requests."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         command = [

@@ -52,7 +52,7 @@ def scraped(target: str) -> tuple[float, int, int]:
 
 
 def measured(data: Path, times: int) -> dict[str, object]:
-    """Scrape all targets of a fleet so many times; return the figures of each role, and of all of them."""
+    """Scrape all targets of a fleet `times` times; return the figures of each role, and of all of them."""
     there = [(one, group["targets"][0]) for one in present(data) for group in target_groups([one])]
     idle = {one.pid: _busy(one.pid) for one, _ in there}
     time.sleep(IDLE_S)

@@ -24,7 +24,7 @@ AT_ONCE = 3
 
 
 async def answer(requests: int, profile: str) -> float:
-    """Let a worker answer so many requests, after a warm-up; return the CPU seconds per request."""
+    """Let a worker answer `requests` requests, after a warm-up; return the CPU seconds per request."""
     engine = SimulatedEngine(EngineShape(), turn_tokens=TURN_TOKENS)
     server = WorkerServer(worker="w0", instance="i0", engine=engine)
     await engine.start(server.deliver)

@@ -55,7 +55,7 @@ def year(dice: random.Random, units: int, per_day: float, lasted: Sequence[float
 def measured(
     spares: int, years: int, per_day: float, lasted: Sequence[float], activation_s: float
 ) -> dict[str, object]:
-    """Return the missing capacity over so many years."""
+    """Return the missing capacity over `years` years."""
     lost, worst, lacking, replaced = [], 0, 0.0, 0
     for number in range(years):
         outages = year(random.Random(number), GROUPS + spares, per_day, lasted)

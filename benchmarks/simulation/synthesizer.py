@@ -3,7 +3,7 @@
     python -m benchmarks synthesizer [--trace FILE] [--block-size 512] [--requests 1000000] [--seeds 3]
 
 `like`: the largest deviation of each validated figure in percent, over the seeds, all knobs at 1, as many requests as recorded.
-`rounds`: the same with twice and ten times as many. `cache`: the hits of caches of so many percent of all blocks (least
+`rounds`: the same with twice and ten times as many. `cache`: the hits of caches of several sizes, in percent of all blocks (least
 recently used), recorded and synthetic. `speed`: `holdfast trace synthesize` from a profile, to a file, in its own process.
 Without the trace beside this clone it measures our own chat traffic. Prints one JSON object each.
 """
@@ -31,7 +31,7 @@ CACHES = (1, 5, 10, 25, 50, 100)  # percent of the distinct blocks
 
 
 def like(recorded: Sequence[TraceRow], profile: TraceProfile, times: int, seeds: int) -> dict[str, Any]:
-    """Compare, over so many seeds, the figures of `times` as many requests."""
+    """Compare, over `seeds` seeds, the figures of `times` as many requests."""
     theirs = analyze(recorded, profile.block_tokens)
     worst: dict[str, float] = {}
     for seed in range(seeds):
@@ -54,7 +54,7 @@ def off(ours: Analysis, theirs: Analysis) -> dict[str, float]:
 
 
 def found(rows: Iterable[TraceRow], blocks: int) -> float:
-    """Return the share of all blocks that a cache of so many finds, each with all before it in its prompt."""
+    """Return the share of all blocks that a cache of `blocks` finds, each with all before it in its prompt."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
     for row in rows:

@@ -144,7 +144,7 @@ class Prediction:
     before: float  # in the first one
 
     def within(self, slack_s: float) -> bool:
-        """Return whether the prediction was right, within so many seconds."""
+        """Return whether the prediction was right, within `slack_s` seconds."""
         return self.low - slack_s <= self.was <= self.high + slack_s
 
 

@@ -1,7 +1,7 @@
 """Measures what-if on a million events: `python -m benchmarks decided_again [--calm 9]`
 
 A real broker holds an hour of 128 simulated workers with a fault in every third, then nine calm hours (`--calm`), and so on,
-until there are so many events. They have the stream's times as they would be, not those at which this
+until there are `--events` events. They have the stream's times as they would be, not those at which this
 benchmark wrote them. That is two thousand times the faults of the largest fleet that has published them (419 in 54 days
 of 16,384 GPUs); `--calm 0` is twenty thousand times. Prints one JSON object: events, faults among them, and seconds: of
 reading, of deciding four times with the report, of both; and of a sweep over twelve values.
@@ -61,7 +61,7 @@ def hour(*, calm: bool = False) -> list[Recorded]:
 
 
 def hours(calm: int, events: int) -> Iterator[Recorded]:
-    """Yield so many events: an hour with faults, so many without, and so on, each of other lives of the same workers."""
+    """Yield `events` events: an hour with faults, `calm` hours without, and so on, each of other lives of the same workers."""
     faulty, quiet_one = hour(), hour(calm=True) if calm else []
     number = decisions = 0
     for times in count():

@@ -173,7 +173,7 @@ async def deleted(url: str, name: str) -> dict[str, bool]:
 
 
 async def reached(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether a condition holds within so many seconds."""
+    """Return whether a condition holds within `seconds`."""
     until = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < until:  # noqa: ASYNC110 (another task reads)
         await asyncio.sleep(0.05)

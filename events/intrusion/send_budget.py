@@ -68,7 +68,7 @@ class TrafficBudget:
         return now < self._muted_until
 
     def take(self, messages: int, size: int, now: float) -> bool:
-        """Spend so many messages with so many bytes in total; return False if one of the budgets does not cover it."""
+        """Spend `messages` messages of `size` bytes in total; return False if one of the budgets does not cover it."""
         return self._messages.take(messages, now) and self._size.take(size, now)
 
 

@@ -27,7 +27,7 @@ from events.journal.port import JournalChanged, JournalDropped, JournalUnavailab
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
 REQUEST = 2000  # events per request
-LOW = REQUEST // 2  # send the next request when so few are outstanding
+LOW = REQUEST // 2  # number outstanding at which the next request is sent
 BATCH_MAX = 1000  # events per yielded batch
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5

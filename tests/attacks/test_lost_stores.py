@@ -17,7 +17,7 @@ PROMPT = (300, 301, 302)
 
 
 async def is_rebuilt(fleet: DemoFleet, times: int) -> None:
-    """Wait until it was reported so often, the projector has caught up, and the store matches the journal."""
+    """Wait until it was reported `times` times, the projector has caught up, and the store matches the journal."""
     async with asyncio.timeout(60):
         while fleet.log.read_text().count("the state store was rebuilt") < times:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)

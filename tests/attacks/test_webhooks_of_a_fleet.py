@@ -28,7 +28,7 @@ def heard(receiver: Receiver) -> list[str]:
 
 
 def closed(receiver: Receiver, incidents: int) -> bool:
-    """Return whether so many incidents have been delivered from beginning to end."""
+    """Return whether this number of incidents have been delivered from beginning to end."""
     kinds = [one.headers["webhook-id"] for one in receiver.taken if b"incident_closed" in one.body]
     return len({*kinds}) >= incidents
 
@@ -41,7 +41,7 @@ async def said(fleet: DemoFleet) -> list[str]:
 
 
 async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:
-    """Wait until so many incidents have been delivered to their end, and no event of the journal is missing."""
+    """Wait until this number of incidents have been delivered to their end, and no event of the journal is missing."""
     await receiver.until(lambda: closed(receiver, incidents), 60)
     async with asyncio.timeout(60):
         while heard(receiver) != await said(fleet):  # noqa: ASYNC110 (nothing signals it)

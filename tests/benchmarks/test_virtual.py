@@ -41,7 +41,7 @@ def ran(
 
 
 def names(seed: int, blocks: int, after: Sequence[int] = ()) -> list[int]:
-    """Return a prefix's blocks followed by so many unique ones."""
+    """Return a prefix's blocks followed by `blocks` unique ones."""
     found = list(after)
     for number in range(blocks):
         found.append(follow(found[-1] if found else seed, follow(seed, number)))

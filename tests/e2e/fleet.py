@@ -38,7 +38,7 @@ def holdfast(*arguments: str, environment: dict[str, str] | None = None) -> subp
 
 
 def undisturbed(prompt: Sequence[int], tokens: int) -> str:
-    """Return any simulated worker's answer of so many tokens to a prompt."""
+    """Return any simulated worker's answer of this length in tokens to a prompt."""
     running, said = open_sequence("sim", prompt), []
     for _ in range(tokens):
         said.append(plain_token(running.intdigest()))

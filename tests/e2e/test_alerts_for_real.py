@@ -182,7 +182,7 @@ def scene(name: str, folder: Path, *admin_ports: int) -> Any:
 
 @contextlib.asynccontextmanager
 async def asking(fleet: DemoFleet, people: int, tokens: int) -> AsyncIterator[None]:
-    """Run so many users that send requests all the time."""
+    """Run users that send requests all the time."""
 
     async def ask(number: int, api: Any) -> None:
         while True:
@@ -360,7 +360,7 @@ async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None
 
 
 async def say(fleet: DemoFleet, events: int) -> None:
-    """Write so many events."""
+    """Write this number of events."""
     journal = await NatsJournal.connect(fleet.nats_url("controller"), "controller:flood", None, make=False)
     for number in range(events):
         journal.observe(WorkerHeard(worker="w0", instance=f"none-{number}", observer=journal.source))

@@ -111,7 +111,7 @@ class Rig(Roles):
         )
 
     async def underway(self, tokens: int) -> None:
-        """Wait until every frontend has relayed so many more tokens."""
+        """Wait until every frontend has relayed this number of further tokens."""
         wanted = {name: await self.counted(name, "output_tokens_total") + tokens for name in FRONTENDS}
         async with asyncio.timeout(20):
             for name, count in wanted.items():

@@ -87,7 +87,7 @@ class Broker:
 
 
 class Wire:
-    """A TCP proxy that can break every connection after so many bytes from the client, or stop forwarding."""
+    """A TCP proxy that can break every connection after some bytes from the client, or stop forwarding."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -6,7 +6,7 @@ MB = 2**20
 
 
 class Heap:
-    """A process with so many megabytes, some of which are free."""
+    """A simulated process with some free memory."""
 
     def __init__(self) -> None:
         self.resident = 100 * MB

@@ -8,7 +8,7 @@ from benchmarks.router.virtual.fleet import WINDOW_S, Outcome
 
 
 def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
-    """Return the figures of a run on so many workers, with requests arriving until `until_s`; times in seconds.
+    """Return the figures of a run on this number of workers, with requests arriving until `until_s`; times in seconds.
 
     `hit_rate`: prompt tokens that engines found cached. `balance`: the 99th percentile of a worker's computed tokens in 10 s
     over the mean of all in the same 10 s; `balance_kv`: the same for the KV blocks that its requests held. `hottest`: each

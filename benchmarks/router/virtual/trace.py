@@ -36,7 +36,7 @@ def read(path: Path, limit: int | None = None) -> list[TraceRow]:
 
 
 def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow]:
-    """Yield so many copies of a trace at once, each with its own prefixes and another starting point."""
+    """Yield `count` copies of a trace at once, each with its own prefixes and another starting point."""
     dice, span = Random(seed), rows[-1].timestamp
     begun = [0.0, *(dice.uniform(0, span) for _ in range(count - 1))]
     turned = [_turned(rows, later, copy) for copy, later in enumerate(begun)]
@@ -64,7 +64,7 @@ def requests(rows: Iterable[TraceRow], block_tokens: int, speed: float = 1.0) ->
 
 
 def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iterator[int]:
-    """Yield the prompt tokens of each request that one cache of so many blocks finds, if it has read each prompt before the
+    """Yield the prompt tokens of each request that one cache of `capacity` blocks finds, if it has read each prompt before the
     next one arrives: no fleet with as many blocks does better by more than chance. Evicts the least recently used block."""
     kept: dict[int, None] = {}
     for request in requests:

@@ -54,7 +54,7 @@ async def said(journal: NatsJournal, *facts: Any) -> list[str]:
 
 
 async def taken(url: str, count: int, **how: Any) -> list[FollowedEvent]:
-    """Follow until so many events were processed, and leave; the last one counts as processed only if the loop requested one
+    """Follow until `count` events were processed, and leave; the last one counts as processed only if the loop requested one
     more."""
     found: list[FollowedEvent] = []
     following = follow(url, **how)
