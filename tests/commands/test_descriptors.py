@@ -33,7 +33,7 @@ def test_the_limit_is_raised_as_far_as_allowed_and_never_lowered(soft: int, hard
 
 
 def test_a_limit_that_is_too_low_is_reported() -> None:
-    with pytest.raises(TooFewDescriptors, match=r"4064 open files are needed, and 4000 are allowed"):
+    with pytest.raises(TooFewDescriptors, match=r"4064 open files are needed, but 4000 are allowed"):
         System(1024, 4000).allow(4064)
 
 

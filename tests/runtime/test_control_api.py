@@ -256,7 +256,7 @@ async def test_a_caller_without_permission_gets_an_error_at_once(tmp_path: Path,
         await journal.close()
         async with asyncio.timeout(20), served(as_user(url, "controller")):
             with pytest.raises(
-                NotAllowed, match=f"user 'reader' publish to control.{verb}.*holdfast nats permissions"
+                NotAllowed, match=f"account 'reader' publish to control.{verb}.*holdfast nats permissions"
             ):
                 await command(bus, as_user(url, "reader"), verb, {"worker": "w1", "by": "ada"}, 60.0)
     finally:
