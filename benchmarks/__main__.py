@@ -30,7 +30,7 @@ BENCHMARKS = {
     "fold": "benchmarks.store.fold",
     "faststream": "benchmarks.store.subscribers",
     "report": "benchmarks.store.post_mortem",
-    "decided_again": "benchmarks.store.decided_again",
+    "decided_again": "benchmarks.store.what_if_speed",
     "kv": "benchmarks.failures.kv",
     "contention": "benchmarks.failures.contention",
     "exact": "benchmarks.failures.exact",

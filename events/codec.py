@@ -22,9 +22,9 @@ from uuid import UUID
 
 import msgspec
 
+from events.checked_decoding import narrowed
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Recorded
-from events.narrow import narrowed
 from events.versions import KINDS as KINDS
 
 TYPE_PREFIX = "holdfast."

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from events import decisions
+from events.enum_words import NEW_WORDS
 from events.fact import Decision, Fact, Observation
 from events.observations import canaries, journal, planning, requests, workers
-from events.words import NEW_WORDS
 
 
 def _all_kinds() -> dict[str, type[Fact]]:

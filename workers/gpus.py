@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from events.journal.port import Journal
 from workers.config.worker import WorkerConfig
-from workers.falls import Broken, broken
 from workers.output import StreamOutput
 from workers.shutdown import WorkerEnd
+from workers.worker_failures import Broken, broken
 
 DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 

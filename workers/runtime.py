@@ -34,11 +34,11 @@ from workers.config.settings import WorkerSettings
 from workers.config.worker import WorkerConfig
 from workers.engines.build import build_engine
 from workers.exits import FELL, LINGER_S, RENEWED, exit_within
-from workers.falls import broken
 from workers.gpus import Devices
 from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, budget_s
 from workers.worker import InferenceWorker, WorkerDeadlines, say_why_not
+from workers.worker_failures import broken
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -152,7 +152,7 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
     configs = _configs(settings, instance, key)
     if len(configs) == 1:
         return Alone(make(configs[0]), stop, make)
-    from workers.many import Many
+    from workers.worker_group import Many
 
     return Many(configs, make, links.journal, stop, settings.stagger_delay)
 
@@ -177,8 +177,8 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
         return SimulatedDevices(worker, ranks)
     if not settings.gpus and settings.engine != "transformers":
         return None
+    from workers.devices.fault_store import Memory
     from workers.devices.mapping import parse
-    from workers.devices.memory import Memory
     from workers.devices.watch import DeviceWatch
 
     return DeviceWatch(parse(settings.gpus), memory=Memory(settings.data, worker))

@@ -28,7 +28,7 @@ from workers.frontends import (
     Stream,
     StreamTable,
 )
-from workers.listening import BACKLOG, listening
+from workers.listen_socket import BACKLOG, listening
 from workers.migration.settings import KvMoveSettings
 from workers.output import FaultReport, StreamOutput, WorkerMigrations
 

@@ -24,9 +24,9 @@ from events.nats.bus import Bus
 from events.nats.connection import DISCONNECTED
 from events.process import presence
 from workers.config.settings import WorkerSettings
+from workers.devices.fault_store import Memory
 from workers.devices.faults import FaultChange
 from workers.devices.mapping import family, parse
-from workers.devices.memory import Memory
 from workers.devices.report import fact, listen
 from workers.devices.watch import DeviceWatch, WatchPolicy
 

@@ -31,7 +31,6 @@ from workers.control.commands import CommandListener, RehearsedFaults, WorkerCom
 from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
 from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
 from workers.exits import BROKE, FELL, KILLED, RENEWED
-from workers.falls import Broken, Killed, Retired, broken
 from workers.frontends import FrontendLimits
 from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
@@ -40,6 +39,7 @@ from workers.migration.settings import KvMoveSettings
 from workers.output import FaultReport
 from workers.server import WorkerServer
 from workers.shutdown import CLEANUP_S, LEAVING, WorkerEnd, depart, or_exit
+from workers.worker_failures import Broken, Killed, Retired, broken
 
 CHECK_S = 2.0
 

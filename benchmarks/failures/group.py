@@ -29,14 +29,14 @@ from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.dialers import Make, TcpConnection, TcpDialer
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.settings import FrontendSettings
 from controller.migration.cost import MovingPolicy
 from controller.processes.frontend import static_worker
 from controller.simulator.simulation import quiet
-from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
+from controller.simulator.stories.concurrent_requests import computed_again, crowd, most_over_even
 from events.decisions import HealthStatus
 from events.observations import Profile, WorkerJoined
 

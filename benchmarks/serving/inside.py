@@ -21,8 +21,8 @@ from benchmarks.serving.load import Stream, text_of
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import Dialer
-from controller.adapters.request_plane.links import Address
 from controller.adapters.request_plane.nats_dialer import NatsDialer
+from controller.adapters.request_plane.worker_links import Address
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest

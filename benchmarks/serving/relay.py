@@ -30,7 +30,7 @@ import uvloop
 from benchmarks.serving.load import measure, parser, percentiles
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from events.wire import Generate, Sampling
 
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))

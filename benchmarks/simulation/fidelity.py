@@ -45,7 +45,7 @@ from controller.trace.replay.driver import Limits, Replay
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
 from controller.trace.replay.plan import ReplayShape, plan
-from controller.trace.replay.wording import find
+from controller.trace.replay.request_bodies import find
 from controller.trace.rows import BLOCK_TOKENS, TraceRow, read
 from controller.trace.synthesis import synthesize
 from events.errors import HoldfastError

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from controller.deciders.fleet import Fleet
-from controller.replay.whatif.asked import PolicyAsked
 from controller.replay.whatif.comparison import INFINITY, MEASURES, PLACES
 from controller.replay.whatif.course import take
 from controller.replay.whatif.faults import FaultSeen, fared
+from controller.replay.whatif.question import PolicyAsked
 from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.weights import Weights

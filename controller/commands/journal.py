@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 from controller.adapters.clock import SystemClock
 from controller.processes.operator_client import find, operator_name
-from controller.replay import moment
-from controller.runtime.history import patient
+from controller.replay import moment_parser
+from controller.runtime.bounded_read import patient
 from events import codec, subjects
+from events.decision_numbering import Turns
 from events.decisions import PolicyAdopted
 from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import EventQuarantined
-from events.turns import Turns
 from events.versions import Known
 
 FINDING = 3
@@ -106,7 +106,7 @@ async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Say = print) -> int:
     """Print skipped messages and the event at which readers stop. Return the exit code. `first` is the first sequence of the
     stream. Raise UsageError."""
-    when = moment.parse(since, SystemClock().now()) if since else 0
+    when = moment_parser.parse(since, SystemClock().now()) if since else 0
     last, turns = await journal.last_seq(), _turns(first)
     if isinstance(when, int) and when > last:
         raise UsageError(f"sequence {when} does not exist: the journal ends at {last}")

@@ -13,7 +13,7 @@ from controller.commands.unknown_kinds import UnknownKinds
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, operator_name
 from controller.read_model.worker_names import workers_of
-from controller.runtime.history import held
+from controller.runtime.bounded_read import held
 from events import codec
 from events.chaos import ENDS, FAULTS, TAKE_ARGUMENT, TAKE_RANK
 from events.errors import UsageError

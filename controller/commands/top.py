@@ -17,7 +17,7 @@ from controller.commands.top_view import FleetSeen, picture
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
 from controller.replay.recent import TOLD_MAX
-from controller.runtime.history import held
+from controller.runtime.bounded_read import held
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 

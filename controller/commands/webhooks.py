@@ -20,9 +20,9 @@ from controller.config.flags import describe
 from controller.processes.operator_client import find
 from controller.replay.sentences import count
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.answers import Answer, is_away
+from controller.webhooks.message_context import FleetWording
+from controller.webhooks.retry_policy import Answer, is_away
 from controller.webhooks.settings import NotifierSettings, Webhook, named
-from controller.webhooks.wording import FleetWording
 from events import codec, subjects
 from events.dead_letters import DeadLetter, DeadLetters
 from events.decisions import IncidentClosed, IncidentOpened

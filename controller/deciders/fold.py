@@ -15,12 +15,12 @@ from typing import Any, TypeAlias, TypeVar
 from controller.deciders import (
     awaiting,
     degradation,
-    forgetting,
     golden,
     health,
     incident,
     spares,
     thresholds,
+    worker_removal,
 )
 from controller.deciders import worker as one
 from controller.deciders.awaiting import AwaitedWorker
@@ -314,7 +314,7 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
     """Forget a worker, and its model if it was the last worker of it."""
     name, model = worker.joined.worker, worker.joined.model
     workers, models = _without(fleet.workers, name), fleet.models
-    departed = forgetting.remember(fleet.departed, worker)
+    departed = worker_removal.remember(fleet.departed, worker)
     last = all(other.joined.model != model for other in workers.values())
     if last and model in models and not models[model].level:
         models = _without(models, model)

@@ -39,8 +39,8 @@ from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
+from controller.deciders.votes.operator_request import OPERATOR, GoldenMoves, OperatorWish
 from controller.deciders.votes.quorum import Voter, outvoters
-from controller.deciders.votes.wanted import OPERATOR, GoldenMoves, OperatorWish
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace

@@ -14,12 +14,12 @@ from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.drain import DrainPolicy
-from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.deciders.incident import IncidentPolicy
 from controller.deciders.spares import SparesPolicy
 from controller.deciders.validation import STRICT
+from controller.deciders.worker_removal import ForgettingPolicy
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from controller.deciders import (
     budget,
     degradation,
     drain,
-    forgetting,
     golden,
     health_moves,
     incident,
     spares,
+    worker_removal,
 )
 from controller.deciders.fold import Fleet, evolve, voters
 from controller.deciders.health_state import Health
@@ -109,7 +109,7 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
         times.append(breaker.due_at(policy.breaker, worker.breaker))
         times.append(drain.due_at(policy.drain, worker.drain))
         times.append(health_moves.due_at(policy.health, worker.health))
-        times.append(forgetting.due_at(policy.forgetting, worker))
+        times.append(worker_removal.due_at(policy.forgetting, worker))
     times.extend(degradation.due_at(policy.degradation, state) for state in fleet.models.values())
     return min((time for time in times if time is not None and time > now), default=None)
 
@@ -351,7 +351,7 @@ def _incidents(s: _Settling) -> None:
 def _forget(s: _Settling) -> None:
     for name in s.selected:
         worker = s.fleet.workers[name]
-        for decision in forgetting.decide(s.policy.forgetting, worker, name in s.fleet.awaited, s.now):
+        for decision in worker_removal.decide(s.policy.forgetting, worker, name in s.fleet.awaited, s.now):
             s.keep(decision)
     s.selected = [name for name in s.selected if name in s.fleet.workers]
 

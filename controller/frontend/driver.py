@@ -50,7 +50,7 @@ from controller.frontend.request.step import is_turned_away, step
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
-from controller.migration import live as kv
+from controller.migration import planned_move as kv
 from controller.ports import LostCause, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.load.active_sequences import ActiveSequences

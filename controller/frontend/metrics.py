@@ -6,7 +6,7 @@ it into docs/metrics.md.
 
 from prometheus_client import CollectorRegistry
 
-from controller.frontend.metric_kinds import LabelledHistogram, log_spaced, token_histogram
+from controller.frontend.histograms import LabelledHistogram, log_spaced, token_histogram
 from controller.metric_table import MetricTable, counter, gauge
 from events.process.exposition import written
 

@@ -33,7 +33,7 @@ from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import Move
 from controller.frontend.scheduling.scheduler import Scheduler
-from controller.migration import live as kv
+from controller.migration import planned_move as kv
 from controller.migration.cost import MigrationCost, MovingPolicy
 from controller.migration.placement import Placement
 from controller.ports import LostCause, RequestPlane, WorkerUnreachable

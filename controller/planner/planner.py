@@ -16,9 +16,9 @@ from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.policy import load
 from controller.planner.history import ModelHistory
+from controller.planner.model_view import ModelCapacity, PlannedWorker, Promised, capacity_of, view_of
 from controller.planner.plan import Expecting, ModelView, PlannerPolicy, Proposal, expected, plan
 from controller.planner.projection_age import ProjectionAge
-from controller.planner.reading import ModelCapacity, PlannedWorker, Promised, capacity_of, view_of
 from controller.planner.workers import WorkersSeen
 from events.decisions import PolicyAdopted
 from events.fact import Recorded

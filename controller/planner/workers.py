@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from controller.planner.reading import PlannedWorker
+from controller.planner.model_view import PlannedWorker
 from events import codec
 from events.observations import WorkerJoined
 

@@ -24,9 +24,9 @@ from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import Dialer, port_open
 from controller.adapters.request_plane.hang import HangPolicy
-from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
 from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name
+from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.processes import collector
@@ -34,21 +34,21 @@ from controller.processes.controller_admin import serve, url_of
 from controller.processes.observability import scrape_targets
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
-from controller.runtime.beginning import StoredHistory
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.commands import OperatorCommands
 from controller.runtime.hang_check import HangCheck
+from controller.runtime.initial_fold import StoredHistory
 from controller.runtime.intrusion.intruders import Intruders
-from controller.runtime.keeping import SnapshotKeeper
 from controller.runtime.lease import Lease
-from controller.runtime.lingering import Lingering
+from controller.runtime.lingering_processes import Lingering
 from controller.runtime.liveness import Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
-from controller.runtime.stored import JournalRoom, StoredStatus
+from controller.runtime.snapshot_publisher import SnapshotKeeper
+from controller.runtime.storage_usage import JournalRoom, StoredStatus
 from controller.runtime.versions.fleet_versions import FleetVersions
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten

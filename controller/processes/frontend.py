@@ -14,8 +14,8 @@ import structlog
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import Dialer
-from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
+from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.console.console import Console
 from controller.console.endpoints import PATH
 from controller.deciders.fleet import DECIDERS_VERSION
@@ -23,12 +23,12 @@ from controller.frontend.director import SERVED_EVERY_S, Director, Served, World
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.open_port import check_open_port
+from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector
 from controller.processes import last_served as served
-from controller.processes.observability.said_facts import SaidFacts
+from controller.processes.observability.journal_metrics import SaidFacts
 from controller.processes.operating import frontend_console
 from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView

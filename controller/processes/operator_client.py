@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.processes.fleet_dir import FleetDir, NoFleet
+from controller.runtime.bounded_read import held
 from controller.runtime.command_sender import command
-from controller.runtime.history import held
 from events import subjects
 from events.errors import HoldfastError
 from events.fact import Recorded

@@ -22,11 +22,11 @@ from controller.processes.children import Child, end, reap_orphan, shell_status
 from controller.processes.console import say, warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.logs import trim
-from controller.processes.losses.store_mending import StoreRebuilder
 from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
+from controller.processes.process_plan import database_processes, frontend_grace_s, names, plan, spare_names
 from controller.processes.readiness.watch import ReadinessWatch, status_reader
-from controller.processes.restart_plan import database_processes, frontend_grace_s, names, plan, spare_names
+from controller.processes.recovery.store_rebuilder import StoreRebuilder
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
@@ -181,13 +181,13 @@ class FleetSupervisor:
         return await self.database.migrate()
 
     async def _accept_journal(self, place: tuple[int, str] | None) -> None:
-        from controller.processes.losses import journal_check
+        from controller.processes.recovery import journal_check
 
         await journal_check.accept(self._supervisor_url, self.dir.spools, self.database, place)
 
     async def _check_history(self, place: tuple[int, str] | None) -> None:
         """Raise JournalLost if the database has folded another journal."""
-        from controller.processes.losses import journal_check
+        from controller.processes.recovery import journal_check
 
         if not self.args.accept_journal:  # otherwise the other projection was put aside
             await journal_check.refuse_lost(self.journal, self.dir.spools, place)
@@ -214,7 +214,7 @@ class FleetSupervisor:
             warn(f"cannot start {child.name}, retrying: {error}")
 
     async def _open_journal(self) -> None:
-        from controller.processes.losses import journal_check, journal_watch
+        from controller.processes.recovery import journal_check, journal_watch
 
         self.journal = await journal_check.open_journal(self._supervisor_url, self.dir.spools)
         self.watch = journal_watch.JournalWatch(self.journal)
@@ -268,7 +268,7 @@ class FleetSupervisor:
 
     async def _supervise(self) -> None:
         if self.ready:  # not if it was stopped while starting
-            from controller.processes.losses.journal_bounding import JournalBounding
+            from controller.processes.recovery.journal_bounds import JournalBounding
 
             self.bounding = JournalBounding(self.journal, journal_bounds(self.args))
         trim_at, reap_at, orphan = 0.0, 0.0, 0

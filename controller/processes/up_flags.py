@@ -11,7 +11,7 @@ from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX, WORKER_PREFIX
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.tls import Tls
-from controller.frontend.open_port import check_open_port
+from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for

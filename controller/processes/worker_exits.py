@@ -29,7 +29,7 @@ def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
 
 
 def lives(child: Child, instance: str) -> list[tuple[str, str]]:
-    """Return the workers of a process with their first instances; `workers.many` assigns the instances of successors."""
+    """Return the workers of a process with their first instances; `workers.worker_group` assigns the instances of successors."""
     if child.workers == 1:
         return [(child.name, instance)]
     first = int(child.name.removeprefix("w"))
@@ -67,7 +67,7 @@ class WorkerExits:
     def hear(self, fact: Fact, children: Mapping[int, str]) -> None:
         """Update the state with a fact of the journal. `children`: the worker processes by pid."""
         match fact:
-            case WorkerJoined() if fact.pid in children:  # a worker of `workers.many` has a successor
+            case WorkerJoined() if fact.pid in children:  # a worker of `workers.worker_group` has a successor
                 own = self._lives.get(children[fact.pid], {})
                 if fact.worker in own:
                     self._dead.pop(own[fact.worker], None)

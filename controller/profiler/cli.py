@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controller.profiler.openai_target import OpenAITarget
-from controller.profiler.points import TooFewPoints, arrays
+from controller.profiler.profile_arrays import TooFewPoints, arrays
 from controller.profiler.sweep import Measuring, OnMeasurement, Sweep
 from controller.profiler.target import CannotMeasure, ProfiledEngine
 from controller.profiler.worker_target import WorkerTarget

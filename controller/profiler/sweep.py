@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint
+from controller.profiler.profile_arrays import BesidePoint, DecodePoint, PrefillPoint
 from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledStream, TargetRefused
 
 TOKEN_IDS = (10, 1000)  # valid in any vocabulary

@@ -12,7 +12,7 @@ from typing import Any
 
 from controller.columns import fitted
 from controller.ports import Archive
-from controller.replay import moment, request_story, sentences, timeline, travel
+from controller.replay import moment_parser, request_story, sentences, timeline, travel
 from controller.replay.rebuild import rebuild
 from controller.replay.report import report_cli
 from controller.replay.scan import JournalArchive
@@ -43,12 +43,12 @@ def add_arguments(commands: Any) -> None:
     command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
     command.add_argument("--worker", metavar="W", help="only events about this worker")
     command.add_argument("--request", metavar="ID", help="only events about this request")
-    command.add_argument("--since", metavar="WHEN", help=moment.FORMATS)
+    command.add_argument("--since", metavar="WHEN", help=moment_parser.FORMATS)
     command.add_argument(
         "--all", action="store_true", help="include routine events: passed canaries, served requests"
     )
     command = _command(commands, "at", "the state of the fleet at a past moment")
-    command.add_argument("when", metavar="TIME|SEQ", help=moment.FORMATS)
+    command.add_argument("when", metavar="TIME|SEQ", help=moment_parser.FORMATS)
     command = _command(commands, "why", "the causes of an event, back to the first observation")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
     report_cli.add_arguments(commands)
@@ -59,7 +59,7 @@ def add_arguments(commands: Any) -> None:
         "fold and decide the journal again and compare with the store (exit status 3: a difference)",
     )
     command.add_argument(
-        "--since", metavar="WHEN", help=f"start at the last snapshot before: {moment.FORMATS}"
+        "--since", metavar="WHEN", help=f"start at the last snapshot before: {moment_parser.FORMATS}"
     )
     _command(commands, "rebuild", "project the whole journal into a new projection, then replace the old one")
 
@@ -107,7 +107,7 @@ async def _timeline(
     archive = _archive(journal, store)
     if args.incident:
         return await _story(args, journal, archive, echo)
-    since = moment.parse(args.since, _now()) if args.since else None
+    since = moment_parser.parse(args.since, _now()) if args.since else None
     day = None
     async for event in timeline.events(
         archive, worker=args.worker, request=args.request, since=since, routine=args.all
@@ -163,7 +163,7 @@ async def _story(args: argparse.Namespace, journal: Journal, archive: Archive, e
 
 
 async def _at(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
-    found = await travel.at(journal, store, moment.parse(args.when, _now()))
+    found = await travel.at(journal, store, moment_parser.parse(args.when, _now()))
     if args.output == "json":
         echo(json.dumps(travel.describe(found), indent=1))
         return 0
@@ -208,7 +208,7 @@ async def _sequence(text: str | None, journal: Journal, store: HistoryStore) -> 
     """Return the first sequence that `--since` includes."""
     if not text:
         return 0
-    when = moment.parse(text, _now())
+    when = moment_parser.parse(text, _now())
     if isinstance(when, int):
         if when > (last := await journal.last_seq()):
             raise travel.NotYet(f"the journal ends at {last}, before {when}. {travel.NotYet.__doc__}")

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 
 from controller.read_model.rows import matches
-from controller.replay.find import name
-from controller.runtime.history import held
+from controller.replay.event_lookup import name
+from controller.runtime.bounded_read import held
 from events.fact import Recorded
 from events.journal.port import Journal
 

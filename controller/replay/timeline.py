@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from controller.ports import Archive
 from controller.replay import sentences
-from controller.replay.find import NoSuchEvent, cause, find, name
+from controller.replay.event_lookup import NoSuchEvent, cause, find, name
 from controller.replay.why import why
 from events.chaos import HEALING
 from events.decisions import Absorbed, IncidentClosed, IncidentOpened

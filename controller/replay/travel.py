@@ -8,8 +8,8 @@ from typing import Any
 from controller.deciders.fleet import Fleet
 from controller.ports import Snapshot, StateStore
 from controller.read_model import rows as projection
-from controller.runtime.beginning import order_from, snapshots
-from controller.runtime.history import history
+from controller.runtime.bounded_read import history
+from controller.runtime.initial_fold import order_from, snapshots
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal

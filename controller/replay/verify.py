@@ -23,10 +23,10 @@ from controller.deciders.fleet import (
 from controller.ports import ReadPosition, RowsRead, Snapshot
 from controller.read_model import rows as projection
 from controller.read_model.diff import differences, first_difference, plain
-from controller.replay.find import name
+from controller.replay.event_lookup import name
 from controller.replay.store import HistoryStore, StoreSnapshot
-from controller.runtime.beginning import oldest, order_from
-from controller.runtime.history import history
+from controller.runtime.bounded_read import history
+from controller.runtime.initial_fold import oldest, order_from
 from events import codec
 from events.decisions import Absorbed, PolicyAdopted
 from events.errors import HoldfastError

@@ -5,7 +5,7 @@ from typing import Any
 
 from controller.ports import Archive
 from controller.replay import sentences
-from controller.replay.find import NoSuchEvent, cause, find, name
+from controller.replay.event_lookup import NoSuchEvent, cause, find, name
 from events import codec
 from events.fact import Recorded
 from events.journal.port import Journal

@@ -9,8 +9,8 @@ import asyncio
 from datetime import datetime, timedelta
 from typing import Any
 
-from controller.runtime import command_words
-from controller.runtime.history import history
+from controller.runtime import command_answers
+from controller.runtime.bounded_read import history
 from events import codec, subjects
 from events.decisions import PolicyAdopted
 from events.journal import stream
@@ -81,11 +81,11 @@ async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime
             for recorded in batch:
                 match recorded.fact:
                     case PolicyAdopted(command=known) as fact if known == id:
-                        found = {"says": command_words.allowed(fact)}
+                        found = {"says": command_answers.allowed(fact)}
                     case CommandRefused(command=known, why=why) if known == id:
                         found = {"error": why}
                     case Commanded(command=known) as fact if known == id and not fact.late(recorded.at):
-                        found = {"says": command_words.done(fact)}
+                        found = {"says": command_answers.done(fact)}
     finally:
         await journal.close()
     return found

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from controller.ports import Answer, Clock, Command
-from controller.runtime import command_words
+from controller.runtime import command_answers
 from events.decisions import PolicyAdopted
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -74,11 +74,11 @@ class OperatorCommands:
                 case CommandRefused(command=id, why=why):
                     self._end(id, {"error": why})
                 case PolicyAdopted(command=id) as fact if id:
-                    self._end(id, {"says": command_words.allowed(fact)})
+                    self._end(id, {"says": command_answers.allowed(fact)})
                 case Commanded(command=id) as fact if id and not fact.late(recorded.at):
-                    self._end(id, {"says": command_words.done(fact)})
+                    self._end(id, {"says": command_answers.done(fact)})
                 case Commanded(command=id) as fact if id and self._leading() and id not in self._ended:
-                    command = Command(id, fact.until, command_words.verb(fact), fact.worker, fact.by)
+                    command = Command(id, fact.until, command_answers.verb(fact), fact.worker, fact.by)
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from controller.deciders.worker import LONG_AGO, Worker
-from controller.runtime.refusals import NotPossible
+from controller.runtime.command_errors import NotPossible
 from events.broker_users import account_of, names
 from events.intrusion.reports import ReportIntrusion, not_reported
 from events.intrusion.source_rule import COUNT_MAX

@@ -18,10 +18,10 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.ports import NO_COMMAND, Command, GoldenWish, StoreUnavailable
 from controller.runtime.beats import Beats
 from controller.runtime.canary.golden_requests import GoldenRequests
-from controller.runtime.command_words import done
+from controller.runtime.command_answers import done
+from controller.runtime.command_errors import NotPossible, Unanswered, UnknownWorker
+from controller.runtime.fault_injection import Rehearsals, ask, shares_process
 from controller.runtime.host_processes import HostProcesses
-from controller.runtime.refusals import NotPossible, Unanswered, UnknownWorker
-from controller.runtime.rehearsals import Rehearsals, ask, shares_process
 from events import subjects
 from events.decisions import HealthStatus
 from events.journal.port import Journal, JournalUnavailable

@@ -22,7 +22,7 @@ import structlog
 
 from controller.deciders.fleet import Asking, Fleet, FleetPolicy, absorbed, absorption_due, evolve
 from controller.ports import Clock, StateStore
-from controller.runtime.beginning import begin, join
+from controller.runtime.initial_fold import begin, join
 from controller.runtime.lease import Lease
 from events.codec import to_builtins
 from events.errors import HoldfastError

@@ -30,8 +30,8 @@ from controller.simulator.world.replica import Remembered
 from controller.simulator.world.requests.demand import SimulatedDemand
 from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.requests.live_requests import LiveRequests
+from controller.simulator.world.requests.request_driver import RequestsUnderWay
 from controller.simulator.world.requests.traffic import ClientTally, SimulatedTraffic
-from controller.simulator.world.requests.underway import RequestsUnderWay
 from controller.simulator.world.scenario import Scenario, draw, profile_of
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Surroundings

@@ -21,10 +21,10 @@ import structlog
 
 from controller.ports import Clock
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.answers import Again, Answer, ReceiverGone, RetryPolicy, Undeliverable, step
+from controller.webhooks.message_context import FleetWording
 from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.retry_policy import Again, Answer, ReceiverGone, RetryPolicy, Undeliverable, step
 from controller.webhooks.settings import Webhook
-from controller.webhooks.wording import FleetWording
 from events.dead_letters import DeadLetter, NotBuried
 from events.follow import CannotFollow, FollowedEvent
 

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from controller.replay.sentences import sentence
-from controller.webhooks.wording import FleetWording, severity, thread
+from controller.webhooks.message_context import FleetWording, severity, thread
 from events.follow import FollowedEvent
 
 SUMMARY_MAX, KEY_MAX = 1_024, 255  # characters

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from controller.adapters.scaling.says import one_line
+from controller.adapters.scaling.one_line import one_line
 from controller.ports import Clock
-from controller.webhooks.answers import Answer, retry_after_s
 from controller.webhooks.link_local import LinkLocalRefused, refusal
+from controller.webhooks.retry_policy import Answer, retry_after_s
 from controller.webhooks.templates import WebhookRequest
 from events.errors import os_reason
 

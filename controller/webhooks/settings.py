@@ -12,10 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from controller.setting_types import Positive, Strict
 from controller.webhooks import secrets
-from controller.webhooks.answers import RetryPolicy
 from controller.webhooks.kinds import checked
 from controller.webhooks.link_local import refusal
-from controller.webhooks.wording import FleetWording
+from controller.webhooks.message_context import FleetWording
+from controller.webhooks.retry_policy import RetryPolicy
 from events.errors import BadSetting
 
 TemplateName = Literal["cloudevents", "slack", "pagerduty"]

@@ -6,7 +6,7 @@
 import json
 
 from controller.replay.sentences import sentence
-from controller.webhooks.wording import FleetWording, severity
+from controller.webhooks.message_context import FleetWording, severity
 from events.follow import FollowedEvent
 
 TEXT_MAX = 3_000  # characters of a block's text

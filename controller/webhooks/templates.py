@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from controller.webhooks import cloud_event, pagerduty, secrets, signature, slack
+from controller.webhooks.message_context import FleetWording
 from controller.webhooks.settings import TemplateName
-from controller.webhooks.wording import FleetWording
 from events.follow import FollowedEvent
 
 

@@ -3,7 +3,7 @@
     not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observation
                                                     └──▶ not in force: dropped, counted, logged once per kind
 
-Kinds of release 0.2.0 always pass, with older words in place of new ones that are not in force (`events.words`). So do kinds
+Kinds of release 0.2.0 always pass, with older words in place of new ones that are not in force (`events.enum_words`). So do kinds
 that were in force when an earlier process on the same directory was last informed (`kind_memory`).
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from events.enum_words import NEW_WORDS, NewWord, older
 from events.fact import Observation
 from events.journal.counters import JournalCounters
 from events.journal.kind_memory import KindMemory
 from events.versions import BASE_KINDS
-from events.words import NEW_WORDS, NewWord, older
 
 WAITING_MAX = 256  # observations; beyond it the oldest is dropped: without a broker the process must not grow
 COMMANDS_MAX = 100  # ids of operator commands that led to a dropped observation

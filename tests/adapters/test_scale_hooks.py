@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from scale_world import WANTED, ScaleServer, command, status
 
-from controller.adapters.scaling.says import SAYS_MAX
+from controller.adapters.scaling.one_line import SAYS_MAX
 from controller.ports import ScaleHook
 
 Make = Callable[[str], ScaleHook]

@@ -13,7 +13,7 @@ from store_databases import execute
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
-from controller.runtime.keeping import newest_kept
+from controller.runtime.snapshot_publisher import newest_kept
 from events.journal import bounds
 from events.journal.bounds import JournalBounds, KeptAt
 from events.journal.nats import NatsJournal

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 
 from benchmarks.failures.walk import CONNECTS_S, Spans, able, without, without_worker
 from events.fact import Recorded

@@ -11,7 +11,7 @@ from frontend_kit import Kit, frontend, until
 from real_worker import RealWorker
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.deciders.fleet import FleetPolicy
 from controller.ports import Answer, Command
 from controller.runtime.beats import Beats

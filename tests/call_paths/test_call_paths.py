@@ -25,9 +25,9 @@ import pytest
 from call_limits import LIMITS
 from call_recorder import CallRecorder, Way
 from canary_world import CountingMeter, FakePlane, FakeWorker, joined
+from fleet_history import History
 from fleet_in_process import FleetInProcess, fleet_in_process
 from frontend_kit import keep_busy, until
-from made_history import History
 from real_worker import RealWorker
 from simulated_frontend import simulated
 

@@ -11,7 +11,7 @@ import pytest
 
 from controller.processes.children import Child, end
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.restart_plan import GRACE, GRACE_S, frontend_grace_s, plan
+from controller.processes.process_plan import GRACE, GRACE_S, frontend_grace_s, plan
 from controller.processes.worker_exits import WorkerExits, lives
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerLeft

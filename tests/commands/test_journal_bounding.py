@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import pytest
-from made_history import History
+from fleet_history import History
 
-from controller.processes.losses.journal_bounding import JournalBounding, words
+from controller.processes.recovery.journal_bounds import JournalBounding, words
 from controller.read_model.snapshot import parts
 from events.journal import stream
 from events.journal.bounds import JournalBounds

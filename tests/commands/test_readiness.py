@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.processes.readiness.absent import absent, lines
+from controller.processes.readiness.missing_workers import absent, lines
 from controller.processes.readiness.watch import ReadinessTimes, ReadinessWatch
 
 UNREACHABLE = "cannot connect to http://u"

@@ -16,7 +16,7 @@ from controller.deciders.tiers import Tiers
 from controller.frontend.settings import FrontendSettings
 from controller.processes import ladder_flags, up_flags
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.restart_plan import plan
+from controller.processes.process_plan import plan
 from controller.runtime.settings import ControllerSettings
 from events.errors import BadSetting, UsageError
 

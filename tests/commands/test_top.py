@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 from rich.console import Console
 
 from controller.commands.top_view import FleetSeen, picture

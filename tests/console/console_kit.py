@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from made_history import History
+from fleet_history import History
 
 from controller.adapters.clock import SystemClock
 from controller.console.console import Console, ConsoleSources

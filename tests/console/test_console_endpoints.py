@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from console_kit import console
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 
 from controller.console.actions import VERBS
 from controller.console.guard import TOKEN

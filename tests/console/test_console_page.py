@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from console_kit import ConsoleKit, console
-from made_history import History
+from fleet_history import History
 from playwright.async_api import Page
 
 from benchmarks import browser

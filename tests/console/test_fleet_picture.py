@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 
 from controller.console.lanes import LANES_MAX
 from controller.console.memory import ENDED_MAX, EVENTS_MAX, EndedIncident, FlowMemory

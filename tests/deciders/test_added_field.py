@@ -27,7 +27,7 @@ from controller.deciders.incident import Incident
 from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
 from controller.deciders.votes.camps import Vote
-from controller.deciders.votes.wanted import GoldenMoves, OperatorWish
+from controller.deciders.votes.operator_request import GoldenMoves, OperatorWish
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
 from events.decisions import IncidentClosed

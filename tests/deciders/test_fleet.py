@@ -41,9 +41,9 @@ from controller.deciders.fleet import (
     load,
     settle,
 )
-from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.worker_removal import ForgettingPolicy
 from events.decisions import PolicyAdopted
 from events.fact import Decision, Fact, Recorded
 

@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 from fleet_story import START, Story, awaited, device_faulted, joined, kinds, left, passed, silent
 
-from controller.deciders import forgetting
+from controller.deciders import worker_removal
 from controller.deciders.awaiting import AWAITED_FOR
 from controller.deciders.fleet import FleetPolicy, evolve, load, next_due
-from controller.deciders.forgetting import DEPARTED_MAX, ForgettingPolicy
+from controller.deciders.worker_removal import DEPARTED_MAX, ForgettingPolicy
 from events.decisions import HealthStatus, WorkerForgotten
 from events.order import Order
 
@@ -88,9 +88,11 @@ def test_remembered_workers_are_bounded_and_convicted_ones_are_dropped_last() ->
     story = Story().up("w0", "w1")
     story.tell(device_faulted("w0"))
     bad, good = story.worker("w0"), story.worker("w1")
-    departed = forgetting.remember({}, bad)
+    departed = worker_removal.remember({}, bad)
     for n in range(DEPARTED_MAX):
-        departed = forgetting.remember(departed, replace(good, joined=replace(good.joined, worker=f"x{n}")))
+        departed = worker_removal.remember(
+            departed, replace(good, joined=replace(good.joined, worker=f"x{n}"))
+        )
     assert len(departed) == DEPARTED_MAX and "w0" in departed and "x0" not in departed
 
 

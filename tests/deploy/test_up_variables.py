@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.restart_plan import plan
+from controller.processes.process_plan import plan
 from controller.processes.up_flags import VARIABLES, add_arguments
 
 GIVEN = {

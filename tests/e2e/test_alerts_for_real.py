@@ -36,9 +36,9 @@ from controller.demo.fleet import DemoFleet
 from controller.metrics import FleetCollector
 from controller.processes.children import die_with
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.said_facts import SaidFacts
+from controller.processes.observability.journal_metrics import SaidFacts
 from controller.processes.observability.scrape_targets import http_sd, rule_files
-from controller.runtime.stored import JournalRoom
+from controller.runtime.storage_usage import JournalRoom
 from events.journal.broker import ask
 from events.journal.nats import NatsJournal
 from events.journal.usage import usage

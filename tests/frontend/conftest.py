@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from closing_loop import ClosingLoop
 from frontend_kit import both_roads as both_roads
-from roads import road as road
+from transports import road as road
 
 
 def pytest_asyncio_loop_factories(

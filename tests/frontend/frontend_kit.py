@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from roads import Road
 from scripted_worker import Act, ScriptedWorker
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transports import Road
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest

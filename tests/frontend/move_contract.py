@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import pytest
 from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
 from real_worker import SLOW_S, RealWorker
-from roads import Road
 from scripted_worker import Act, ScriptedWorker
+from transports import Road
 
 from controller.frontend.openai.text.tokenizer import load_tokens
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated

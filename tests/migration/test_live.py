@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from controller.migration.live import (
+from controller.migration.planned_move import (
     Act,
     Event,
     GivenUp,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_history import History, publish
+from fleet_history import History, publish
 from typed_commands import run_command
 
 from controller.adapters.embedded.servers import EmbeddedServer

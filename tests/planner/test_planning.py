@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from made_history import PROFILE, History
+from fleet_history import PROFILE, History
 from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.memory_store import MemoryStore

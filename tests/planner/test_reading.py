@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from controller.deciders.capacity import Slo
-from controller.planner.reading import PlannedWorker, capacity_of
+from controller.planner.model_view import PlannedWorker, capacity_of
 from events.observations import Profile
 
 PROFILE = Profile(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
-from lawful import LawfulServer
+from timed_server import LawfulServer
 
 
 def pytest_asyncio_loop_factories(

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lawful import LawfulServer
+from timed_server import LawfulServer
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.profiler.openai_target import OpenAITarget
-from controller.profiler.points import DecodePoint, PrefillPoint, arrays
+from controller.profiler.profile_arrays import DecodePoint, PrefillPoint, arrays
 from controller.profiler.sweep import BESIDE, Measuring, Sweep
 from controller.profiler.target import CannotMeasure
 from controller.profiler.worker_target import WorkerTarget

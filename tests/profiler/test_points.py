@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller.profiler.points import (
+from controller.profiler.profile_arrays import (
     BesidePoint,
     DecodePoint,
     PrefillPoint,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lawful import LawfulServer
+from timed_server import LawfulServer
 
 from controller.adapters.embedded.free_port import free_port
 from controller.cli import main

@@ -8,7 +8,7 @@ import asyncpg
 import first_database
 import pytest
 import structlog
-from made_history import History
+from fleet_history import History
 from store_databases import execute, on
 
 from controller.adapters.embedded.accounts import DatabaseUrls

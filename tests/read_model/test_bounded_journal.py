@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 from store_databases import OpenStore
 
 from controller.adapters.clock import SystemClock
@@ -17,12 +17,12 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.ports import StoreLost
 from controller.read_model import snapshot as fleet_codec
 from controller.replay import travel
-from controller.replay.find import NoSuchEvent, find
+from controller.replay.event_lookup import NoSuchEvent, find
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
-from controller.runtime.beginning import join, newest
-from controller.runtime.keeping import SnapshotKeeper, newest_kept
+from controller.runtime.initial_fold import join, newest
 from controller.runtime.projection.projector import Projector
+from controller.runtime.snapshot_publisher import SnapshotKeeper, newest_kept
 from controller.runtime.view import FleetView
 from events.fact import Recorded
 from events.journal.bounds import JournalBounds

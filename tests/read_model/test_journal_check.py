@@ -6,14 +6,14 @@ from typing import Any
 
 import nats
 import pytest
-from made_history import History, publish
+from fleet_history import History, publish
 from store_databases import execute
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.losses.journal_check import JournalLost, accept, open_journal, refuse_lost
-from controller.processes.losses.journal_watch import JournalWatch
+from controller.processes.recovery.journal_check import JournalLost, accept, open_journal, refuse_lost
+from controller.processes.recovery.journal_watch import JournalWatch
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.runtime.projection.projector import Projector
 from events import subjects

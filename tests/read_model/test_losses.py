@@ -5,7 +5,7 @@ from typing import Any
 
 import first_database
 import pytest
-from made_history import History
+from fleet_history import History
 from store_databases import OpenStore, clone, drop, execute, tamper
 
 from controller.adapters.embedded.servers import EmbeddedServer

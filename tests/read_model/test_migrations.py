@@ -9,7 +9,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from made_history import History
+from fleet_history import History
 from store_databases import execute
 
 from controller.adapters.postgres import migrate, statements, tables

@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from made_history import History
+from fleet_history import History
 from store_databases import AnyStore, OpenStore, execute
 
 from controller.adapters.memory_store import MemoryStore

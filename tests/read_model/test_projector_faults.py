@@ -12,8 +12,8 @@ import asyncpg
 import first_database
 import nats
 import pytest
+from fleet_history import History, publish
 from journal_end import last_seq
-from made_history import History, publish
 from roles import process
 from store_databases import execute
 from typed_commands import run_command

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from made_history import History
+from fleet_history import History
 
 from controller.adapters.memory_store import MemoryStore
 from controller.ports import RowsRead, StoreUnavailable

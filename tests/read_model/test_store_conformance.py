@@ -6,7 +6,7 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
-from made_history import History
+from fleet_history import History
 from store_databases import AnyStore, OpenStore
 
 from controller.deciders.fleet import Fleet, evolve

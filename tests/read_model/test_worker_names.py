@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 from store_databases import OpenStore
 
 from controller.commands.operator_commands import is_wanted

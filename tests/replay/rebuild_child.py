@@ -8,7 +8,7 @@ from typing import Any
 # run as a script: this project's packages first, because test folders have the same names; then the test modules
 sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1])]
 
-from made_history import History
+from fleet_history import History
 
 from controller.adapters.postgres.audit_helper import HelperPolicy
 from controller.adapters.postgres.store import PostgresStore

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 from any_fact import facts
+from fleet_history import EPOCH, History
 from hypothesis import given
-from made_history import EPOCH, History
 from roles import process
 from store_databases import execute
 

@@ -7,13 +7,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 from store_databases import AnyStore, OpenStore
 
 from controller.adapters.memory_store import MemoryStore
-from controller.replay import cli, moment, sentences, timeline, travel
-from controller.replay.find import NoSuchEvent
-from controller.replay.moment import BadMoment
+from controller.replay import cli, moment_parser, sentences, timeline, travel
+from controller.replay.event_lookup import NoSuchEvent
+from controller.replay.moment_parser import BadMoment
 from controller.replay.travel import NotYet
 from controller.runtime.projection.projector import Projector
 from events import codec
@@ -468,13 +468,13 @@ async def test_why_finds_what_the_projector_has_not_seen_yet(history: History) -
 @pytest.mark.parametrize("text", ["yesterday", "12:99", "8x", "", "-5"])
 def test_an_invalid_moment_is_an_error(text: str) -> None:
     with pytest.raises(BadMoment, match="A place in the journal is"):
-        moment.parse(text, EPOCH)
+        moment_parser.parse(text, EPOCH)
 
 
 def test_moments_are_parsed() -> None:
     now = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
-    assert moment.parse("8812", now) == 8812
-    assert moment.parse("90s", now) == now - timedelta(seconds=90)
-    assert moment.parse("11:59:03.5", now) == datetime(2026, 3, 1, 11, 59, 3, 500_000, tzinfo=UTC)
-    assert moment.parse("12:30", now) == datetime(2026, 2, 28, 12, 30, tzinfo=UTC)
-    assert moment.parse("2026-03-01T10:00:00", now) == datetime(2026, 3, 1, 10, 0, tzinfo=UTC)
+    assert moment_parser.parse("8812", now) == 8812
+    assert moment_parser.parse("90s", now) == now - timedelta(seconds=90)
+    assert moment_parser.parse("11:59:03.5", now) == datetime(2026, 3, 1, 11, 59, 3, 500_000, tzinfo=UTC)
+    assert moment_parser.parse("12:30", now) == datetime(2026, 2, 28, 12, 30, tzinfo=UTC)
+    assert moment_parser.parse("2026-03-01T10:00:00", now) == datetime(2026, 3, 1, 10, 0, tzinfo=UTC)

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from made_history import History, publish
+from fleet_history import History, publish
 from typed_commands import run_command
 
 from controller.adapters.postgres.store import PostgresStore

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_history import EPOCH, History
+from fleet_history import EPOCH, History
 
 from controller.replay import cli, pages, timeline, travel
-from controller.replay.find import NoSuchEvent
+from controller.replay.atomic_file import CannotWrite
+from controller.replay.event_lookup import NoSuchEvent
 from controller.replay.pages import NoPlotly, plotly
 from controller.replay.report import window
 from controller.replay.report.window import NothingToTell
 from controller.replay.scan import JournalArchive
 from controller.replay.sentences import span
 from controller.replay.travel import NotYet
-from controller.replay.written import CannotWrite
 from events.decisions import DegradationChanged, HealthChanged, IncidentOpened, Knobs
 from events.errors import HoldfastError, UsageError
 from events.journal.memory import MemoryJournal

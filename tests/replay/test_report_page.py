@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from made_history import History
+from fleet_history import History
 from playwright.async_api import Page
 from test_report import journal, reported
 from test_what_if import between, lived

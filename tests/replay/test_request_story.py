@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_history import History
+from fleet_history import History
 from test_replay_commands import journal
 
 from controller.replay import cli

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_history import History
+from fleet_history import History
 from store_databases import AnyStore, OpenStore, execute, tamper
 from test_replay_commands import journal, seq_of, typed
 

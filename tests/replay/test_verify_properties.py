@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
+from fleet_history import History
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_history import History
 from test_replay_commands import journal
 
 from controller.adapters.memory_store import MemoryStore

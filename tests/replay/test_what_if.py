@@ -8,16 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from made_history import History
+from fleet_history import History
 
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.replay import cli
 from controller.replay.whatif import sweep
-from controller.replay.whatif.asked import PolicyAsked, asked
 from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
 from controller.replay.whatif.course import CourseTerms, take
 from controller.replay.whatif.faults import fared, faults
+from controller.replay.whatif.question import PolicyAsked, asked
 from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.whatif_cli import NothingToAsk

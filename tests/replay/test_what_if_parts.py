@@ -5,15 +5,15 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
+from fleet_history import EPOCH, History
 from hypothesis import given
 from hypothesis import strategies as st
-from made_history import EPOCH, History
 
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
 from controller.deciders.fleet import Shares, changed_since, settle
-from controller.replay.whatif.asking import NOTHING, Asker
+from controller.replay.whatif.canary_schedule import NOTHING, Asker
+from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.spells import spells
-from controller.replay.whatif.stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow
 

@@ -6,15 +6,15 @@ from dataclasses import fields
 from itertools import pairwise
 
 import pytest
+from fleet_history import History, publish
 from hypothesis import given
 from hypothesis import strategies as st
-from made_history import History, publish
 
 from controller.deciders.fleet import Fleet
 from controller.replay.whatif.cores import HelperGone, helpers
+from controller.replay.whatif.journal_stretch import GOOD, SERVED_AFTER_S, StretchRead, TooMuch
 from controller.replay.whatif.reading import stretches
 from controller.replay.whatif.recording import Recording, recorded
-from controller.replay.whatif.stretch import GOOD, SERVED_AFTER_S, StretchRead, TooMuch
 from events.fact import Decision
 from events.journal.nats import NatsJournal
 from events.observations import RequestFailed, RequestsServed
@@ -121,7 +121,7 @@ def test_prober_skew_and_canary_results_are_merged_across_parts(first: float, se
 
 
 def test_the_event_limit_applies_to_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.replay.whatif.stretch.EVENTS_MAX", 30)
+    monkeypatch.setattr("controller.replay.whatif.journal_stretch.EVENTS_MAX", 30)
     with pytest.raises(TooMuch, match="more than 30 events"):
         whole(stretch(0, 20), stretch(20, 40))
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import STALE_S, ActiveSequences, RankWork
 from controller.router.load.replicas import AGAIN_S, SILENT_S, WAITING_MAX, Replicas
-from events import slots as wire
+from events import slot_messages as wire
 from events.blocks import sequence_hashes
-from events.slots import BLOCKS_MAX, EVENTS_MAX, Added, SlotBatch, Want
+from events.slot_messages import BLOCKS_MAX, EVENTS_MAX, Added, SlotBatch, Want
 
 W1, W2 = WorkerRank("w1", "i1"), WorkerRank("w2", "i1", 1)
 Net = Callable[["SlotBatch | Want"], list["SlotBatch | Want"]]

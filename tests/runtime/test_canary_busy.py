@@ -14,7 +14,7 @@ from canary_world import World
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.runtime.canary.probe import Deadline, within
 from controller.runtime.settings import CanarySettings
 from events.nats.bus import MemoryBus

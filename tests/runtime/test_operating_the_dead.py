@@ -13,8 +13,8 @@ import pytest
 from canary_world import World
 from test_operations import OperationsOverDoubles
 
+from controller.runtime.command_errors import NotPossible
 from controller.runtime.host_processes import CLOCKS_S, HostProcesses, began_at
-from controller.runtime.refusals import NotPossible
 from events import subjects
 from events.observations import ChaosInjected, DrainRequested, Topology, WorkerSilent
 

@@ -11,9 +11,9 @@ from canary_world import World, joined
 
 from controller.ports import Command, StoreUnavailable
 from controller.runtime.beats import Beats
+from controller.runtime.command_errors import ChaosRefused, NotPossible, UnknownWorker
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.operations import ControlOperations, FleetSources
-from controller.runtime.refusals import ChaosRefused, NotPossible, UnknownWorker
 from events import subjects
 from events.intrusion.control_message import foreign
 from events.nats.bus import MemoryBus

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from made_history import History
+from fleet_history import History
 from structlog.testing import capture_logs
 
 from controller.adapters.clock import SystemClock

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
-from made_history import History
+from fleet_history import History
 from roles import Process, process
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats

@@ -10,7 +10,7 @@ import pytest
 
 from controller.adapters.clock import SystemClock
 from controller.commands.printing import print_status
-from controller.runtime.stored import JournalRoom, StoredStatus, room
+from controller.runtime.storage_usage import JournalRoom, StoredStatus, room
 from events.journal.port import JournalGone, JournalUnavailable
 from events.journal.usage import JournalUsage
 

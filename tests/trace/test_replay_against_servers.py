@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scripted import Scripted, serving
 
-from controller.trace.replay import wording
+from controller.trace.replay import request_bodies
 from controller.trace.replay.driver import Limits, Replay
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget
 from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
@@ -30,7 +30,7 @@ async def replayed(
     """Replay against a server, and return the measurements."""
     target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
     try:
-        worded = await wording.find(target, (await target.model(""))["id"], chat=chat)
+        worded = await request_bodies.find(target, (await target.model(""))["id"], chat=chat)
         replay = Replay(target, worded, plan(rows, 16, ReplayShape()), measures, Limits(**limits))
         stop = asyncio.Event()
         if stop_after_s is not None:
@@ -118,7 +118,7 @@ async def test_a_plan_that_fails_ends_it() -> None:
 
     with serving() as server:
         target = ReplayTarget(server.url)
-        worded = await wording.find(target, "m", chat=False)
+        worded = await request_bodies.find(target, "m", chat=False)
         replay = Replay(target, worded, bad(), ReplayMeasures(AnswerSlo()), Limits())
         with pytest.raises(BadEndpoint, match="the file is gone"):
             await replay.run(asyncio.Event())
@@ -182,7 +182,7 @@ async def test_a_burst_is_sent_at_once() -> None:
 
     with serving(ttft_s=0.2) as server:
         target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
-        worded = await wording.find(target, "m", chat=False)
+        worded = await request_bodies.find(target, "m", chat=False)
         burst: Iterable[PlannedRequest] = planned()
         await Replay(target, worded, iter(burst), measures, Limits()).run(asyncio.Event())
         target.close()

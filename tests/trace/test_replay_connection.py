@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from controller.trace.replay.connection import ClientConnection
 from controller.trace.replay.endpoint import ConnectionLimits, ReplayTarget, Reply
+from controller.trace.replay.read_limit import TURN_S, LoopTurn
 from controller.trace.replay.response import ResponseLimits
-from controller.trace.replay.turn import TURN_S, LoopTurn
 from events.errors import UsageError
 
 EVENTS = b'data: {"a":1}\n\n: comment\n\ndata:{"b":2}\r\n\r\ndata: [DONE]\n\n'

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from controller.trace.replay.plan import ReplayShape, plan
-from controller.trace.replay.wording import VOCABULARY, Form, PromptRecipe, Wording
+from controller.trace.replay.request_bodies import VOCABULARY, Form, PromptRecipe, Wording
 from controller.trace.rows import TraceRow
 from events.errors import UsageError
 

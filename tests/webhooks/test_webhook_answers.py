@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.webhooks.answers import (
+from controller.webhooks.retry_policy import (
     Again,
     Answer,
     Delivered,

@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 from told_events import AT, event, heard
 
 from controller.adapters.clock import VirtualClock
-from controller.webhooks.answers import Answer, RetryPolicy
 from controller.webhooks.delivery import Delivery
+from controller.webhooks.message_context import FleetWording
 from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.retry_policy import Answer, RetryPolicy
 from controller.webhooks.settings import Webhook
 from controller.webhooks.templates import WebhookRequest
-from controller.webhooks.wording import FleetWording
 from events.dead_letters import DeadLetter, NotBuried
 from events.follow import CannotFollow, FollowedEvent
 

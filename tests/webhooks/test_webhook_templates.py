@@ -16,8 +16,8 @@ from told_events import AT, breaker, closed, event, heard, level, opened, panic,
 from controller.replay.sentences import sentence
 from controller.webhooks import cloud_event, pagerduty, slack
 from controller.webhooks.kinds import TOLD
+from controller.webhooks.message_context import RUNBOOKS, FleetWording, severity, thread
 from controller.webhooks.templates import WebhookRequest, request
-from controller.webhooks.wording import RUNBOOKS, FleetWording, severity, thread
 from events import codec
 from events.fact import Fact
 from events.observations import CanaryFailed, GoldenDisputed

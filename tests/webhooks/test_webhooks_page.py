@@ -10,8 +10,8 @@ from notifier_world import KEY
 from typed_commands import run_command
 
 from controller.adapters.embedded.free_port import free_port
-from controller.webhooks.answers import AWAY
 from controller.webhooks.kinds import TOLD
+from controller.webhooks.retry_policy import AWAY
 from controller.webhooks.settings import NotifierSettings
 from events.dead_letters import BYTES_MAX, LETTERS_MAX
 

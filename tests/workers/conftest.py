@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 from closing_loop import ClosingLoop
-from listening import ROUTES, FrontendRoute, through
+from frontend_routes import ROUTES, FrontendRoute, through
 from worker_life import begin as begin
 from worker_process import spawn as spawn
 

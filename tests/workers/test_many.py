@@ -22,10 +22,10 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.exits import FELL, KILLED
-from workers.listening import listening
-from workers.many import BackOff, Many
+from workers.listen_socket import listening
 from workers.shutdown import Stop
 from workers.worker import InferenceWorker
+from workers.worker_group import BackOff, Many
 
 
 @dataclass

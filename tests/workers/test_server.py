@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 from engine_contract import prompt
-from line import Line
-from listening import FrontendRoute, narrow
+from frontend_routes import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
+from recording_transport import Line
 from simulated_kit import generate, run
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend

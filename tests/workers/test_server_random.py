@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple
 
 import pytest
-from listening import FrontendRoute, narrow
+from frontend_routes import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
 
 from events.wire import Generate, Load, Sampling

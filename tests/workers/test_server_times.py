@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from engine_contract import prompt
-from line import Line
 from plain_frontend import PlainFrontend
+from recording_transport import Line
 
 from benchmarks.virtual_loop import VirtualLoop
 from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from events.process.admin_guard import own_hosts, refusal
 from events.process.exposition import LARGE_BYTES, packed
-from workers.listening import listening
+from workers.listen_socket import listening
 
 REQUEST_BYTES_MAX = 16 * 1024
 REQUEST_S_MAX = 5.0

@@ -24,10 +24,10 @@ from events.observations import DrainFinished
 from workers.config.worker import WorkerConfig
 from workers.control.membership import FleetBeats
 from workers.engines.engine import Engine
-from workers.falls import Killed, Retired
 from workers.migration.trust import CONVICTED
 from workers.server import WorkerServer
 from workers.shutdown import DRAINING, WorkerEnd, drain
+from workers.worker_failures import Killed, Retired
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")

@@ -18,10 +18,10 @@ import structlog
 
 from events.errors import HoldfastError
 from workers.devices import mapping
+from workers.devices.active_faults import StandingFaults
+from workers.devices.fault_store import Memory
 from workers.devices.faults import DeviceReading, Say
-from workers.devices.memory import Memory
 from workers.devices.nvml import NoDriver, Nvml
-from workers.devices.standing import StandingFaults
 from workers.devices.throttle import ThrottlePolicy
 from workers.devices.xids import XidListener
 

@@ -37,9 +37,9 @@ def _engine(settings: WorkerSettings) -> Engine:
 
 
 def _openai(settings: WorkerSettings) -> Engine:
-    from workers.engines.openai.account import AccountTimes
     from workers.engines.openai.engine import OpenAIEngine
     from workers.engines.openai.identity import UpstreamSettings
+    from workers.engines.openai.upstream_reports import AccountTimes
 
     found = given(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
     return OpenAIEngine(

@@ -53,7 +53,7 @@ from workers.kv_transfer.messages import (
     unpacked,
 )
 from workers.kv_transfer.transport import Transport
-from workers.listening import listening
+from workers.listen_socket import listening
 
 ROOT = Path("/dev/shm")
 PREFIX = "holdfast-kv-"

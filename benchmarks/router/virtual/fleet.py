@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from benchmarks.router.virtual.router import Router
 from benchmarks.router.virtual.trace import Request
 from events.kv import KvEvent
-from events.slots import SlotBatch
+from events.slot_messages import SlotBatch
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import StepPlan, Timing

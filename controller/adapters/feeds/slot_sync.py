@@ -17,7 +17,7 @@ import structlog
 
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.replicas import SILENT_S, Replicas
-from events import slots as wire
+from events import slot_messages as wire
 from events import subjects
 from events.nats.connection import DISCONNECTED, BrokerConnection
 

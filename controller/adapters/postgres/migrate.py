@@ -13,7 +13,7 @@ from typing import Any
 
 import asyncpg
 
-from controller.adapters.postgres import rights
+from controller.adapters.postgres import grants_copy
 from controller.adapters.postgres.link import (
     AWAY,
     CONNECT_S,
@@ -191,7 +191,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
                 raw = await connection.get_raw_connection()
-                await rights.copy(raw.driver_connection, f"{schema}_old", schema)
+                await grants_copy.copy(raw.driver_connection, f"{schema}_old", schema)
             if up and to == "head":
                 for grant in await _own_grants(connection, schema):
                     await connection.execute(text(grant))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-from controller.adapters.postgres import rights as pg_rights
+from controller.adapters.postgres import grants_copy as pg_rights
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from controller.adapters.request_plane.connection import StreamReader, WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer
-from controller.adapters.request_plane.links import Address, PlaneLimits, WorkerLinks
+from controller.adapters.request_plane.worker_links import Address, PlaneLimits, WorkerLinks
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events.fleet_key import FleetKey

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from msgspec.structs import replace
 
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.ports import OthersWork
 from events.wire import Chunk, Generate
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import IO
 
-from controller.adapters.scaling.says import last_line, one_line
+from controller.adapters.scaling.one_line import last_line, one_line
 from controller.ports import HookResult, WantedScale
 from events.errors import BadSetting
 

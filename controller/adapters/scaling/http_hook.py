@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from yarl import URL
 
-from controller.adapters.scaling.says import one_line
+from controller.adapters.scaling.one_line import one_line
 from controller.ports import HookResult, WantedScale
 from events.errors import BadSetting, HoldfastError
 

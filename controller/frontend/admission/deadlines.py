@@ -21,7 +21,7 @@ from controller.frontend.admission.pool import WorkerPool
 from controller.frontend.admission.queue import Queue, QueuedRequest
 from controller.frontend.admission.refusals import TooLate
 from controller.frontend.admission.retries import RefusedIds, RetryBudget
-from controller.frontend.admission.rooms import RoomFinder
+from controller.frontend.admission.room_finder import RoomFinder
 from controller.frontend.openai.request_head import AdmissionHeaders
 from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.scheduler import Scheduler

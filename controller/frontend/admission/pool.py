@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import exp, inf
 
 from controller.frontend.admission.queue import Line, QueuedRequest
-from controller.router.load.first_tokens import FirstTokens
+from controller.router.load.ttft_predictor import FirstTokens
 
 WINDOW_S = 10.0  # time constant: the weight of served work falls by a factor of e in this time
 PRIOR_S = 1.0  # the first guess has the weight of a wait of this length

@@ -1,6 +1,6 @@
 """One stream that moves to another worker with its KV cache: its state and its frames.
 
-`controller.migration.live`, a part of the request state machine, decides which step may be taken when.
+`controller.migration.planned_move`, a part of the request state machine, decides which step may be taken when.
 """
 
 from dataclasses import dataclass, field

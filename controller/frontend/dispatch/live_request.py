@@ -26,7 +26,7 @@ from controller.frontend.request.state import (
     stays,
 )
 from controller.frontend.request_metrics import ModelMetrics
-from controller.migration import live as kv
+from controller.migration import planned_move as kv
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from controller.frontend.admission.admission import Admission
-from controller.frontend.admission.rooms import Preemptor
+from controller.frontend.admission.room_finder import Preemptor
 from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.request.events import Event, MovedOnPurpose

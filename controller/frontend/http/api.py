@@ -9,10 +9,10 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, quoted
-from controller.frontend.http.answers import refusal
 from controller.frontend.http.api_keys import ApiKeys
-from controller.frontend.http.explain import explain
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.http.responses import refusal
+from controller.frontend.http.route_explanation import explain
 from controller.frontend.http.routes import ROUTES, route_of, templated
 from controller.frontend.openai.request_head import id_header
 from events.process import admin_guard

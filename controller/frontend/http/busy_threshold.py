@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from controller.deciders.thresholds import BusyThresholds
 from controller.frontend.errors import ApiError, quoted
-from controller.frontend.http.answers import JSON
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.http.responses import JSON
 from controller.frontend.openai.request_models import BusyThresholdBody
 from events.observations import BusyThresholdsSet
 

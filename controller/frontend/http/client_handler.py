@@ -17,8 +17,8 @@ from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.answers import refusal
 from controller.frontend.http.open_connections import OpenConnections
+from controller.frontend.http.responses import refusal
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20

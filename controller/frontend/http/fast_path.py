@@ -17,9 +17,9 @@ from typing import cast
 
 from aiohttp import web
 
-from controller.frontend.http.answers import written
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.http.responses import written
 from controller.frontend.openai.request_head import Head, HeadCache
 
 # Of a request on the fast path, and of data ahead of its turn. Above it, reading pauses, and a client that disconnects

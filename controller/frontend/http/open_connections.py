@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.answers import refusal, written
+from controller.frontend.http.responses import refusal, written
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import ConnectionSettings
 

@@ -13,9 +13,9 @@ from controller.frontend.admission.admission import Reservation
 from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, tokenizer_missing, unavailable
-from controller.frontend.http.answers import json_answer, refusal
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
+from controller.frontend.http.responses import json_answer, refusal
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
 from controller.frontend.openai.completion import (

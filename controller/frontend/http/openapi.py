@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http.answers import JSON
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.http.responses import JSON
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,

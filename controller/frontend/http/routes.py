@@ -6,9 +6,9 @@ import msgspec
 from aiohttp import web
 
 from controller.frontend.http import busy_threshold, status_endpoints, tokenizing
-from controller.frontend.http.answers import JSON, json_answer
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.openapi import MODEL, Route, document
+from controller.frontend.http.responses import JSON, json_answer
 from controller.frontend.openai.request_models import (
     BusyThresholdBody,
     ChatBody,

@@ -4,9 +4,9 @@ import msgspec
 from aiohttp import web
 
 from controller.frontend.errors import starting
-from controller.frontend.http.answers import json_answer
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.openapi import VERSION
+from controller.frontend.http.responses import json_answer
 from controller.frontend.http.served_models import model_entry, not_served, served_names
 from controller.frontend.openai.response_models import ModelList, Version
 from events.process.exposition import packed

@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from controller.frontend.errors import invalid
-from controller.frontend.http.answers import json_answer
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.http.responses import json_answer
 from controller.frontend.http.served_models import chosen_model, group_of
 from controller.frontend.openai.request_head import id_header, unknown_fields
 from controller.frontend.openai.request_parser import DetokenizeRequest, TokenizeRequest

@@ -8,7 +8,7 @@ import msgspec
 from controller.frontend.errors import ApiError
 from controller.frontend.request.failures import Failure, Suspicion
 from controller.frontend.request.state import AnswerProgress, Move
-from controller.migration import live
+from controller.migration import planned_move
 from controller.router.endpoints import Key, Server
 
 
@@ -98,7 +98,7 @@ class TransferBegun(msgspec.Struct, frozen=True):
 class TransferAdvanced(msgspec.Struct, frozen=True):
     """The KV transfer advanced. `said`: tokens accepted from the source since the target was asked."""
 
-    event: live.Event
+    event: planned_move.Event
     said: tuple[int, ...] = ()
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
-from controller.migration.live import Transfer
+from controller.migration.planned_move import Transfer
 from controller.router.endpoints import Key, Lineage, Server
 from events.blocks import BlockNames
 from events.wire import Sampling

@@ -41,7 +41,7 @@ from controller.frontend.request.state import (
     may_return,
     refusal,
 )
-from controller.migration import live
+from controller.migration import planned_move
 from controller.router.endpoints import Key, Server
 
 POISONOUS = "request_poisonous"
@@ -57,7 +57,7 @@ _FIRST_ROUTE = (do.SelectWorker(),)
 _FIRST_TOKEN = (do.Started(first=True),)
 _LATER_TOKEN = (do.Started(first=False),)
 _LEAVE = do.LeaveWorker()
-_ACTS: dict[live.Act, Effect] = {
+_ACTS: dict[planned_move.Act, Effect] = {
     "ship": do.ShipCache(),
     "cancel": do.CancelTarget(),
     "stay": do.StayAtSource(),
@@ -98,7 +98,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
         case on.Exposed():
             return exposed(state, event, now)
         case on.TransferBegun():
-            return replace(state, transfer=live.Transfer()), ()
+            return replace(state, transfer=planned_move.Transfer()), ()
         case on.TransferAdvanced(what, said):
             return advance_transfer(state, what, said)
         case on.TransferDeclined(why):
@@ -393,11 +393,11 @@ def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next
     return state, (*effects, *route)
 
 
-def advance_transfer(state: RequestState, event: live.Event, said: tuple[int, ...]) -> Next:
-    """Advance the KV transfer: see `controller.migration.live`."""
+def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple[int, ...]) -> Next:
+    """Advance the KV transfer: see `controller.migration.planned_move`."""
     if state.transfer is None:
         return state, ()
-    transfer, acts = live.step(state.transfer, event, said)
+    transfer, acts = planned_move.step(state.transfer, event, said)
     effects: Effects = tuple(_ACTS[act] for act in acts)
     if not transfer.over:
         return replace(state, transfer=transfer), effects
@@ -413,7 +413,7 @@ def leave(state: RequestState, *, failed: bool) -> Next:
         return state, ()
     effects: Effects = ()
     if state.transfer is not None:
-        state, effects = advance_transfer(state, live.SourceLeft(over=not failed), ())
+        state, effects = advance_transfer(state, planned_move.SourceLeft(over=not failed), ())
     return replace(state, attempt=None, has_output=False), (*effects, _LEAVE)
 
 
@@ -493,7 +493,7 @@ def become_finished(state: RequestState, reason: str, now: float, *, cancel: boo
     if attempt is None:
         return become_done(state, now, effects, finish=reason)
     if state.transfer is not None:
-        state, left = advance_transfer(state, live.SourceLeft(over=True), ())
+        state, left = advance_transfer(state, planned_move.SourceLeft(over=True), ())
         effects = (*effects, *left)
     alone = attempt is state.first
     state = replace(state, phase="done", attempt=None, has_output=False, waits_until=inf)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from controller.deciders.capacity import tpot_ms
 from controller.router.endpoints import Endpoint, Lineage
-from controller.router.load.first_tokens import FirstTokens
+from controller.router.load.ttft_predictor import FirstTokens
 from controller.router.load.work import reading_s
 
 PoolName = tuple[str, Lineage]

@@ -15,7 +15,7 @@ from controller.frontend.director import Director
 from controller.processes.operator_client import Operator
 from controller.replay.recent import TOLD_MAX
 from controller.replay.sentences import count
-from controller.runtime.history import held
+from controller.runtime.bounded_read import held
 from controller.runtime.view import FleetView
 from events.fact import Recorded
 from events.journal.port import Journal

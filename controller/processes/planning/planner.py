@@ -13,7 +13,7 @@ from controller.adapters.postgres.reader import RowReader
 from controller.ports import ScaleHook
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.said_facts import SaidFacts
+from controller.processes.observability.journal_metrics import SaidFacts
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings

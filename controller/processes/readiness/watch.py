@@ -14,7 +14,7 @@ from typing import Any
 
 from controller.processes.console import say, warn
 from controller.processes.operator_client import Operator
-from controller.processes.readiness.absent import absent, lines
+from controller.processes.readiness.missing_workers import absent, lines
 from events.errors import HoldfastError
 
 ASK_S = 1.0

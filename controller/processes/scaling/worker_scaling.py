@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from controller.processes.children import Child, shell_status
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.restart_plan import spare, worker
+from controller.processes.process_plan import spare, worker
 from controller.processes.up_flags import AUTO, WORKERS_MAX, spares
 from events.decisions import SpareActivated, SpareReleased
 from events.errors import HoldfastError

@@ -16,7 +16,7 @@ from controller.adapters.embedded.servers import EmbeddedServer, Stuck, reload_u
 from controller.processes.console import warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import reachable
-from controller.processes.servers.kept_server import KeptServer
+from controller.processes.servers.supervised_server import KeptServer
 from events.broker_users import workers_of
 from events.fact import Fact
 from events.nats.urls import with_keys

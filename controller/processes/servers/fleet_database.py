@@ -18,7 +18,7 @@ from controller.adapters.embedded.accounts import DatabaseAccounts, DatabaseUrls
 from controller.adapters.embedded.servers import EmbeddedServer, start_postgres
 from controller.processes.children import die_with
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.servers.kept_server import KeptServer
+from controller.processes.servers.supervised_server import KeptServer
 from events.errors import HoldfastError
 
 VARIABLE = "HOLDFAST_DATABASE_URL"
@@ -91,7 +91,7 @@ class FleetDatabase:
 
     async def put_aside(self, name: str) -> None:
         """Rename the schema, so that its rows stay readable, and create a new one. Raise HoldfastError."""
-        from controller.adapters.postgres.aside import rename
+        from controller.adapters.postgres.rename_schema import rename
 
         await rename(self.urls.owner, name)
         await self.migrate()

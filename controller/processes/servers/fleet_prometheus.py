@@ -13,7 +13,7 @@ from controller.adapters.embedded.prometheus import alert_rules, start_prometheu
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes.console import say, warn
 from controller.processes.observability.scrape_targets import TargetGroup, file_sd, rule_files, target_groups
-from controller.processes.servers.kept_server import KeptServer
+from controller.processes.servers.supervised_server import KeptServer
 from events.errors import HoldfastError
 from events.process.presence import present
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from controller.replay.find import cause, name
+from controller.replay.event_lookup import cause, name
 from events.fact import Recorded
 
 NODES_MAX = 400  # nodes shown: further ones are only counted

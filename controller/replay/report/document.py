@@ -7,11 +7,11 @@ from typing import Any
 
 from controller.deciders.fleet import FleetPolicy, dump, load
 from controller.replay import sentences, timeline
-from controller.replay.find import name
-from controller.replay.report.acts import OperatorAct, acts
+from controller.replay.event_lookup import name
 from controller.replay.report.causes import Causes, causes
 from controller.replay.report.frames import Frame, Stretch, frames, stretches
-from controller.replay.report.hurt import Hurt, hurt
+from controller.replay.report.impact import Hurt, hurt
+from controller.replay.report.operator_commands import OperatorAct, acts
 from controller.replay.report.phases import Phases, PhaseTimes, compared
 from controller.replay.report.window import ReportWindow
 from controller.replay.sentences import about, count, span

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import mean, median
 
-from controller.replay.find import cause, name
+from controller.replay.event_lookup import cause, name
 from controller.replay.timeline import CHAOS_BEFORE, Story
 from events.chaos import HEALING
 from events.decisions import BreakerOpened, DrainStarted, HealthChanged, IncidentClosed, IncidentOpened

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.ports import Archive, StateStore
-from controller.replay import moment
+from controller.replay import moment_parser
+from controller.replay.atomic_file import written
 from controller.replay.report import window
 from controller.replay.report.document import plain, report
 from controller.replay.report.lanes import lanes
@@ -18,10 +19,9 @@ from controller.replay.report.redaction import Redaction
 from controller.replay.report.window import HISTORY_EVENTS, ReportWindow
 from controller.replay.sentences import count, span
 from controller.replay.travel import NoLonger
-from controller.replay.whatif.part import of_incident
-from controller.replay.whatif.stretch import TooMuch
-from controller.replay.whatif.usual import answers
-from controller.replay.written import written
+from controller.replay.whatif.journal_stretch import TooMuch
+from controller.replay.whatif.selection import of_incident
+from controller.replay.whatif.standard_questions import answers
 from events.errors import UsageError
 from events.journal.port import Journal
 
@@ -39,7 +39,9 @@ def add_arguments(commands: Any) -> None:
         help="the incident, by its id or by one of its events (default: the last one)",
     )
     command.add_argument(
-        "--since", metavar="WHEN", help=f"instead of an incident, all events from here on: {moment.FORMATS}"
+        "--since",
+        metavar="WHEN",
+        help=f"instead of an incident, all events from here on: {moment_parser.FORMATS}",
     )
     command.add_argument(
         "--until", metavar="WHEN", help="end of the window, with --since (default: the end of the journal)"
@@ -122,8 +124,8 @@ async def _window(
     if args.incident:
         return await window.of_incident(journal, store, archive, args.incident)
     if args.since:
-        until = moment.parse(args.until, now) if args.until else None
-        return await window.between(journal, store, archive, moment.parse(args.since, now), until)
+        until = moment_parser.parse(args.until, now) if args.until else None
+        return await window.between(journal, store, archive, moment_parser.parse(args.since, now), until)
     if args.until:
         raise UsageError("--until requires --since")
     return await window.latest(journal, store, archive, now)

@@ -12,10 +12,10 @@ from typing import Any
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, dump, load
 from controller.replay.sentences import count
-from controller.replay.whatif.asked import INTERVAL, SILENCE, PolicyAsked
 from controller.replay.whatif.course import CourseTaken, CourseTerms
 from controller.replay.whatif.courses import take_all
 from controller.replay.whatif.faults import Fared, FaultSeen, ejections, false_ejections, fared, faults
+from controller.replay.whatif.question import INTERVAL, SILENCE, PolicyAsked
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.weights import Weights
 from events.decisions import (

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from controller.deciders import breaker, drain, forgetting, health_moves
+from controller.deciders import breaker, drain, health_moves, worker_removal
 from controller.deciders.degradation import due_at as level_due_at
 from controller.deciders.fleet import (
     DECIDERS_VERSION,
@@ -25,10 +25,10 @@ from controller.deciders.fleet import (
     load,
     settled,
 )
-from controller.replay.whatif.asking import NOTHING, Asker, Question, calm, is_asked, result
+from controller.replay.whatif.canary_schedule import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
+from controller.replay.whatif.journal_stretch import CanariesTold
 from controller.replay.whatif.recording import GIVEN, Happened, Recording, instant
-from controller.replay.whatif.stretch import CanariesTold
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
     DrainStarted,
@@ -198,7 +198,7 @@ class _Course:
             breaker.due_at(policy.breaker, worker.breaker),
             drain.due_at(policy.drain, worker.drain),
             health_moves.due_at(policy.health, worker.health),
-            forgetting.due_at(policy.forgetting, worker),
+            worker_removal.due_at(policy.forgetting, worker),
         )
         for time in times:
             if time is not None and time > now:

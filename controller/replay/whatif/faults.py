@@ -6,9 +6,9 @@ on every course; only the reactions differ.
 
 from dataclasses import dataclass
 
+from controller.replay.whatif.journal_stretch import WRONG, Adverse
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.spells import Spell, spells
-from controller.replay.whatif.stretch import WRONG, Adverse
 from controller.replay.whatif.weights import Weights
 
 APART_S, APART_CANARIES = 30.0, 4.0  # without evidence for this long, the next evidence is another fault

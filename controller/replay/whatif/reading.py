@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 
 from controller.replay.whatif.cores import cores, helpers
-from controller.replay.whatif.stretch import StretchRead
-from controller.runtime.history import history
+from controller.replay.whatif.journal_stretch import StretchRead
+from controller.runtime.bounded_read import history
 from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.replay.whatif.stretch import GOOD, SERVED_AFTER_S, Adverse, CanariesTold, StretchRead
+from controller.replay.whatif.journal_stretch import GOOD, SERVED_AFTER_S, Adverse, CanariesTold, StretchRead
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
     BreakerHalfOpened,

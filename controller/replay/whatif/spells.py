@@ -8,7 +8,7 @@ A wrong answer belongs to its canary: others may be right meanwhile. A missing o
 
 from dataclasses import dataclass, replace
 
-from controller.replay.whatif.stretch import MUTE, SLOW, WRONG, CanariesTold
+from controller.replay.whatif.journal_stretch import MUTE, SLOW, WRONG, CanariesTold
 from events.observations import CanaryFailed, CanarySlow
 
 

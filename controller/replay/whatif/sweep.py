@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from controller.replay.whatif.asked import PolicyAsked, asked, checked, value_of
 from controller.replay.whatif.comparison import PLACES, Estimate, estimate, limits, totals
 from controller.replay.whatif.course import CourseTerms
 from controller.replay.whatif.courses import take_all
 from controller.replay.whatif.faults import FaultSeen, fared, faults
+from controller.replay.whatif.question import PolicyAsked, asked, checked, value_of
 from controller.replay.whatif.recording import Recording
 from events.errors import UsageError
 

@@ -5,7 +5,6 @@ from datetime import datetime
 from typing import Any
 
 from controller.replay.sentences import count, span
-from controller.replay.whatif.asked import TIMES
 from controller.replay.whatif.comparison import (
     INFINITY,
     MEASURES,
@@ -14,6 +13,7 @@ from controller.replay.whatif.comparison import (
     FaultCompared,
     TotalCompared,
 )
+from controller.replay.whatif.question import TIMES
 from controller.replay.whatif.recording import Recording, instant
 
 FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # -o json has all

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from controller.ports import Archive, StateStore
-from controller.replay import moment, timeline
-from controller.replay.whatif import part
+from controller.replay import moment_parser, timeline
+from controller.replay.atomic_file import written
+from controller.replay.whatif import selection
 from controller.replay.whatif import sweep as sweeps
-from controller.replay.whatif.asked import INTERVAL, SILENCE, asked, value_of
 from controller.replay.whatif.comparison import compare
-from controller.replay.whatif.picture import figure
+from controller.replay.whatif.question import INTERVAL, SILENCE, asked, value_of
 from controller.replay.whatif.recording import Recording
+from controller.replay.whatif.sweep_figure import figure
 from controller.replay.whatif.text import lines, period
-from controller.replay.written import written
 from events.errors import HoldfastError, UsageError
 from events.journal.port import Journal
 
@@ -51,7 +51,7 @@ def add_arguments(commands: Any) -> None:
     command.add_argument(
         "--since",
         metavar="WHEN",
-        help=f"start of the recording (default: the journal's first event): {moment.FORMATS}",
+        help=f"start of the recording (default: the journal's first event): {moment_parser.FORMATS}",
     )
     command.add_argument("--until", metavar="WHEN", help="end of the recording (default: the journal's end)")
     command.add_argument(
@@ -154,11 +154,11 @@ async def _recording(
     if args.incident:
         incident = await timeline.incident_of(archive, journal, args.incident)
         story = await timeline.story(journal, archive, incident)
-        found = await part.of_incident(journal, store, archive, story)
+        found = await selection.of_incident(journal, store, archive, story)
     else:
-        since = moment.parse(args.since, now) if args.since else await journal.first_seq()
-        until = moment.parse(args.until, now) if args.until else None
-        found = await part.between(journal, store, archive, since, until)
+        since = moment_parser.parse(args.since, now) if args.since else await journal.first_seq()
+        until = moment_parser.parse(args.until, now) if args.until else None
+        found = await selection.between(journal, store, archive, since, until)
     if found is None:
         raise NothingToAsk(f"no event in this part of the journal. {NothingToAsk.__doc__}")
     return found, incident

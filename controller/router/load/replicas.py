@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import ActiveSequences, Request, RequestId
-from events.slots import (
+from events.slot_messages import (
     BLOCKS_MAX,
     EVENTS_MAX,
     HASH_BYTES,

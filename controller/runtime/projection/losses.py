@@ -6,7 +6,7 @@ an unnoticed hole.
 
 from controller.ports import StateStore, StoreLost
 from controller.read_model.rows import audited
-from controller.runtime.history import history
+from controller.runtime.bounded_read import history
 from events.journal.port import Journal, JournalChanged
 
 READ_MAX = 1_000  # events of the journal to check, at either end

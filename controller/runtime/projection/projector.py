@@ -29,10 +29,10 @@ from controller.ports import (
     StoreRefused,
     StoreUnavailable,
 )
-from controller.runtime.beginning import oldest, order_from, snapshots
-from controller.runtime.history import history
-from controller.runtime.lineage import refuse_foreign_stream
+from controller.runtime.bounded_read import history
+from controller.runtime.initial_fold import oldest, order_from, snapshots
 from controller.runtime.projection.losses import refuse_lost_rows
+from controller.runtime.stream_check import refuse_foreign_stream
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.order import Order

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from controller.deciders.fleet import Fleet
 from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
 from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
-from controller.simulator.checks.steadiness import Steadiness
+from controller.simulator.checks.undisturbed_periods import Steadiness
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.requests.traffic import SimulatedRequest

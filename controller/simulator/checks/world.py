@@ -4,7 +4,7 @@ from controller.deciders.breaker import Breaker
 from controller.deciders.capacity import fleet_capacity
 from controller.deciders.worker import Worker
 from controller.simulator.checks.decisions import OUT
-from controller.simulator.checks.steadiness import SLACK
+from controller.simulator.checks.undisturbed_periods import SLACK
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND, micros, since_start
 from controller.simulator.world.machines import CANARIES, Machine

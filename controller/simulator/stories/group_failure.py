@@ -20,7 +20,7 @@ from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
 from controller.router.endpoints import ConnectedWorkers
 from controller.simulator.simulation import Simulation, quiet
-from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
+from controller.simulator.stories.concurrent_requests import computed_again, crowd, most_over_even
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
 from controller.simulator.world.machines import Hardware, Machine
 from controller.simulator.world.outbox import SimulatedOutbox

@@ -16,7 +16,7 @@ import uvloop
 from rich.console import Console
 
 from controller.trace import plot
-from controller.trace.replay import picture, report, view, wording
+from controller.trace.replay import replay_plot, report, request_bodies, view
 from controller.trace.replay.driver import Limits, Replay
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.flags import CONCURRENCY
@@ -60,7 +60,7 @@ def run(
             args.report.write_text(json.dumps(found, indent=1) + "\n")
     if args.plot:
         with writing(args.plot):
-            picture.draw(report.head(found)[0], run.measures, args.plot)
+            replay_plot.draw(report.head(found)[0], run.measures, args.plot)
     failed = run.measures.sent and not run.measures.whole
     return INTERRUPTED if run.interrupted else int(bool(failed)), run.source.skipped
 
@@ -99,7 +99,7 @@ class ReplayRun:
         """Run the replay. Raise BadEndpoint if the endpoint cannot be reached, or is not OpenAI-compatible."""
         try:
             self._model = (await self._target.model(self._args.model))["id"]
-            worded = await wording.find(self._target, self._model, chat=self._args.chat)
+            worded = await request_bodies.find(self._target, self._model, chat=self._args.chat)
             self._form = worded.form
             replay = Replay(self._target, worded, self.source.planned(), self.measures, self._limits)
             with _stopping(self._target.hush) as stop:

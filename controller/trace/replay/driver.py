@@ -18,7 +18,7 @@ from controller.trace.replay.connection import now
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.measures import ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest
-from controller.trace.replay.wording import Wording
+from controller.trace.replay.request_bodies import Wording
 
 AHEAD = 64  # bodies
 SOON_S = 0.005  # no encoding this long before a request is due

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from controller.trace.replay.connection import ClientConnection, How, now
+from controller.trace.replay.read_limit import TURN_S, LoopTurn
 from controller.trace.replay.response import Now, Take
-from controller.trace.replay.turn import TURN_S, LoopTurn
 from events.errors import HoldfastError, UsageError
 
 ASK_S_MAX = 10.0

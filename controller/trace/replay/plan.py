@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from controller.trace.replay.wording import PromptRecipe
+from controller.trace.replay.request_bodies import PromptRecipe
 from controller.trace.rows import TraceRow, bounded
 from events.errors import UsageError
 

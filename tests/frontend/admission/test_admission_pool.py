@@ -16,7 +16,7 @@ from controller.frontend.admission.pool import (
 )
 from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.frontend.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
-from controller.router.load.first_tokens import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
+from controller.router.load.ttft_predictor import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
 from controller.router.load.work import AnswerLengths, Demand, reading_s, work_s
 from events.observations import Profile
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from made_history import EPOCH
+from fleet_history import EPOCH
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world

@@ -17,7 +17,7 @@ from scripted_worker import ScriptedWorker
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
 from controller.frontend.admission.refusals import Refusals, WaitedTooLong
-from controller.frontend.admission.rooms import Preemptor
+from controller.frontend.admission.room_finder import Preemptor
 from controller.frontend.errors import ApiError
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.settings import AdmissionSettings, FrontendSettings

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from frontend_kit import check_slot_counts
-from move_walk import NAMES, Walk
+from move_random_walk import NAMES, Walk
 from scripted_worker import undisturbed
 
 from events.observations import RequestAbandoned, RequestMigrated

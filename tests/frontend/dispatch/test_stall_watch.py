@@ -19,7 +19,7 @@ from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import RequestState, RequestTerms
 from controller.frontend.settings import AdmissionSettings, StallSettings
-from controller.migration.live import Transfer
+from controller.migration.planned_move import Transfer
 from controller.router.endpoints import Endpoint
 from events.observations import RequestFailed, RequestMigrated
 from events.wire import Load

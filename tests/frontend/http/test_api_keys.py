@@ -22,7 +22,7 @@ from scripted_worker import ScriptedWorker
 from controller.frontend.http.api_keys import ApiKeys, read_keys
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.tls import Tls
-from controller.frontend.open_port import check_open_port
+from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.processes.up_flags import add_arguments, check_front_port
 from events.errors import BadSetting

@@ -20,7 +20,7 @@ from controller.frontend.request.state import (
     RequestTerms,
 )
 from controller.frontend.request.step import PAUSE_S, SUSPECT_PAUSE_S, Next, step
-from controller.migration import live
+from controller.migration import planned_move
 from controller.router.endpoints import Server
 
 A, B, C = (Server((name, "1")) for name in "abc")
@@ -271,11 +271,11 @@ def transferring() -> RequestState:
 
 
 def test_a_transfer_switches_after_the_sources_last_token() -> None:
-    state, effects = play(transferring(), on.TransferAdvanced(live.TargetReserved()))
+    state, effects = play(transferring(), on.TransferAdvanced(planned_move.TargetReserved()))
     assert effects == (do.ShipCache(),)
-    state, effects = play(state, on.TransferAdvanced(live.TargetCommitted((7, 8)), said=(7,)))
+    state, effects = play(state, on.TransferAdvanced(planned_move.TargetCommitted((7, 8)), said=(7,)))
     assert effects == ()
-    state, effects = play(state, on.TransferAdvanced(live.SourceSaid(), said=(7, 8)))
+    state, effects = play(state, on.TransferAdvanced(planned_move.SourceSaid(), said=(7, 8)))
     assert effects == (do.SwitchToTarget(),)
     move = Move(DRAINS, DRAINS, A, 0.0, 3)
     state, effects = play(state, on.Switched(B, move))
@@ -288,7 +288,7 @@ def test_a_transfer_switches_after_the_sources_last_token() -> None:
 
 
 def test_a_source_that_fails_mid_transfer_cancels_the_target() -> None:
-    state = play(transferring(), on.TransferAdvanced(live.TargetReserved()))[0]
+    state = play(transferring(), on.TransferAdvanced(planned_move.TargetReserved()))[0]
     state, effects = failed(state, BROKE)
     assert do.CancelTarget() in effects and state.transfer is None
     assert state.move is not None and state.move.refused == "its source failed meanwhile"
@@ -359,7 +359,10 @@ anything = st.one_of(
     st.builds(on.Exposed, st.integers(0, 9), servers.map(lambda s: s.key), st.booleans(), st.booleans(), answers),
     st.builds(on.MovedOnPurpose, moves, st.none() | servers.map(lambda s: s.key)),
     st.just(on.TransferBegun()),
-    st.builds(on.TransferAdvanced, st.sampled_from([live.TargetReserved(), live.Lost(""), live.GivenUp("")])),
+    st.builds(
+        on.TransferAdvanced,
+        st.sampled_from([planned_move.TargetReserved(), planned_move.Lost(""), planned_move.GivenUp("")]),
+    ),
     st.just(on.Resumed()), st.just(on.Woken()), st.just(on.Tick()), st.just(on.ClientGone()),
 )  # fmt: skip
 found_none = st.sampled_from(["held", "all_workers_busy", "all_workers_failed", "no_routable_worker"])

@@ -9,10 +9,10 @@ import pytest
 from frontend_kit import until
 from hypothesis import given
 from hypothesis import strategies as st
-from roads import Road
+from transports import Road
 
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.ports import WorkerUnreachable
 from events import wire
 from events.errors import BadSetting

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 from frontend_kit import Kit, first_goes_to, frontend, text_of, until
-from roads import through
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from transports import through
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.hang import HangPolicy
-from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import NO_RESPONDERS, ChannelConnection
+from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from events.nats.channel import Channel, NobodyListens
 from events.nats.channels import Channels

@@ -9,8 +9,8 @@ from frontend_kit import until
 from scripted_worker import ScriptedWorker
 
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
 from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name
+from controller.adapters.request_plane.worker_links import Address
 from events.wire import Generate, Sampling
 
 

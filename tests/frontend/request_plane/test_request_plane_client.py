@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from move_walk import Connections, Model
-from roads import Road
+from move_random_walk import Connections, Model
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from transports import Road
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import TcpDialer
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy
-from controller.adapters.request_plane.links import Address, PlaneLimits
+from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.ports import WorkerUnreachable
 from controller.processes.controller import PROBER
 from events.wire import Beat, Chunk, Generate, Load, Sampling, Welcome, encode

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 import pytest
 from frontend_kit import joined, until
 from moving_worker import MovingWorker
-from roads import Road
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from transports import Road
 
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.worker_links import Address
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import LostCause, WorkerUnreachable
 from controller.router.trust import TrustedSource

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, failing, frontend, joined, until
-from move_walk import Clock
+from move_random_walk import Clock
 from scripted_worker import ScriptedWorker
 
 from controller.adapters.clock import SystemClock

@@ -17,8 +17,8 @@ from scripted_worker import ScriptedWorker
 
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.worker import Worker
+from controller.runtime.command_errors import NotPossible
 from controller.runtime.host_processes import DEFAULT_NAME, HostProcesses
-from controller.runtime.refusals import NotPossible
 from events.fact import Recorded
 from events.observations import Topology
 from workers.config.settings import WorkerSettings

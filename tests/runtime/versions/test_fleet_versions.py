@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from made_history import History
+from fleet_history import History
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, FleetPolicy
 from controller.runtime.beats import Beats

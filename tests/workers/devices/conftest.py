@@ -8,7 +8,7 @@ import pytest
 import shim
 from watch_kit import QUICK, Reports, Watching
 
-from workers.devices.memory import Memory
+from workers.devices.fault_store import Memory
 from workers.devices.nvml import Nvml
 from workers.devices.watch import DeviceWatch, WatchPolicy
 

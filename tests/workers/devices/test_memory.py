@@ -9,8 +9,8 @@ import shim
 from structlog.testing import capture_logs
 from watch_kit import Reports, Watching, until
 
+from workers.devices.fault_store import Memory
 from workers.devices.faults import FaultChange
-from workers.devices.memory import Memory
 from workers.devices.watch import DeviceWatch
 
 XID = FaultChange(fault_class="xid", code="48", fatal=True)

@@ -11,9 +11,9 @@ from engine_contract import Rig, prompt
 from upstream import Upstream
 
 from workers.engines.engine import EngineDead
-from workers.engines.openai.away import HealthAnswer
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
+from workers.engines.openai.upstream_errors import HealthAnswer
 from workers.engines.openai.watch.upstream_health import REFUSALS_MAX, UpstreamHealth
 
 GOOD, SLOW, REFUSED = (

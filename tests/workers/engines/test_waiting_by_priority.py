@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from events.wire import Generate, Sampling
 from workers.engines.admission import RequestLimit
-from workers.engines.openai.places import Places
+from workers.engines.openai.concurrency_limit import Places
 from workers.engines.simulated.sequence import SimulatedSequence, WaitingQueue
 
 PRIORITIES = st.lists(st.integers(0, 3), max_size=20)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
-from road import SHAPE, STEP_S
+from move_kit import SHAPE, STEP_S
 
 from events.wire import Generate
 from workers.engines.engine import Stopped

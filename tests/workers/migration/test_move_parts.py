@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from road import Declined, road
+from move_kit import Declined, road
 
 from events.wire import Generate, Sampling
 from workers.engines.engine import MoveRefused

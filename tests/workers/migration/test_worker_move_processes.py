@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from engine_contract import prompt
+from move_kit import SAMPLING, Cancel, Committed, Declined, alone
 from plain_frontend import PlainFrontend
-from road import SAMPLING, Cancel, Committed, Declined, alone
 from worker_process import Process, Spawn
 
 from events.wire import Generate, Reserve, Reserved, Sampling, Ship

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from engine_contract import prompt
 from faults import Watched
+from move_kit import COUNT, Cancel, Committed, Declined, End, Road, road, simulated
 from playing import Playing
 from prometheus_client import CollectorRegistry, generate_latest
-from road import COUNT, Cancel, Committed, Declined, End, Road, road, simulated
 
 from events.wire import Stay
 from workers.admin.server import WorkerMetrics

@@ -14,8 +14,8 @@ import uvloop
 from faults import POINTS, SOURCE_POINTS, Watched, line, over_tcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from move_kit import COUNT, STEP_S, Cancel, Committed, Declined, Move, Road, road
 from plain_frontend import DEADLINE_S
-from road import COUNT, STEP_S, Cancel, Committed, Declined, Move, Road, road
 
 from events.wire import Ship, Stay
 from workers.engines.engine import MoveEnded, MoveRefused

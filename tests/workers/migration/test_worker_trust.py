@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from faults import SOURCE_POINTS, Watched
-from road import Cancel, Committed, Declined, road
+from move_kit import Cancel, Committed, Declined, road
 
 from events.wire import Chunk
 from workers.kv_transfer.messages import Grant

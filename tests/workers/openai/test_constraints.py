@@ -17,7 +17,7 @@ from workers.engines.openai.constraints import PROBES, REPEAT_S_MAX, REPEAT_S_MI
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.prompt_logprobs import read_prompt_logprobs
-from workers.engines.openai.reading import Fault
+from workers.engines.openai.stream_decoder import Fault
 
 CHOICE = ["yes", "no"]
 SCHEMA = {"type": "object"}

@@ -19,7 +19,6 @@ from events.wire import Generate, Load, Sampling
 from workers.admin.server import WorkerMetrics
 from workers.config.settings_check import load_settings
 from workers.engines.engine import EngineChanged
-from workers.engines.openai.account import AccountTimes, UpstreamAccount
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.kv_names import CANARY_SALT, salt_of
@@ -33,6 +32,7 @@ from workers.engines.openai.upstream_metrics import (
     rank_loads,
     read_metrics,
 )
+from workers.engines.openai.upstream_reports import AccountTimes, UpstreamAccount
 
 Eventually = Callable[..., Awaitable[None]]
 

@@ -10,11 +10,11 @@ from upstream import Upstream
 
 from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import CANARIES_MAX, Engine, EngineDead, Phase
-from workers.engines.openai.abilities import Abilities
+from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.reading import UpstreamStream
 from workers.engines.openai.requests import JOINS_WITHIN_S
+from workers.engines.openai.stream_decoder import UpstreamStream
 from workers.engines.openai.upstream import NOTHING_ADDED
 from workers.engines.openai.upstream import Upstream as Client
 

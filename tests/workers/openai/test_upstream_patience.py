@@ -15,10 +15,10 @@ from certificates import certificate
 from controller.adapters.embedded.free_port import free_port
 from events.process.key_file import read_key
 from workers.engines.engine import EngineDead
-from workers.engines.openai.away import UpstreamAway
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.upstream import Upstream
+from workers.engines.openai.upstream_errors import UpstreamAway
+from workers.engines.openai.upstream_wait import UpstreamWait
 
 KEY = "sk-planted"
 

@@ -16,7 +16,7 @@ from events.wire import Generate, Sampling
 from workers.engines.engine import EngineDead
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.reading import UpstreamStream
+from workers.engines.openai.stream_decoder import UpstreamStream
 from workers.engines.openai.upstream import Upstream
 
 PROMPT = [300 + (11 * k) % 1500 for k in range(40)]

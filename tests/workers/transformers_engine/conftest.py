@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_model
-from roads import Road
+from transports import Road
 
 from events.observations import Profile
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from events.refusal import unsupported
-from workers.engines.openai.reading import Fault
+from workers.engines.openai.stream_decoder import Fault
 
 WORD = "zebra"  # an unlikely answer to three token ids
 Style = Literal["structured_outputs", "guided", "response_format"]

@@ -32,17 +32,17 @@ from workers.engines.engine import (
     Unbreakable,
     unheard,
 )
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.account import UpstreamAccount
 from workers.engines.openai.cache_epochs import CacheEpochs
+from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.concurrency_limit import Places
 from workers.engines.openai.exchange import Exchange
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
 from workers.engines.openai.kv_names import read_salt
-from workers.engines.openai.patience import UpstreamWait
-from workers.engines.openai.places import Places
 from workers.engines.openai.requests import UpstreamRequests
 from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
+from workers.engines.openai.upstream_reports import UpstreamAccount
+from workers.engines.openai.upstream_wait import UpstreamWait
 from workers.engines.openai.watch.api_key import UpstreamKey
 from workers.engines.openai.watch.identity_watch import IdentityWatch
 from workers.engines.openai.watch.retry_after import RetryGate

@@ -9,12 +9,12 @@ import msgspec
 import structlog
 
 from events.wire import Chunk, Generate
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.away import UNAUTHORIZED, UpstreamAway
+from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.constraints import Constraints
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
-from workers.engines.openai.reading import Fault, UpstreamStream
+from workers.engines.openai.stream_decoder import Fault, UpstreamStream
 from workers.engines.openai.upstream import Upstream, hidden, refusal
+from workers.engines.openai.upstream_errors import UNAUTHORIZED, UpstreamAway
 from workers.engines.openai.watch.api_key import UpstreamKey
 from workers.engines.openai.watch.identity_watch import IdentityWatch
 from workers.engines.openai.watch.retry_after import RetryGate

@@ -11,8 +11,8 @@ from yarl import URL
 
 from events.observations import Profile
 from workers.engines.engine import EngineIdentity
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.account import AccountTimes
+from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.upstream_reports import AccountTimes
 from workers.engines.openai.watch.retry_after import MAX_S
 from workers.engines.openai.watch.upstream_health import SILENT_S
 

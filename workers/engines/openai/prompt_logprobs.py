@@ -10,8 +10,8 @@ import msgspec
 
 from events.refusal import unsupported
 from events.wire import Chunk, Generate, Logprob
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.reading import Fault
+from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.stream_decoder import Fault
 from workers.engines.openai.upstream import Upstream, refused
 
 BYTES_MAX = 32 * 1024 * 1024  # a number takes about 80 bytes, and a prompt has at most 100,000 tokens

@@ -13,14 +13,14 @@ import msgspec
 from events.errors import HoldfastError
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.wire import Generate, Sampling
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.away import HealthAnswer, UpstreamAway, shown, unreachable
-from workers.engines.openai.away import refused as refused_us
+from workers.engines.openai.capabilities import Abilities
+from workers.engines.openai.error_mapping import error_of, error_words
 from workers.engines.openai.kv_names import CANARY_SALT
-from workers.engines.openai.mistakes import error_of, error_words
-from workers.engines.openai.reading import Fault, IdsFrom, read_piece
-from workers.engines.openai.told.lineage import merged
-from workers.engines.openai.told.lineage import read as read_lineage
+from workers.engines.openai.lineage import merged
+from workers.engines.openai.lineage import read as read_lineage
+from workers.engines.openai.stream_decoder import Fault, IdsFrom, read_piece
+from workers.engines.openai.upstream_errors import HealthAnswer, UpstreamAway, shown, unreachable
+from workers.engines.openai.upstream_errors import refused as refused_us
 
 ASK_S_MAX = 5.0  # for requests that cost the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion on a cold server

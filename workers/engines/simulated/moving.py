@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
-from workers.engines.arrival import objection
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
+from workers.engines.import_validation import objection
 from workers.engines.simulated import language
 from workers.engines.simulated.language import TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.rank import SimulatedRank

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from workers.engines.arrival import objection
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
+from workers.engines.import_validation import objection
 from workers.engines.transformers.copying import Copier
 from workers.engines.transformers.stepper import Stepper
 from workers.engines.transformers.transit import TorchArrival, TorchDeparture

@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from controller.frontend.openai.text.long_texts import LongTexts
-from controller.frontend.openai.text.token_reach import parts_of
+from controller.frontend.openai.text.token_count_bound import parts_of
 
 KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
 # A segment that takes more than 1/64 of that is not cached: it would evict all others.

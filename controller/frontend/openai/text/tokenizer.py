@@ -21,7 +21,7 @@ from controller.frontend.openai.text.detokenizer import (
 )
 from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.segment_cache import KEPT_BYTES, TEXT_MAX, SegmentCache
-from controller.frontend.openai.text.token_reach import reach_of
+from controller.frontend.openai.text.token_count_bound import reach_of
 from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from controller.simulator.world.kernel import EPOCH, MINUTE, Kernel
-from controller.simulator.world.requests.underway import ANSWER_S
+from controller.simulator.world.requests.request_driver import ANSWER_S
 from controller.simulator.world.scenario import Scenario
 from events.observations import TrafficReported
 

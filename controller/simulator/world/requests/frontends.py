@@ -10,8 +10,8 @@ from controller.simulator.world.kernel import MINUTE, MS, SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.process import SimulatedProcess
 from controller.simulator.world.replica import Replica
+from controller.simulator.world.requests.request_driver import RequestsUnderWay
 from controller.simulator.world.requests.traffic import SimulatedTraffic
-from controller.simulator.world.requests.underway import RequestsUnderWay
 from controller.simulator.world.surroundings import Surroundings
 from events.decisions import BreakerClosed
 from events.fact import Recorded

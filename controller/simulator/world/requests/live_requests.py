@@ -23,13 +23,13 @@ from controller.frontend.request.state import (
     RequestTerms,
     stays,
 )
-from controller.migration import live as kv
+from controller.migration import planned_move as kv
 from controller.router.endpoints import Endpoint, Key, Server
 from controller.router.selection.filter import AllTried, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
+from controller.simulator.world.requests.request_driver import LONGER, TOO_LATE, RequestsUnderWay
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
-from controller.simulator.world.requests.underway import LONGER, TOO_LATE, RequestsUnderWay
 
 ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
 STALLED = 10  # seconds without a token

@@ -9,7 +9,7 @@ import pytest
 from frontend_kit import frontend, joined, sentencepiece_like
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.openai.text.model_folders import ModelFolders
+from controller.frontend.openai.text.allowed_folders import ModelFolders
 from controller.frontend.openai.text.tokenizer import BUILTIN
 from events.observations import IntrusionRefused
 

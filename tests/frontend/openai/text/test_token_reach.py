@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_segment_cache import ADDED, CUT, SNIPPETS, WHOLE, byte_level, flagged, llama_3, with_added
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from controller.frontend.openai.text.token_reach import BLANKS, COMPOSED_MAX
+from controller.frontend.openai.text.token_count_bound import BLANKS, COMPOSED_MAX
 from controller.frontend.openai.text.tokenizer import Tokens
 
 COMPOSED = ["\u03b1\u0313\u0300\u0345", "e\u0301", "\u1112\u1161\u11ab", "\u212b", "\u1f82", "\ufdfa", "İ"]

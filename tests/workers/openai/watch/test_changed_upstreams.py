@@ -14,9 +14,9 @@ from events.nats.bus import MemoryBus
 from events.observations import EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
 from workers.config.worker import WorkerConfig
 from workers.engines.engine import EngineChanged
-from workers.engines.openai.account import AccountTimes
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
+from workers.engines.openai.upstream_reports import AccountTimes
 from workers.runtime import Alone
 from workers.shutdown import Stop
 from workers.worker import InferenceWorker

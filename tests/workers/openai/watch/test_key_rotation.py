@@ -10,9 +10,9 @@ from engine_contract import Rig, prompt
 from structlog.testing import capture_logs
 from upstream import Upstream
 
-from workers.engines.openai.account import AccountTimes
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
+from workers.engines.openai.upstream_reports import AccountTimes
 
 Eventually = Callable[..., Awaitable[None]]
 OLD, NEW = "sk-old", "sk-new"

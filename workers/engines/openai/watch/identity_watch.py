@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import structlog
 
-from workers.engines.openai.abilities import Abilities, Identity
-from workers.engines.openai.away import UpstreamAway
-from workers.engines.openai.told import lineage
+from workers.engines.openai import lineage
+from workers.engines.openai.capabilities import Abilities, Identity
 from workers.engines.openai.upstream import PROBE_TOKENS, Upstream
+from workers.engines.openai.upstream_errors import UpstreamAway
 
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer

@@ -10,7 +10,7 @@ A token of any stream since the last check clears everything as well: a saturate
 must not be ended for it. Errors are no tokens.
 """
 
-from workers.engines.openai.away import HealthAnswer
+from workers.engines.openai.upstream_errors import HealthAnswer
 
 ANSWER_S_MAX = 8.0  # for one check, all paths together: below the worker's own deadline of 10 s
 REFUSALS_MAX = 3  # in a row

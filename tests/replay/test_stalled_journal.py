@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any
 
 import pytest
-from made_history import History
+from fleet_history import History
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.adapters.memory_store import MemoryStore
 from controller.replay import travel
-from controller.replay.find import find
+from controller.replay.event_lookup import find
 from controller.replay.rebuild import rebuild
 from controller.replay.scan import JournalArchive
 from controller.replay.verify import verify

@@ -11,7 +11,7 @@ import structlog
 from controller.deciders.fleet import Fleet
 from controller.ports import Clock
 from controller.read_model.snapshot import parts
-from controller.runtime.beginning import snapshots
+from controller.runtime.initial_fold import snapshots
 from events import codec
 from events.errors import HoldfastError
 from events.journal.bounds import JournalBounds, KeptAt, due

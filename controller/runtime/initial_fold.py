@@ -13,7 +13,7 @@ import structlog
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, StoreUnavailable
 from controller.read_model import snapshot as fleet_codec
-from controller.runtime.lineage import refuse_foreign_stream
+from controller.runtime.stream_check import refuse_foreign_stream
 from events.fact import Recorded
 from events.journal.port import Journal, JournalDropped, JournalUnavailable
 from events.observations import SnapshotKept

@@ -14,7 +14,7 @@ import structlog
 
 from events.wire import Load
 from workers.engines.engine import Announce, unheard
-from workers.engines.openai.abilities import Abilities
+from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream import Upstream
 from workers.engines.openai.upstream_metrics import (
     EVERY_S,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from controller.deciders.fleet import load
-from controller.replay.whatif.asked import INTERVAL, PolicyAsked
 from controller.replay.whatif.comparison import Comparison, compare
+from controller.replay.whatif.question import INTERVAL, PolicyAsked
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.text import setting
 

@@ -4,7 +4,7 @@ After a restore from elsewhere or a recreation of the stream it is not, and fold
 """
 
 from controller.ports import ReadPosition, StoreAhead
-from controller.runtime.history import history
+from controller.runtime.bounded_read import history
 from events.journal.port import Journal, JournalChanged
 
 

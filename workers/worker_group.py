@@ -20,9 +20,9 @@ from events.journal.port import Journal
 from events.observations import WorkerLeft
 from workers.config.worker import WorkerConfig
 from workers.exits import BROKE, FELL, KILLED, exit_within
-from workers.falls import broken
 from workers.shutdown import CLEANUP_S, Stop
 from workers.worker import InferenceWorker, say_why_not
+from workers.worker_failures import broken
 
 START_BATCH = 8  # workers started in one turn of the loop: 10 ms
 LEAVE_S = 30.0  # for a thousand workers that record their end at once, beyond the grace period of each

@@ -8,8 +8,8 @@ from controller.replay import travel
 from controller.replay.timeline import Story
 from controller.replay.whatif.reading import in_one, stretches
 from controller.replay.whatif.recording import Recording, recorded
-from controller.runtime.beginning import oldest, order_from
-from controller.runtime.history import history
+from controller.runtime.bounded_read import history
+from controller.runtime.initial_fold import oldest, order_from
 from events.fact import Recorded
 from events.journal.port import Journal
 

@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from controller.deciders.fleet import Worker
+from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.recording import instant
 from controller.replay.whatif.spells import Spell, spells
-from controller.replay.whatif.stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from events.decisions import HealthStatus
 from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanaryResult, CanarySlow, CheckType

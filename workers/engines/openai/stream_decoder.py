@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from events.wire import Chunk, Generate, Logprob, finish_reason
-from workers.engines.openai.mistakes import error_of
+from workers.engines.openai.error_mapping import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
 ZEROS_MAX = 8  # this many consecutive tokens with id 0 are not an answer

@@ -6,10 +6,10 @@ import structlog
 
 from events.process.key_file import read_key
 from workers.engines.engine import Awaits, EngineDead
-from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.away import UpstreamAway
+from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.upstream import Upstream, hidden
+from workers.engines.openai.upstream_errors import UpstreamAway
 
 RETRY_S = 0.5
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 
 import structlog
 
+from workers.devices.fault_store import Memory
 from workers.devices.faults import DeviceFaults, DeviceReading, FaultChange, Say
-from workers.devices.memory import Memory
 from workers.devices.throttle import ThrottlePolicy
 
 log = structlog.get_logger(__name__)

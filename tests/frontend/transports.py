@@ -9,8 +9,8 @@ from scripted_worker import ScriptedWorker
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.links import PlaneLimits
 from controller.adapters.request_plane.nats_dialer import NatsDialer
+from controller.adapters.request_plane.worker_links import PlaneLimits
 from events.fleet_key import FleetKey
 from events.nats.channels import Channels
 from events.subjects import PLANE_SCHEME

@@ -18,9 +18,9 @@ from typing import Any
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.runtime.command_words import done
+from controller.runtime.command_answers import done
+from controller.runtime.command_errors import ChaosRefused, NotPossible, Unanswered
 from controller.runtime.host_processes import HostProcesses
-from controller.runtime.refusals import ChaosRefused, NotPossible, Unanswered
 from events import subjects
 from events.intrusion.control_message import control
 from events.journal.port import Journal, JournalUnavailable

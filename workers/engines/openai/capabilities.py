@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from events.wire import Generate
-from workers.engines.openai.reading import IdsFrom
-from workers.engines.openai.told.lineage import Told, lineage
+from workers.engines.openai.lineage import Told, lineage
+from workers.engines.openai.stream_decoder import IdsFrom
 
 
 class Identity(NamedTuple):

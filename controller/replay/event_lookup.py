@@ -1,7 +1,7 @@
 """Finds an event by its sequence, its ce-id, or as `decision:N`."""
 
 from controller.ports import Archive
-from controller.runtime.history import held, history
+from controller.runtime.bounded_read import held, history
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 from events.journal.port import Journal

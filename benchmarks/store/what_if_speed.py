@@ -29,8 +29,8 @@ from controller.adapters.embedded.servers import start_nats
 from controller.deciders.fleet import Fleet
 from controller.processes import collector
 from controller.replay.whatif import sweep as sweeps
-from controller.replay.whatif.asked import PolicyAsked, asked
 from controller.replay.whatif.comparison import compare
+from controller.replay.whatif.question import PolicyAsked, asked
 from controller.replay.whatif.reading import stretches
 from controller.replay.whatif.recording import recorded
 from controller.replay.whatif.text import lines

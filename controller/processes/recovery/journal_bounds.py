@@ -3,7 +3,7 @@
 import asyncio
 
 from controller.processes.console import say, warn
-from controller.runtime.keeping import newest_kept
+from controller.runtime.snapshot_publisher import newest_kept
 from events.errors import HoldfastError
 from events.journal import bounds
 from events.journal.bounds import JournalBounds

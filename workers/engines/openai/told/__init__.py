@@ -1,1 +1,0 @@
-"""What a server reports about itself besides its model and version."""
