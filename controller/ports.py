@@ -367,7 +367,7 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedScale:
+class ScaleRequest:
     """A new number of workers for one model, as a planner has proposed it."""
 
     model: str
@@ -391,7 +391,7 @@ class ScaleHook(Protocol):
 
     by: str  # as `ScaleApplied` names it: command, http
 
-    async def scale(self, wanted: WantedScale) -> HookResult:
+    async def scale(self, wanted: ScaleRequest) -> HookResult:
         """Scale the workers of a model to `wanted.after`.
 
         It returns within the hook's deadline and raises nothing when the other side fails. Success does not mean that the new

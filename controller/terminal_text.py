@@ -18,7 +18,7 @@ _unsafe_in_output = re.compile(
 )  # the commands' own colours are kept
 
 
-def safe(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return one line of text with every character escaped that a terminal would interpret."""
     return text if text.isascii() and text.isprintable() else _unsafe.sub(_escape, text)
 
@@ -27,10 +27,11 @@ def safe_values(value: Any) -> Any:
     """Return a JSON-like value with every string in it made safe, including names."""
     match value:
         case str():
-            return safe(value)
+            return escape_controls(value)
         case dict():
             return {
-                safe(name) if isinstance(name, str) else name: safe_values(one) for name, one in value.items()
+                escape_controls(name) if isinstance(name, str) else name: safe_values(one)
+                for name, one in value.items()
             }
         case list() | tuple():
             return [safe_values(one) for one in value]

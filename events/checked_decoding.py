@@ -1,8 +1,8 @@
 """Makes msgspec decoders check facts for valid counts and time zones.
 
 A valid count is not negative, and every database and JSON reader can hold it. A fact's fields are plain `int` and `datetime`,
-which do not say so. Decoders that are created within `narrowed` check both where they read the value, which costs next to
-nothing. A check of each fact after decoding would take a tenth of a replay.
+which do not say so. Decoders that are created within `with_value_checks` check both where they read the value. That costs next
+to nothing. A check of each fact after decoding would take a tenth of a replay.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _INSTANT = Annotated[datetime, Meta(tz=True)]
 
 
 @contextmanager
-def narrowed(kinds: Iterable[type]) -> Iterator[None]:
+def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
     """Annotate these dataclasses, and those of their fields, narrowly for msgspec, which keeps the annotations it has seen."""
     plain: dict[type, dict[str, Any]] = {}
     for kind in kinds:

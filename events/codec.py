@@ -22,7 +22,7 @@ from uuid import UUID
 
 import msgspec
 
-from events.checked_decoding import narrowed
+from events.checked_decoding import with_value_checks
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Recorded
 from events.versions import KINDS as KINDS
@@ -45,7 +45,7 @@ class BadEvent(HoldfastError):
 
 
 _encode = msgspec.json.Encoder().encode
-with narrowed(KINDS.values()):
+with with_value_checks(KINDS.values()):
     _decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
 _UNREADABLE = (msgspec.MsgspecError, KeyError, ValueError, RecursionError)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

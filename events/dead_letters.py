@@ -48,7 +48,7 @@ STREAM: dict[str, Any] = {
 }
 
 
-class NotBuried(HoldfastError):
+class LetterNotStored(HoldfastError):
     """The broker did not accept a dead letter."""
 
 
@@ -72,7 +72,7 @@ class DeadLetters:
         self._made = False
 
     async def bury(self, letter: DeadLetter) -> None:
-        """Store a letter. Raise NotBuried."""
+        """Store a letter. Raise LetterNotStored."""
         headers = {"Nats-Msg-Id": f"{letter.webhook}:{letter.event['id']}"}
         try:
             await self._make()
@@ -81,9 +81,9 @@ class DeadLetters:
             )
         except _AWAY as error:
             self._made = False  # an operator may have deleted it
-            raise NotBuried(f"{NotBuried.__doc__} ({error!r})") from error
+            raise LetterNotStored(f"{LetterNotStored.__doc__} ({error!r})") from error
         if (ack := decode_ack(answer.body)).error:
-            raise NotBuried(f"{NotBuried.__doc__} ({ack.error})")
+            raise LetterNotStored(f"{LetterNotStored.__doc__} ({ack.error})")
 
     async def _make(self) -> None:
         """Create the stream if it is missing. An existing one with other bounds stays as it is."""

@@ -12,7 +12,7 @@ from events.fact import Decision, Recorded, Skipped
 
 
 @dataclass(slots=True)
-class Turns:
+class DecisionNumbering:
     """Counts decisions. Feed it every event, from the first of the stream."""
 
     last: int | None = 0  # number of the last decision in turn; None: the stream no longer has its beginning

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar
 
-from events.frozen import quickly_made
+from events.frozen import fast_constructor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Skipped(Fact):
     quarantined: bool = False  # an operator has quarantined it
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A fact that the journal holds.

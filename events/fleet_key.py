@@ -26,7 +26,7 @@ KEY_BYTES = 32
 KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096
 
 
-class Stranger(HoldfastError):
+class UnknownPeer(HoldfastError):
     """The peer does not know the fleet's key."""
 
 
@@ -77,7 +77,7 @@ class FleetKey:
         return hmac.compare_digest(proof, self.proof(role, *said))
 
 
-def file_of(named: str, own: Path) -> str:
+def key_file(named: str, own: Path) -> str:
     """Return the path of a fleet's key file: the one named, or its own, which is created if it is missing. Raise BadSetting or
     OSError."""
     path = Path(named) if named else own
@@ -103,11 +103,11 @@ class FrontendHandshake:
         return Hello(frontend, nonce=self._nonce)
 
     def answer(self, challenge: Challenge) -> Proof:
-        """Return the proof that we know the key, for a worker that has proved it. Raise Stranger."""
+        """Return the proof that we know the key, for a worker that has proved it. Raise UnknownPeer."""
         if self._key is None:
-            raise Stranger("the worker requires its fleet's key: set --fleet-key-file")
+            raise UnknownPeer("the worker requires its fleet's key: set --fleet-key-file")
         if not self._key.proves(challenge.proof, "worker", self._nonce, challenge.nonce):
-            raise Stranger("the worker does not know the fleet's key, or uses another one")
+            raise UnknownPeer("the worker does not know the fleet's key, or uses another one")
         self.proven = True
         return Proof(self._key.proof("frontend", challenge.nonce, self._nonce))
 
@@ -130,10 +130,10 @@ class WorkerHandshake:
         return Challenge(self._nonce, self._key.proof("worker", hello.nonce, self._nonce))
 
     def proven(self, proof: Proof) -> Hello:
-        """Return the hello of a frontend that has proved the key. Raise Stranger."""
+        """Return the hello of a frontend that has proved the key. Raise UnknownPeer."""
         hello, self._hello = self._hello, None
         if hello is None or self._key is None:
-            raise Stranger("a proof without a challenge")
+            raise UnknownPeer("a proof without a challenge")
         if not self._key.proves(proof.proof, "frontend", self._nonce, hello.nonce):
-            raise Stranger("the frontend does not know the fleet's key, or uses another one")
+            raise UnknownPeer("the frontend does not know the fleet's key, or uses another one")
         return hello

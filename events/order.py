@@ -34,7 +34,7 @@ from typing import Generic, TypeVar
 
 from events.errors import QUARANTINE, HoldfastError
 from events.fact import Decision, Recorded, Skipped
-from events.frozen import quickly_made, replace
+from events.frozen import fast_constructor, replace
 from events.intrusion.source_rule import forged
 
 REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
@@ -52,7 +52,7 @@ class OutOfTurn(OutOfOrder):
     """A decision's number is not the next one: no controller wrote it, or the journal was truncated or recreated."""
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Position:
     """How far a settled state reaches: observations up to `through`, and decisions' subjects up to stream sequence `decided`.

@@ -31,7 +31,7 @@ from events.subjects import BUCKET, DEAD, DEAD_STREAM, DECIDED, OBSERVED, STREAM
 
 API = "$JS.API"
 
-SAYS: Mapping[str, tuple[type[Observation], ...]] = {
+PUBLISHES: Mapping[str, tuple[type[Observation], ...]] = {
     "worker": (
         seen.WorkerAwaited,
         seen.WorkerJoined,
@@ -143,12 +143,12 @@ def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> 
 def _role(name: str, *, intake: bool) -> BrokerUser:
     inbox: tuple[str, ...] = (f"_INBOX.{name}.>",)
     answers = (subjects.answers(f"{name}.*"),)
-    facts = (*_facts(SAYS.get(name, ())), _KNOWN % name)
+    facts = (*_facts(PUBLISHES.get(name, ())), _KNOWN % name)
     inbox = (*inbox, _KINDS)
     match name:
         case "controller":
             asks = [f"live.{verb}.*" for verb in _ASKED]
-            taken_in = (*_facts(SAYS["worker"]), "_INBOX.*.*.*") if intake else ()
+            taken_in = (*_facts(PUBLISHES["worker"]), "_INBOX.*.*.*") if intake else ()
             says = (
                 *_READS,
                 *_MAKES,
@@ -198,7 +198,7 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
 def _worker(user: str, *, direct: bool) -> BrokerUser:
     says, hears = [*_JOURNAL] if direct else [subjects.journal_end(user)], [f"_INBOX.{user}.>"]
     for worker in workers_of(user):
-        facts = _facts(SAYS["worker"], worker)
+        facts = _facts(PUBLISHES["worker"], worker)
         says += facts if direct else (subjects.said(user, subject) for subject in facts)
         says += [subjects.beat(worker), subjects.kv_events(worker), f"{subjects.ANSWER}.{worker}.>"]
         says += [subjects.known("worker", worker), subjects.known("watch", worker)]

@@ -1,6 +1,6 @@
 """Messages by which frontends count each other's requests in flight on each worker.
 
-    kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `Want` of a frontend that missed something
+    kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `ResendRequest` of a frontend that missed one
 
 Core NATS, msgpack, not stored. Each life of a frontend numbers its batches from 0, so that a lost batch is noticed. The
 frontend that notices asks for a complete resend. A batch without events carries only the next number: every frontend sends one
@@ -69,7 +69,7 @@ class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
     whole: bool = False  # this batch and those after it are a complete resend, from the beginning
 
 
-class Want(msgspec.Struct, tag="want", array_like=True, frozen=True):
+class ResendRequest(msgspec.Struct, tag="want", array_like=True, frozen=True):
     """A frontend may have missed something: it requests a complete resend from `of`, or from every frontend if `of` is empty."""
 
     frontend: str
@@ -77,7 +77,7 @@ class Want(msgspec.Struct, tag="want", array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(SlotBatch | Want).decode
+decode = msgspec.msgpack.Decoder(SlotBatch | ResendRequest).decode
 
 
 def pack(blocks: Sequence[int]) -> bytes:

@@ -82,7 +82,7 @@ def plane_of(url: str) -> str | None:
     return subject if good and subject != url else None
 
 
-def asked(subject: str) -> str | None:
+def addressed_worker(subject: str) -> str | None:
     """Return the worker, as a token, that a subject addresses; None: it addresses none."""
     match subject.split("."):
         case ["live", verb, worker] if verb not in ("beat", "links"):

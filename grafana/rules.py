@@ -296,7 +296,7 @@ def text(*, rehearsed: bool = False) -> str:
     return "".join(_lines(rehearsed))
 
 
-def patience_s(alert: Alert) -> int:
+def rehearsed_duration_s(alert: Alert) -> int:
     """Return for how many seconds an alert's rehearsed rule must hold before it fires."""
     seconds = _seconds(alert.lasts)
     return max(1, round(seconds / 60)) if seconds else 0
@@ -319,7 +319,7 @@ def _lines(rehearsed: bool) -> Iterator[str]:
         yield f"      - record: {one.name}\n        expr: {json.dumps(paced(one.expr))}\n"
     yield "  - name: holdfast\n    rules:\n"
     for alert in ALERTS:
-        lasts = f"{patience_s(alert)}s" if rehearsed else alert.lasts
+        lasts = f"{rehearsed_duration_s(alert)}s" if rehearsed else alert.lasts
         yield f"      - alert: {alert.name}\n        expr: {json.dumps(paced(alert.expr))}\n        for: {lasts}\n"
         yield f"        labels:\n          severity: {alert.severity}\n        annotations:\n"
         yield f"          summary: {json.dumps(alert.summary, ensure_ascii=False)}\n"

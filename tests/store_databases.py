@@ -10,7 +10,7 @@ import asyncpg
 import first_database
 import pytest
 
-from controller.adapters.embedded.cluster_sql import doors
+from controller.adapters.embedded.cluster_sql import connect_rights
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.memory_store import MemoryStore, MemoryTables
 from controller.adapters.postgres.store import PostgresStore
@@ -49,7 +49,7 @@ async def clone(server: EmbeddedServer, template: str = first_database.NAME) -> 
     name = f"t{next(_numbers)}"
     tester = first_database.tester_url(server)
     await execute(tester, f"CREATE DATABASE {name} TEMPLATE {template}")
-    for statement in doors(name):
+    for statement in connect_rights(name):
         await execute(tester, statement)
     return on(first_database.urls(server).owner, name)
 

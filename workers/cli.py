@@ -12,9 +12,9 @@ from typing import Any, get_args
 from events.errors import HoldfastError, UsageError
 from events.process.imports import without
 from workers.config.settings import WorkerSettings, annotations
-from workers.config.settings_check import as_ourselves, load_settings
+from workers.config.settings_check import load_settings, with_broker_user
 from workers.config.simulated_settings import FLAGS
-from workers.exits import BROKE, FELL, USAGE
+from workers.exits import BROKE, FAILED, USAGE
 
 GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and almost no garbage
 
@@ -52,10 +52,10 @@ def exit_code(run: Callable[[], int]) -> int:
         return USAGE
     except HoldfastError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
-        return FELL
+        return FAILED
     except (
         Exception
-    ) as error:  # Python's own exit code would be FELL, which means that the worker recorded its end
+    ) as error:  # Python's own exit code would be FAILED, which means that the worker recorded its end
         import structlog
 
         structlog.get_logger(__name__).critical("worker_broke", exc_info=error)
@@ -64,7 +64,7 @@ def exit_code(run: Callable[[], int]) -> int:
 
 def _run(flags: Mapping[str, Any]) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
-    settings = as_ourselves(load_settings(flags))
+    settings = with_broker_user(load_settings(flags))
     with without(
         "rich", "greenlet", "aiohttp"
     ):  # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)
@@ -91,6 +91,6 @@ def leave(code: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # the readers of stdout and stderr may be gone
         sys.stdout.flush()
         sys.stderr.flush()
-    if code == FELL or threading.active_count() > 1:
+    if code == FAILED or threading.active_count() > 1:
         os._exit(code)
     sys.exit(code)

@@ -1,13 +1,13 @@
-"""Exit codes of a worker process: 0 after an orderly shutdown, FELL, USAGE or BROKE.
+"""Exit codes of a worker process: 0 after an orderly shutdown, FAILED, USAGE or BROKE.
 
-A worker that has joined and exits with 0 or FELL has recorded that itself (`WorkerLeft`). For every other exit, its
+A worker that has joined and exits with 0 or FAILED has recorded that itself (`WorkerLeft`). For every other exit, its
 supervisor records it.
 """
 
 import os
 import threading
 
-FELL = 1
+FAILED = 1
 """The worker failed or could not start: its engine died, an essential task failed, or the fleet considered it dead."""
 USAGE = 2
 """A usage error."""

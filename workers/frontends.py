@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class BufferLimits:
     """Limits on what is buffered for a frontend that does not read, in bytes and seconds."""
 
     buffer_bytes: int = 256 * 1024  # unsent bytes above which steps accumulate
@@ -65,7 +65,7 @@ class Patience:
 class FrontendConnection:
     """The sending side of one frontend's connection, and its streams. `FrontendProtocol` is the receiving side."""
 
-    def __init__(self, transport: asyncio.BaseTransport, patience: Patience) -> None:
+    def __init__(self, transport: asyncio.BaseTransport, patience: BufferLimits) -> None:
         self.frontend = ""  # empty until its hello
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""  # the host's address; empty: connected through the broker

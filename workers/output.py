@@ -21,7 +21,7 @@ from workers.kv_transfer.messages import Description
 from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations, OutgoingStream
-from workers.migration.target import IncomingMigrations, IncomingStream, Landing
+from workers.migration.target import IncomingMigrations, IncomingStream, LazyReceiver
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9
@@ -62,7 +62,7 @@ class WorkerMigrations:
         self._make_transport = settings.transport
         self._transport: Transport | None = None
         self.trust = Trust(lambda: self._transport, settings.key)
-        self.landing = Landing(instance, lambda: engine.kv, settings, lambda: self._transport)
+        self.landing = LazyReceiver(instance, lambda: engine.kv, settings, lambda: self._transport)
         self.source = OutgoingMigrations(engine, self.trust, counters, settings.piece_bytes)
         self.target = IncomingMigrations(
             engine, self.trust, self.landing, streams, counters, settings.take_bytes
@@ -249,7 +249,7 @@ class StreamOutput:
             self._engine.cancel(key)
         self._deliver([(key, Chunk(0, [], error=error)) for key in keys])
 
-    def send_on(self, error: str) -> None:
+    def send_elsewhere(self, error: str) -> None:
         """End every decoding user stream with an error, and from now on each stream as soon as its prefill is over.
 
         Streams that are moving to another worker with their KV cache continue.
@@ -261,7 +261,7 @@ class StreamOutput:
     def stays(self) -> None:
         """After a failed move, send the stream elsewhere if streams are being sent elsewhere."""
         if self._sending_on:
-            self.send_on(self._sending_on)
+            self.send_elsewhere(self._sending_on)
 
     def _send_on(self) -> None:
         for key, stream in list(self._streams.by_key.items()):

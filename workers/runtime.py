@@ -33,11 +33,11 @@ from workers import keeper
 from workers.config.settings import WorkerSettings
 from workers.config.worker import WorkerConfig
 from workers.engines.build import build_engine
-from workers.exits import FELL, LINGER_S, RENEWED, exit_within
+from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
 from workers.gpus import Devices
 from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, budget_s
-from workers.worker import InferenceWorker, WorkerDeadlines, say_why_not
+from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
 from workers.worker_failures import broken
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
@@ -264,8 +264,8 @@ class Alone:
             try:
                 code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
             except HoldfastError as error:
-                say_why_not(self.workers[0], error)
-                return FELL
+                report_start_failure(self.workers[0], error)
+                return FAILED
             if code != RENEWED:
                 return code
             if self._make is None or self._stop.wanted.is_set():

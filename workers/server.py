@@ -13,17 +13,17 @@ import msgspec
 import structlog
 
 from events import wire
-from events.fleet_key import FleetKey, Stranger, WorkerHandshake
+from events.fleet_key import FleetKey, UnknownPeer, WorkerHandshake
 from events.nats.channels import Channels
 from events.wire import Cancel, Chunk, Declined, Generate, Hello, Proof, Reserve, Ship, Stay, Welcome
 from workers.counters import DrainState, Ends, Refusal, WorkerCounters
 from workers.engines.engine import Engine
 from workers.frontends import (
+    BufferLimits,
     FrontendConnection,
     FrontendConnections,
     FrontendLimits,
     Heartbeats,
-    Patience,
     RequestOrigin,
     Stream,
     StreamTable,
@@ -71,7 +71,7 @@ class FrontendProtocol(asyncio.Protocol):
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             log.warning("bad_frame", frontend=connection.frontend, error=str(error))
             connection.abort()
-        except Stranger as error:
+        except UnknownPeer as error:
             self._server.strange(str(error))
             connection.abort()
 
@@ -133,7 +133,7 @@ class WorkerServer:
         worker: str,
         instance: str,
         engine: Engine,
-        patience: Patience | None = None,
+        patience: BufferLimits | None = None,
         kv_moves: KvMoveSettings | None = None,
         faults: FaultReport | None = None,
         key: FleetKey | None = None,
@@ -145,7 +145,7 @@ class WorkerServer:
         that frontends must prove to know; None: any frontend may connect. `limits`: how many frontends may connect.
         """
         self.worker, self.instance = worker, instance
-        self.patience = patience or Patience()
+        self.patience = patience or BufferLimits()
         self.address = ("", 0)
         self.counters = WorkerCounters()
         self.connections = FrontendConnections(worker, self.counters, limits or FrontendLimits(), key)

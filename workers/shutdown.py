@@ -93,7 +93,7 @@ async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> En
     return server.drained()
 
 
-async def depart(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
+async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
     """Run phases 1 and 2 of a graceful shutdown, until the grace period ends or `hurried` is set. Then refuse everything."""
     cut = 0
     waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
@@ -121,12 +121,12 @@ async def _wait(server: WorkerServer, graceful: bool) -> None:
     waits = server.refusal is None and server.connections.any_greeted
     server.deregister()
     if not graceful and not (waits and server.moves.possible):
-        server.output.send_on(SENT_ELSEWHERE)
+        server.output.send_elsewhere(SENT_ELSEWHERE)
     if waits:
         await asyncio.sleep(DEREGISTERED_S)
     server.refuse(LEAVING)
     if not graceful:
-        server.output.send_on(SENT_ELSEWHERE)
+        server.output.send_elsewhere(SENT_ELSEWHERE)
     await streams.all_decode.wait()
     if graceful:
         _log_active(server, active - 1)

@@ -41,7 +41,7 @@ class WatchOff(HoldfastError):
     """There is nothing to watch."""
 
 
-class Deputy:
+class WatchedWorker:
     """Reports the faults of one worker's GPUs on behalf of that worker."""
 
     def __init__(self, worker: str, journal: Journal) -> None:
@@ -90,7 +90,7 @@ async def run_watch(
     policy: WatchPolicy | None = None,
 ) -> None:
     """Watch until `stop` is set. Raise BadSetting, UnknownGpus or WatchOff, or the error that ended the watch."""
-    watch, deputy = device_watch(settings, policy), Deputy(settings.name, journal)
+    watch, deputy = device_watch(settings, policy), WatchedWorker(settings.name, journal)
     await asyncio.to_thread(watch.start, START_S_MAX)
     if watch.off:
         raise WatchOff(f"{WatchOff.__doc__} {watch.off}")
@@ -111,7 +111,7 @@ async def run_watch(
             task.cancel()
 
 
-async def _subscribe(bus: Bus, worker: str, deputy: Deputy) -> None:
+async def _subscribe(bus: Bus, worker: str, deputy: WatchedWorker) -> None:
     """Subscribe to the worker's heartbeats, retrying while the broker is disconnected."""
     while True:
         try:

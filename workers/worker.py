@@ -29,8 +29,8 @@ from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, Wor
 from workers.config.worker import WorkerConfig
 from workers.control.commands import CommandListener, RehearsedFaults, WorkerCommands
 from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
-from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
-from workers.exits import BROKE, FELL, KILLED, RENEWED
+from workers.engines.engine import Engine, EngineChanged, EngineDead, discard_events
+from workers.exits import BROKE, FAILED, KILLED, RENEWED
 from workers.frontends import FrontendLimits
 from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
@@ -38,7 +38,7 @@ from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.output import FaultReport
 from workers.server import WorkerServer
-from workers.shutdown import CLEANUP_S, LEAVING, WorkerEnd, depart, or_exit
+from workers.shutdown import CLEANUP_S, LEAVING, WorkerEnd, or_exit, shut_down
 from workers.worker_failures import Broken, Killed, Retired, broken
 
 CHECK_S = 2.0
@@ -187,7 +187,9 @@ class InferenceWorker:
         moves = self.server.moves
         try:
             async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.reporting():
-                await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
+                await self.engine.start(
+                    self.server.deliver, self._kv.announce if self._kv else discard_events
+                )
                 await moves.start()
         except TimeoutError as error:
             if not timer.expired():
@@ -250,7 +252,7 @@ class InferenceWorker:
         graceful = (
             self.config.graceful_shutdown or self.config.migration_limit == 0
         )  # with a migration limit of 0 they could not move
-        drained = await depart(self.server, grace_s, graceful=graceful, hurried=hurried)
+        drained = await shut_down(self.server, grace_s, graceful=graceful, hurried=hurried)
         self._journal.observe(DrainFinished(**self._about, **asdict(drained)))
         await self._end()
         self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
@@ -268,8 +270,8 @@ class InferenceWorker:
         )
         if not isinstance(reason, Retired | Broken):
             self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
-        await self._leave_now(str(reason), "self_initiated", FELL)
-        return FELL
+        await self._leave_now(str(reason), "self_initiated", FAILED)
+        return FAILED
 
     async def _renew(self, reason: EngineChanged) -> int:
         """End this life. Its streams continue on other workers, and the next life registers what the engine serves now."""
@@ -349,7 +351,7 @@ class InferenceWorker:
         self._ending.fail(reason)
 
 
-def say_why_not(worker: InferenceWorker, error: HoldfastError) -> None:
+def report_start_failure(worker: InferenceWorker, error: HoldfastError) -> None:
     """Report why a worker does not start: in the log, and on stderr for the command line."""
     log.error("worker_failed", worker=worker.config.name, reason=str(error))
     print(f"holdfast worker: {error}", file=sys.stderr)

@@ -19,9 +19,9 @@ from events.errors import HoldfastError
 from events.journal.port import Journal
 from events.observations import WorkerLeft
 from workers.config.worker import WorkerConfig
-from workers.exits import BROKE, FELL, KILLED, exit_within
+from workers.exits import BROKE, FAILED, KILLED, exit_within
 from workers.shutdown import CLEANUP_S, Stop
-from workers.worker import InferenceWorker, say_why_not
+from workers.worker import InferenceWorker, report_start_failure
 from workers.worker_failures import broken
 
 START_BATCH = 8  # workers started in one turn of the loop: 10 ms
@@ -92,7 +92,7 @@ class Many:
         while True:
             began, code = loop.time(), await self._run_life(self.workers[number])
             if self.stopping() or (first and code is None):
-                self._codes.append(FELL if code is None else code % KILLED)
+                self._codes.append(FAILED if code is None else code % KILLED)
                 self._stop.wanted.set()
                 return
             wait_s = back_off.wait_s_min if loop.time() - began > back_off.settled_s else wait_s
@@ -110,7 +110,7 @@ class Many:
             await asyncio.wait((living,))
             code = living.result()
         except HoldfastError as error:
-            say_why_not(worker, error)
+            report_start_failure(worker, error)
             return None
         finally:
             living.cancel()

@@ -30,9 +30,9 @@ from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
 from events.versions import Known
 from events.wire import Beat, Chunk, Generate
-from workers.config.settings_check import as_ourselves, load_settings
+from workers.config.settings_check import load_settings, with_broker_user
 from workers.config.worker import WorkerConfig
-from workers.engines.engine import Announce, Deliver, unheard
+from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
@@ -59,7 +59,7 @@ class RogueEngine(SimulatedEngine):
         self.canaries: set[int] = set()
         self.asked: list[Generate] = []  # users' requests
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         def spoiled(out: list[tuple[int, Chunk]]) -> None:
             deliver([(key, self._spoiled(key, chunk)) for key, chunk in out])
 
@@ -88,7 +88,7 @@ class RogueWorker:
 
     async def __aenter__(self) -> "RogueWorker":
         given = {"data": str(self.data), "name": self.name}
-        settings = await asyncio.to_thread(lambda: as_ourselves(load_settings(given)))
+        settings = await asyncio.to_thread(lambda: with_broker_user(load_settings(given)))
         source = f"worker:{self.name}:{self.instance}"
         self.url = settings.nats_url
         self.key = FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None

@@ -37,7 +37,7 @@ from workers.engines.transformers.faults import bit_flip
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
-from workers.engines.transformers.weight_faults import Surgeon
+from workers.engines.transformers.weight_faults import WeightFaultInjector
 
 WORKERS, STREAMS, TOKENS, VICTIM = 3, 8, 64, "w0"
 CANARIES, INTERVAL_S = 4, 1.0
@@ -57,7 +57,7 @@ def harmful(folder: Path, first: int) -> Iterator[tuple[int, str]]:
         Stepper(model, TransformersSettings(folder=folder, prefill_tokens_max=4096)), CanarySettings()
     )
     bench.users = [Asked(one.prompt, one.tokens) for one in bench.ask(PROMPTS, TOKENS)]
-    surgeon = Surgeon(model.parameters())
+    surgeon = WeightFaultInjector(model.parameters())
     for seed in itertools.count(first):
         fault = bit_flip(model.parameters(), seed)
         surgeon.inflict(fault)

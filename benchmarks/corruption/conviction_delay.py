@@ -17,7 +17,7 @@ from controller.deciders.golden import Golden
 from controller.ports import OthersWork
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.runner import CanaryRunner
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import CanaryTurn
 from controller.runtime.settings import CanarySettings
 from events.fact import Recorded
@@ -93,7 +93,7 @@ async def _asked(questions: Sequence[Question], settings: CanarySettings) -> lis
         return Vocabulary(lambda text: list(text.encode()), 256)
 
     journal = MemoryJournal(MemoryStream(clock=clock.now), "controller:bench")
-    tools = Tools(journal, prober, clock, Unmeasured(), vocabulary, leading=lambda: True)
+    tools = ProberDependencies(journal, prober, clock, Unmeasured(), vocabulary, leading=lambda: True)
     runner = CanaryRunner(lambda: (fleet, 0), tools, settings)
     turn = CanaryTurn()
     for _ in range(ROUNDS * len(questions) * max(1, settings.sampled_every)):

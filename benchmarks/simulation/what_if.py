@@ -24,7 +24,7 @@ from controller.deciders.fleet import Fleet
 from controller.replay.whatif.comparison import INFINITY, MEASURES, PLACES
 from controller.replay.whatif.course import take
 from controller.replay.whatif.faults import FaultSeen, fared
-from controller.replay.whatif.question import PolicyAsked
+from controller.replay.whatif.question import PolicyChange
 from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.weights import Weights
@@ -101,7 +101,7 @@ def _hang(machine: Machine, hung: bool) -> None:
 
 def scenario(seed: int, values: dict[str, Any]) -> Scenario:
     """Return a quiet fleet with these settings."""
-    terms = PolicyAsked({**USUAL, **values}).terms()
+    terms = PolicyChange({**USUAL, **values}).terms()
     interval, silence = terms.interval_s or INTERVAL_S, terms.silence_s or SILENCE_S
     return replace(
         draw(seed, WORKERS, MINUTES),
@@ -154,7 +154,7 @@ def predictions(
     """Return all figures of a seed and a question. `of`: the result of the seed under the usual policy, if known."""
     faults, first = of or played(seed, {})
     _, second = played(seed, values)
-    courses = [take(first, PolicyAsked({**USUAL, **values}).terms(place)).weights for place in PLACES]
+    courses = [take(first, PolicyChange({**USUAL, **values}).terms(place)).weights for place in PLACES]
     found = []
     for fault in faults:
         told = [_times(fault, weights, first) for weights in courses]

@@ -275,7 +275,7 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
-    collector.calm()  # as in every role's process
+    collector.freeze_and_tune()  # as in every role's process
     if arguments.child:
         role, url, what = arguments.child
         uvloop.run(follow(url, int(what)) if role == "view" else control(url, what))

@@ -160,7 +160,7 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
     store = Noting(database_url)
     store.prepare()
     projector = Projector(journal, store)
-    collector.calm()  # as in the projector's process
+    collector.freeze_and_tune()  # as in the projector's process
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(projector.run())
@@ -188,7 +188,7 @@ async def published_to_committed(
     for n in range(WORKERS):
         journal.observe(joined(f"w{n}"))
     rng = random.Random(2)
-    collector.calm()  # as in a publishing process
+    collector.freeze_and_tune()  # as in a publishing process
     probe = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.store.stalls", str(directory),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -231,7 +231,7 @@ async def child_rebuild(nats_url: str, database_url: str) -> None:
     """Rebuild beside the existing projection, as `holdfast replay rebuild` does."""
     journal = await NatsJournal.connect(nats_url, "replay:bench")
     store = PostgresStore(database_url)
-    collector.calm(collector.COLLECT_HISTORY_AT)
+    collector.freeze_and_tune(collector.COLLECT_HISTORY_AT)
     done = await rebuild(journal, store)
     print(json.dumps({"seconds": round(done.seconds, 2), "events": done.events, "cpu_s": cpu_s(),
                       "rss_mb": peak_mb()}))  # fmt: skip
@@ -363,7 +363,7 @@ def main() -> None:
     import uvloop
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    collector.calm()  # as in the projector's process
+    collector.freeze_and_tune()  # as in the projector's process
     name, *rest = args.child
     kinds: dict[str, Any] = {"catch_up": child_catch_up, "rebuild": child_rebuild, "at": child_at}
     work = child_follow(rest[0], rest[1], int(rest[2])) if name == "follow" else kinds[name](*rest)

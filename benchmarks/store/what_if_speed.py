@@ -30,7 +30,7 @@ from controller.deciders.fleet import Fleet
 from controller.processes import collector
 from controller.replay.whatif import sweep as sweeps
 from controller.replay.whatif.comparison import compare
-from controller.replay.whatif.question import PolicyAsked, asked
+from controller.replay.whatif.question import PolicyChange, asked
 from controller.replay.whatif.reading import stretches
 from controller.replay.whatif.recording import recorded
 from controller.replay.whatif.text import lines
@@ -149,7 +149,7 @@ async def measure(events: int, calm: int) -> dict[str, Any]:
         server = await start_nats(Path(folder) / "nats", sync_interval="2m")
         try:
             last = await fill(server.url, events, calm)
-            collector.calm(collector.COLLECT_HISTORY_AT)
+            collector.freeze_and_tune(collector.COLLECT_HISTORY_AT)
             before = time.perf_counter()
             journal = await NatsJournal.connect(server.url, "bench:ask", make=False)
             asked_of = cast(Journal, AsSaid(journal.reopen()))
@@ -168,7 +168,7 @@ async def measure(events: int, calm: int) -> dict[str, Any]:
         assert said
         figures[f"{name}_all_s"] = round(figures["read_s"] + figures[f"{name}_s"], 2)
     began = time.perf_counter()
-    sweeps.sweep(recording, sweeps.swept("canary.interval=1s..60s", 12, PolicyAsked()))
+    sweeps.sweep(recording, sweeps.swept("canary.interval=1s..60s", 12, PolicyChange()))
     figures["sweep_s"] = round(time.perf_counter() - began, 2)
     figures["memory_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     return figures

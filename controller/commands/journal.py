@@ -19,7 +19,7 @@ from controller.processes.operator_client import find, operator_name
 from controller.replay import moment_parser
 from controller.runtime.bounded_read import patient
 from events import codec, subjects
-from events.decision_numbering import Turns
+from events.decision_numbering import DecisionNumbering
 from events.decisions import PolicyAdopted
 from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
@@ -35,7 +35,7 @@ SINCE = (
     "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or a time span ago (10m)"
 )
 Run = Callable[[argparse.Namespace], int]
-Say = Callable[[str], None]
+OnFaultChange = Callable[[str], None]
 
 
 class NotToQuarantine(HoldfastError):
@@ -103,7 +103,9 @@ async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
         await journal.close()
 
 
-async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Say = print) -> int:
+async def inspect(
+    journal: Journal, since: str | None, first: int, output: str, say: OnFaultChange = print
+) -> int:
     """Print skipped messages and the event at which readers stop. Return the exit code. `first` is the first sequence of the
     stream. Raise UsageError."""
     when = moment_parser.parse(since, SystemClock().now()) if since else 0
@@ -130,8 +132,8 @@ async def inspect(journal: Journal, since: str | None, first: int, output: str, 
     return FINDING if stops else 0
 
 
-def _turns(first: int) -> Turns:
-    return Turns(0 if first <= 1 else None)
+def _turns(first: int) -> DecisionNumbering:
+    return DecisionNumbering(0 if first <= 1 else None)
 
 
 async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
@@ -141,7 +143,7 @@ async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Rec
             yield event
 
 
-def _place(event: Recorded, turns: Turns) -> Place | None:
+def _place(event: Recorded, turns: DecisionNumbering) -> Place | None:
     """Return the entry for an event that is not folded; None for one that every reader folds."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
@@ -186,7 +188,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Say = print) -> int:
+async def quarantine(journal: Journal, seq: int, first: int, why: str, say: OnFaultChange = print) -> int:
     """Record that an event does not count. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
     JournalUnavailable if it is not recorded."""
     last = await journal.last_seq()

@@ -25,7 +25,7 @@ from controller.planner.rehearsal import (
     with_planner,
 )
 from controller.planner.sizing import WORKERS_MAX, Objectives
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from controller.trace.rows import TraceReader, TraceRow
 from events.errors import UsageError
 from events.observations import Profile
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         for line in _lines(report, args):
-            print(safe(line))
+            print(escape_controls(line))
     return 0
 
 
@@ -212,7 +212,12 @@ def _arrivals(
 
 def _progress(what: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[Krehearsing: {safe(what)}", end="" if what else "\r", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[Krehearsing: {escape_controls(what)}",
+            end="" if what else "\r",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def rehearse(

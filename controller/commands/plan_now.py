@@ -8,7 +8,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events.errors import HoldfastError
 from events.process.presence import present
 
@@ -22,7 +22,7 @@ def show(data: Path, output: str) -> int:
         print(json.dumps(plan, indent=2))
         return 0
     for line in lines(plan):
-        print(safe(line))
+        print(escape_controls(line))
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from controller.columns import USUAL, columns, fitted
 from controller.deciders.worker import SPARE
-from controller.terminal_text import safe, safe_values
+from controller.terminal_text import escape_controls, safe_values
 from events import codec
 from events.fact import Recorded
 from events.process.presence import Presence
@@ -198,7 +198,9 @@ def event_line(event: Recorded, output: str) -> str:
         }
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
-    fields = " ".join(f"{k}={safe(_short(v))}" for k, v in body.items() if v not in (None, "", [], {}, ()))
+    fields = " ".join(
+        f"{k}={escape_controls(_short(v))}" for k, v in body.items() if v not in (None, "", [], {}, ())
+    )
     line = f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
     return fitted(line, hang=EVENT_HANG - (len(line) - len(line.lstrip())))
 

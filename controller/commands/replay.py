@@ -35,7 +35,7 @@ async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> in
     store = PostgresStore(database_url) if database_url else None
     try:
         if args.replay in ALL_OF_IT:
-            collector.calm(collector.COLLECT_HISTORY_AT)
+            collector.freeze_and_tune(collector.COLLECT_HISTORY_AT)
         return await cli.execute(args, journal, await reached(store))
     finally:
         if store is not None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from controller.deciders.worker import SPARE
 from controller.replay.recent import URGENCY, RecentEvents
-from controller.terminal_text import safe, safe_values
+from controller.terminal_text import escape_controls, safe_values
 
 HEAD_LINES, EVENT_LINES_LEAST = 5, 5
 COLOURS = {
@@ -32,7 +32,7 @@ class FleetSeen(RecentEvents):
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
     """Return one picture of at most `lines` lines."""
-    seen = replace(seen, status=seen.status and safe_values(seen.status), fault=safe(seen.fault))
+    seen = replace(seen, status=seen.status and safe_values(seen.status), fault=escape_controls(seen.fault))
     status = seen.status or {}
     workers = sorted(status.get("workers", ()), key=_urgency)
     room = max(1, lines - HEAD_LINES - 2 - EVENT_LINES_LEAST)

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events.fact import Recorded, Skipped
 
 UNKNOWN_KINDS_MAX = 100  # kinds counted by name; further kinds are counted together
@@ -21,7 +21,7 @@ class UnknownKinds:
         fact = event.fact
         if not isinstance(fact, Skipped) or not fact.unknown:
             return
-        kind = safe(fact.subject.rpartition(".")[2])
+        kind = escape_controls(fact.subject.rpartition(".")[2])
         if kind not in self.counts and len(self.counts) >= UNKNOWN_KINDS_MAX:
             kind = "other kinds"
         self.counts[kind] += 1

@@ -30,7 +30,7 @@ from events.errors import BadSetting, HoldfastError
 from events.follow import FollowedEvent
 from events.journal.broker import BrokerRefused
 from events.nats.connection import BrokerConnection
-from events.process.imports import trusting_nobody
+from events.process.imports import without_ca_certificates
 
 Run = Callable[[argparse.Namespace], int]
 REACH_S = 3.0
@@ -225,7 +225,7 @@ Send = Callable[[Webhook, str, FleetWording, FollowedEvent], "asyncio.Future[Ans
 @asynccontextmanager
 async def _sender() -> AsyncIterator[Send]:
     """Yield a function that posts an event once."""
-    with trusting_nobody():
+    with without_ca_certificates():
         from controller.webhooks.sender import WebhookSender
 
     clock = SystemClock()

@@ -28,7 +28,7 @@ from controller.console.sections import Sections
 from controller.deciders.capacity import fleet_rps, slo_of
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet, Worker
-from controller.replay.recent import EventTold, RecentEvents, ServedRate
+from controller.replay.recent import RecentEvent, RecentEvents, ServedRate
 from controller.replay.report.frames import WELL, WorkerShown, capacity, shown_of
 from controller.replay.sentences import count
 
@@ -55,7 +55,7 @@ class FleetPicture:
         self._recent = RecentEvents()
         self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}
         self._rows: dict[str, WorkerRow] = {}
-        self._told: dict[int, tuple[EventTold, int, EventRow]] = {}  # by sequence
+        self._told: dict[int, tuple[RecentEvent, int, EventRow]] = {}  # by sequence
         self._of: tuple[object, object] | None = None  # the workers that the rows describe
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 

@@ -11,7 +11,7 @@ from controller.deciders.degradation import Degradation
 from controller.deciders.incident import Incident
 from controller.deciders.worker import SPARE, Worker
 from controller.replay import sentences
-from controller.replay.recent import URGENCY, EventTold
+from controller.replay.recent import URGENCY, RecentEvent
 from controller.replay.report.frames import WorkerShown
 from controller.replay.sentences import about
 
@@ -158,7 +158,7 @@ def ended_incident(one: EndedIncident) -> IncidentRow:
     return IncidentRow(about(one.subject), _short(one.symptom), opened, instant(one.closed_at), one.outcome)
 
 
-def event_row(told: EventTold) -> EventRow:
+def event_row(told: RecentEvent) -> EventRow:
     """Return the row of an event."""
     event = told.event
     text = _short(sentences.sentence(event.fact))

@@ -12,7 +12,7 @@ from datetime import datetime
 from controller.deciders.validation import STRICT, demand, share
 from events.decisions import WeightCapped
 from events.fact import Decision, Fact
-from events.frozen import quickly_made, replace
+from events.frozen import fast_constructor, replace
 
 LAST_SERVING = "last_serving"  # reason of a WeightCapped that keeps a model's last worker in service
 
@@ -42,7 +42,7 @@ class Budget:
     cause: str = ""
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class BudgetRank:
     """One worker's standing when the budget is computed. The least bad worker sorts first."""

@@ -1,7 +1,7 @@
 """The fleet: wires all machines together, and is the deciders' interface to the runtime.
 
     fold.py           Fleet, evolve     what one recorded fact changes in the fleet
-    settle.py         settle, Asking    which decisions are due now, stratum by stratum; cached for frequent callers
+    settle.py         settle, SettleCache    which decisions are due now, stratum by stratum; cached for frequent callers
     shares.py         Shares            what each worker carries of its model's capacity
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       all settings
@@ -17,7 +17,7 @@ from controller.deciders.settle import (
     ABSORB_AFTER,
     ABSORB_FACTS_MAX,
     DECIDERS_VERSION,
-    Asking,
+    SettleCache,
     absorbed,
     absorption_due,
     in_force,
@@ -33,12 +33,12 @@ __all__ = [
     "ABSORB_FACTS_MAX",
     "DECIDERS_VERSION",
     "OLDEST",
-    "Asking",
     "AwaitedWorker",
     "Conviction",
     "Fleet",
     "FleetPolicy",
     "LastCanary",
+    "SettleCache",
     "Shares",
     "Worker",
     "absorbed",

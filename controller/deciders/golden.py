@@ -39,7 +39,7 @@ from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
-from controller.deciders.votes.operator_request import OPERATOR, GoldenMoves, OperatorWish
+from controller.deciders.votes.operator_request import OPERATOR, GoldenMoves, OperatorRequest
 from controller.deciders.votes.quorum import Voter, outvoters
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
@@ -140,22 +140,24 @@ def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golde
     """Absorb an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
     if fact.act == "approve" and fact.answers:
         answer = fact.answers[0]
-        request = OperatorWish("approve", fact.by, answer=answer)
+        request = OperatorRequest("approve", fact.by, answer=answer)
         vote = Vote(request.operator, "", answer.tokens, answer.top_k, cause)
         known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
         return _unless_agreed(known, replace(request, vote=vote), cause)
     if state is None:
         return None
     if fact.act == "record":
-        return _with_request(state, OperatorWish("record", fact.by, worker=fact.worker), cause)
+        return _with_request(state, OperatorRequest("record", fact.by, worker=fact.worker), cause)
     if fact.act == "retire":
         retired = state.status == "retired"
-        return state if retired else _with_request(state, OperatorWish("retire", fact.by), cause)
+        return state if retired else _with_request(state, OperatorRequest("retire", fact.by), cause)
     if not fact.worker:
         provisional = state.status == "provisional"
-        return _with_request(state, OperatorWish("approve", fact.by), cause) if provisional else state
+        return _with_request(state, OperatorRequest("approve", fact.by), cause) if provisional else state
     given = last_answer(state, fact.worker, fact.instance)
-    return state if given is None else _unless_agreed(state, OperatorWish("approve", fact.by, given), cause)
+    return (
+        state if given is None else _unless_agreed(state, OperatorRequest("approve", fact.by, given), cause)
+    )
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
@@ -164,7 +166,7 @@ def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
 
-def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+def _unless_agreed(state: Golden, wanted: OperatorRequest, cause: str) -> Golden:
     """Record a request to approve an answer, unless that very answer is agreed."""
     vote, asked = wanted.vote, wanted.answer
     same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
@@ -173,7 +175,7 @@ def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
     return _with_request(state, wanted, cause)
 
 
-def _with_request(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+def _with_request(state: Golden, wanted: OperatorRequest, cause: str) -> Golden:
     return replace(state, moves=replace(state.moves, wanted=wanted), cause=cause)
 
 
@@ -444,7 +446,7 @@ def decide(
         yield _retirement(state, f"disputed: {state.disputed_by} against {state.proposed_by}", now)
 
 
-def _decide_request(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
+def _decide_request(state: Golden, wanted: OperatorRequest, now: datetime) -> Iterator[Decision]:
     """Yield the decisions that an operator's request leads to. A golden that is replaced or retired convicts no worker."""
     vote = wanted.vote
     agree = vote or Vote("", "", state.tokens, state.top_k)

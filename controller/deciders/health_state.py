@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from events.decisions import HealthStatus
-from events.frozen import quickly_made, replace
+from events.frozen import fast_constructor, replace
 from events.observations import CanaryFailed
 
 HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
@@ -30,7 +30,7 @@ NEW_LINEAGE = (
 LIMITED = "device_limit"  # reason of a HealthChanged caused only by a device's limit
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Canaries:
     """Canary results of a worker."""
@@ -44,7 +44,7 @@ class Canaries:
     wrong: bool = False  # one returned a wrong answer or an error since it was last HEALTHY
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Slowness:
     """Slowness reports about a worker."""
@@ -54,7 +54,7 @@ class Slowness:
     suspected: bool = False  # slowness is a reason for the present suspicion
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Charges:
     """Evidence against a worker that is beyond doubt."""
@@ -72,7 +72,7 @@ class Charges:
     silent_since: datetime | None = None  # by the clock of the controller that decided it
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Trials:
     """Results of the breaker's trials of a worker."""
@@ -81,7 +81,7 @@ class Trials:
     failed: int = 0  # in a row
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Exit:
     """The state of a worker's permanent exit from service: a drain, or the end of its process."""

@@ -124,7 +124,7 @@ def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
     return Absorbed(number=fleet.number + 1, decided_at=now)
 
 
-class Asking:
+class SettleCache:
     """Caches calm fleets: a fleet in which nothing was due is not settled again before something can be due.
 
     Nothing becomes due in a calm fleet until a fact changes it, or until a time that its machines name (`next_due`). A fleet

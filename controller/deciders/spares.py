@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from controller.deciders.validation import STRICT
 from events.decisions import SpareActivated, SpareReleased
 from events.fact import Decision
-from events.frozen import quickly_made
+from events.frozen import fast_constructor
 
 OnReturn: TypeAlias = Literal["swap", "release"]
 Kind: TypeAlias = tuple[
@@ -45,7 +45,7 @@ class Spare:
 NO_SPARE = Spare()
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class SpareView:
     """One worker as seen by the assignment of spares."""

@@ -14,7 +14,7 @@ from controller.deciders.health_state import CORRUPT, RELAPSE, Health
 from controller.deciders.spares import NO_SPARE, Kind, Spare
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
-from events.frozen import quickly_made, replace
+from events.frozen import fast_constructor, replace
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -41,7 +41,7 @@ CONVICTIONS_KEPT = 16  # per worker, over all of its lives
 PAST_MAX = 16  # former instances remembered per worker: a late join of one of them starts no new life
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class LastCanary:
     """The last probe of a worker."""

@@ -23,7 +23,7 @@ from controller.processes.children import shell_status
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
 from controller.processes.up_flags import add_router_flags, check_frontend_flags, frontend_variables
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events.errors import HoldfastError, UsageError
 
 RATE = 8.0  # requests a second: about 20 streams at once
@@ -156,7 +156,9 @@ class Demo:
         workers = sorted(w["id"] for w in self.status["workers"] if w["id"].startswith("w"))
         users = Users(self.fleet.url, self.status["workers"][0]["model"], self.load.prompts)
         async with users.session() as session:
-            self.console.print(f"Asking for the undisturbed answer to {len(self.load.prompts)} prompts …")
+            self.console.print(
+                f"SettleCache for the undisturbed answer to {len(self.load.prompts)} prompts …"
+            )
             answers = await users.answers(session, profile.OUTPUT_MAX)
             started = time.monotonic()
             async with asyncio.TaskGroup() as group:
@@ -204,7 +206,7 @@ class Demo:
     def _print(self, line: str) -> None:
         self.lines.append(line)
         if self.live is None:
-            self.console.print(safe(line), markup=False)
+            self.console.print(escape_controls(line), markup=False)
 
     async def watch(self, operator: Operator, users: Users, started: float) -> None:
         """Refresh the view on a terminal; otherwise only the event lines are printed."""
@@ -230,19 +232,19 @@ class Demo:
         others_hit = report.attribute(events, self.injected)
         result = report.assess(users.streams, answers, self.injected, others_hit)
         Console(width=max(report.WIDTH, self.console.width)).print(report.table(result))
-        self.console.print("\n".join(map(safe, _verdict(result, events))), markup=False)
+        self.console.print("\n".join(map(escape_controls, _verdict(result, events))), markup=False)
         more = "removed with this demo; --keep keeps it"
         if self.kept:
             data = self.fleet.data
             more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` show more"
         self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, markup=False)
         async for line in incidents.incident_lines(find(self.fleet.data)["nats_url"], events):
-            shown = fitted(safe(line), self.console.width)
+            shown = fitted(escape_controls(line), self.console.width)
             self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
         self.console.print()
         async for line in incidents.write_report(find(self.fleet.data)["nats_url"], where):
-            self.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
+            self.console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.demo.clients import Received, TokenDifference, compare
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events.decisions import SpareActivated
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
@@ -174,7 +174,7 @@ def table(report: DemoReport) -> Table:
         d = row.difference
         times = (_ms(row.p50_ms), _ms(row.p99_ms), _ms(row.back_ms))
         numbers = (row.hit, row.lost, d.lost, d.doubled, d.altered, *times)
-        shown.add_row(Text(safe(f"{row.fault} {row.worker}")), *(str(n) for n in numbers))
+        shown.add_row(Text(escape_controls(f"{row.fault} {row.worker}")), *(str(n) for n in numbers))
     t = report.total
     shown.add_section()
     rest = (report.others_hit, len(report.failed), t.lost, t.doubled, t.altered, "", "", "")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.commands.top_view import COLOURS
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 
 
 def render(
@@ -24,9 +24,9 @@ def render(
     for worker in status.get("workers", ()):
         health = str(worker.get("health"))
         workers.add_row(
-            Text(safe(str(worker["id"]))),
-            Text(safe(health), style=COLOURS.get(health, "")),
-            Text(safe(str(worker.get("breaker", "")))),
+            Text(escape_controls(str(worker["id"]))),
+            Text(escape_controls(health), style=COLOURS.get(health, "")),
+            Text(escape_controls(str(worker.get("breaker", "")))),
             f"{worker.get('weight') or 0:.2f}",
             _number(worker.get("in_flight")),
             _number(worker.get("pid")),
@@ -34,7 +34,7 @@ def render(
     bar = ProgressBar(total=seconds, completed=min(elapsed, seconds))
     head = Text(f"{elapsed:4.0f} / {seconds:.0f} s   {counts}")
     return Panel(
-        Group(head, bar, Text(), workers, Text(), *[Text(safe(line)) for line in lines[-8:]]),
+        Group(head, bar, Text(), workers, Text(), *[Text(escape_controls(line)) for line in lines[-8:]]),
         title="Holdfast demo",
     )
 

@@ -21,7 +21,7 @@ from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.driver import Driver
-from controller.frontend.health.exposure import MARGIN, Exposures
+from controller.frontend.health.exposure import MARGIN, ServedSpans
 from controller.frontend.health.local_breakers import LocalBreakers, Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
@@ -68,7 +68,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedUntil:
     """The time until which a frontend served, and the journal position that it had read by then."""
 
     until: datetime
@@ -132,7 +132,7 @@ class Convictions:
                 action = "continue" if one.span.live in live else "none"
                 self._report(exposures.fact(one, action), one.span.traceparent)
 
-    def answer_for_before(self, workers: Iterable[Worker], before: Served | None) -> None:
+    def answer_for_before(self, workers: Iterable[Worker], before: ServedUntil | None) -> None:
         """Report workers that were convicted before this frontend could act.
 
         Which requests they served through the previous frontend is no longer known. Without a record of that frontend, only
@@ -142,7 +142,7 @@ class Convictions:
             for conviction in self._news(worker):
                 self._answer_late(worker, conviction, before)
 
-    def _answer_late(self, worker: Worker, conviction: Conviction, before: Served | None) -> None:
+    def _answer_late(self, worker: Worker, conviction: Conviction, before: ServedUntil | None) -> None:
         name, instance = worker.joined.worker, worker.joined.instance
         if (
             conviction.at > self._began
@@ -251,7 +251,7 @@ class Director:
         self.breakers = LocalBreakers(
             world.name, settings.breaker, settings.facts, world.observe, now, world.plane
         )
-        self.exposures = Exposures(world.name, settings.facts.exposure_entries_max, world.clock)
+        self.exposures = ServedSpans(world.name, settings.facts.exposure_entries_max, world.clock)
         self.peers = Peers(now, world.name)
         panic = Panic(
             world.name,
@@ -359,7 +359,7 @@ class Director:
         if change:
             self.changed()
 
-    def go_live(self, before: Served | None = None) -> None:
+    def go_live(self, before: ServedUntil | None = None) -> None:
         """React to the fold from now on, because it has caught up, and report what was missed.
 
         `before` is the time until which the previous frontend of this name served, if that is known.

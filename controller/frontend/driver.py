@@ -35,7 +35,7 @@ from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.dispatch.worker_refusal import as_api_error
 from controller.frontend.errors import ApiError, internal
-from controller.frontend.health.exposure import Exposures
+from controller.frontend.health.exposure import ServedSpans
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
 from controller.frontend.openai.choice import Choice
@@ -144,7 +144,7 @@ class RequestSink(LiveRequest):
         """Advance a committed KV transfer: its source may have sent more tokens."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
-            self.driver.feed(self, self.advanced(kv.SourceSaid()))
+            self.driver.feed(self, self.advanced(kv.SourceProgressed()))
 
     def _source_lost(self, move: KvMove) -> None:
         """Handle the loss of the source of a KV transfer.
@@ -172,7 +172,7 @@ class Driver:
     preemption: Preemption
     placer: Placer
     poison: PoisonWatch
-    exposures: Exposures
+    exposures: ServedSpans
     reports: MigrationReports
     stalls: StallWatch
     request_metrics: RequestMetrics
@@ -304,7 +304,7 @@ class Driver:
                 self.waiting.sent(live)
             return event
         if type(effect) is do.Started and dispatch is not None:
-            dispatcher.prompt_read(live, dispatch, now)
+            dispatcher.prefill_done(live, dispatch, now)
             if effect.first:
                 live.stats.first_output(now)
                 self.waiting.started(live)

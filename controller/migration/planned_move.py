@@ -48,7 +48,7 @@ class TargetCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceSaid:
+class SourceProgressed:
     """The source may have generated more tokens."""
 
 
@@ -74,7 +74,7 @@ class SourceLeft:
 
 
 Event: TypeAlias = (
-    TargetReserved | MigrationDeclined | TargetCommitted | SourceSaid | Lost | GivenUp | SourceLeft
+    TargetReserved | MigrationDeclined | TargetCommitted | SourceProgressed | Lost | GivenUp | SourceLeft
 )
 
 
@@ -107,7 +107,7 @@ def step(transfer: Transfer, event: Event, accepted: Sequence[int]) -> tuple[Tra
             if transfer.state != "shipping":
                 return _stayed(transfer, "the target committed before anything was sent", "cancel", "stay")
             return _compare(replace(transfer, state="committed", tokens=tokens), accepted)
-        case SourceSaid():
+        case SourceProgressed():
             return _compare(transfer, accepted) if transfer.state == "committed" else (transfer, ())
         case MigrationDeclined(by, why) if by == "source":
             return _stayed(transfer, why, "cancel")

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from controller.deciders.validation import STRICT, at_least, demand
 from controller.planner.forecast import LoadForecast, forecast, methods
-from controller.planner.pressure import bearable
+from controller.planner.pressure import sustained_pressure
 from controller.planner.sizing import Objectives, Sizing, size
 from controller.planner.traffic import BIN_S, Seen, Traffic, known, total, work
 from events.observations import Profile
@@ -190,7 +190,7 @@ def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expecte
     """Return how many workers a model needs for the forecast, and also for the recent peak."""
     minutes = known(view.minutes)
     history = [work(minute.traffic, view.profile) for minute in minutes]
-    pressure = bearable(minutes, view.profile, view.objectives)
+    pressure = sustained_pressure(minutes, view.profile, view.objectives)
     ahead, starts = ceil((policy.start_s + policy.ahead_s) / BIN_S), ceil(policy.start_s / BIN_S)
     predicted = expecting(tuple(history), ahead)
     shape = total(minutes[-SHAPE_BINS:])

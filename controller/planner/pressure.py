@@ -26,7 +26,7 @@ def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
     return size(traffic, BIN_S, profile, objectives).workers
 
 
-def bearable(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
+def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
     """Return the highest pressure at which no more answers than allowed were late: LEAST to MOST."""
     seen = [
         (needed(minute.traffic, profile, objectives) / minute.workers, minute.late, minute.traffic.requests)

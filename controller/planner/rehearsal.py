@@ -92,7 +92,7 @@ def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
     return [Traffic.of(each) for each in bins]
 
 
-def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
+def simulate_day(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
     """Simulate a day that begins with `first` workers.
 
     `scale` is called each minute with the seconds and the minutes so far, and returns the number of workers to have.
@@ -138,12 +138,12 @@ def with_planner(
             there = proposal.after
         return there
 
-    return played(fleet, arrivals, first, scale), changes
+    return simulate_day(fleet, arrivals, first, scale), changes
 
 
 def with_fixed(fleet: RehearsedFleet, arrivals: Sequence[Arrival], workers: int) -> DayFigures:
     """Return the results of a day with a fixed number of workers."""
-    return played(fleet, arrivals, workers, lambda seconds, minutes: None)
+    return simulate_day(fleet, arrivals, workers, lambda seconds, minutes: None)
 
 
 def with_perfect_knowledge(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> DayFigures:
@@ -173,4 +173,4 @@ def _known_before(
         last = len(planned) - 1
         return max(planned[min(int(now), last)], planned[min(int(soon), last)])
 
-    return played(fleet, arrivals, planned[0], scale)
+    return simulate_day(fleet, arrivals, planned[0], scale)

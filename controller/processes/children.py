@@ -132,7 +132,7 @@ class Child:
         return next(filter(None, lines), "")
 
 
-async def end(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
+async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
     """Stop processes, with SIGKILL those that do not end within `within_s`. Calls `ended` with each exit status."""
 
     def poll() -> None:

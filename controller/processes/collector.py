@@ -10,7 +10,7 @@ COLLECT_AT = (20_000, 20, 50)
 COLLECT_HISTORY_AT = (500_000, 20, 50)  # while reading a whole journal
 
 
-def calm(collect_at: tuple[int, int, int] = COLLECT_AT) -> None:
+def freeze_and_tune(collect_at: tuple[int, int, int] = COLLECT_AT) -> None:
     """Freeze all objects that are alive now, and collect the rest rarely."""
     gc.collect()
     gc.freeze()

@@ -4,8 +4,8 @@ import select
 import sys
 from typing import TextIO
 
-from controller.terminal_text import safe
-from events.process.stderr import lose_the_rest
+from controller.terminal_text import escape_controls
+from events.process.stderr import ignore_exit_flush_errors
 
 
 def say(text: str) -> None:
@@ -21,9 +21,9 @@ def warn(text: str) -> None:
 def _write(stream: TextIO, text: str) -> None:
     try:
         if _is_writable(stream):
-            print("\n".join(map(safe, text.split("\n"))), file=stream, flush=True)
+            print("\n".join(map(escape_controls, text.split("\n"))), file=stream, flush=True)
     except (OSError, ValueError):  # a closed pipe, a closed terminal, a closed file
-        lose_the_rest()
+        ignore_exit_flush_errors()
 
 
 def _is_writable(stream: TextIO) -> bool:

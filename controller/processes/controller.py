@@ -36,7 +36,7 @@ from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.commands import OperatorCommands
 from controller.runtime.hang_check import HangCheck
 from controller.runtime.initial_fold import StoredHistory
@@ -202,14 +202,14 @@ class ControllerProcess:
         """Whether to act for the fleet: the lease is held, and the journal has been read to its end."""
         return self.lease.held and self.view.is_ready
 
-    def _tools(self, clock: SystemClock) -> Tools:
+    def _tools(self, clock: SystemClock) -> ProberDependencies:
         def running(worker: str) -> int:
             fleet = self.view.fleet
             known = fleet.workers.get(worker)
             beat = known and self.beats.lives.get((worker, known.joined.instance))
             return max(1, beat.load.get("running", 1)) if beat else 1
 
-        return Tools(
+        return ProberDependencies(
             journal=self._journal,
             prober=self.plane,
             clock=clock,
@@ -294,7 +294,7 @@ class ControllerProcess:
         await self.view.ready(READY_S)
         self._lease_changed(self.lease.held)
         presence.announce(self._data, "controller", name, url_of(runner))
-        collector.calm()
+        collector.freeze_and_tune()
         log.info("controller_ready", seq=self.view.seq, leading=self.leading)
 
     async def _control(self, nats_url: str) -> None:

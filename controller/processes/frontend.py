@@ -19,7 +19,7 @@ from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.console.console import Console
 from controller.console.endpoints import PATH
 from controller.deciders.fleet import DECIDERS_VERSION
-from controller.frontend.director import SERVED_EVERY_S, Director, Served, World
+from controller.frontend.director import SERVED_EVERY_S, Director, ServedUntil, World
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
@@ -28,7 +28,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector
 from controller.processes import last_served as served
-from controller.processes.observability.journal_metrics import SaidFacts
+from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.processes.operating import frontend_console
 from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView
@@ -130,7 +130,7 @@ class FrontendProcess:
             store = PostgresStore(database_url)
         director = self._director(journal.observe)
         measured = director.metrics.registry
-        measured.register(SaidFacts(journal))
+        measured.register(JournalMetrics(journal))
         wait_s = (
             BROKER_S if bus.since is not None else 0.0
         )  # do not wait again for a broker that is unreachable
@@ -206,7 +206,7 @@ class FrontendProcess:
             url = listeners.admin_url
             shown = f"{url}{PATH}" if console is not None else ""
             presence.announce(self._data, "frontend", self._name, url, console=shown)
-            collector.calm()
+            collector.freeze_and_tune()
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(service()) for service in (*services, self._plane.run)]
                 running += [
@@ -270,7 +270,7 @@ class FrontendProcess:
         while True:
             await asyncio.sleep(SERVED_EVERY_S)
             if director.live:
-                now = Served(clock.now(), view.seq)
+                now = ServedUntil(clock.now(), view.seq)
                 await asyncio.to_thread(served.write, self._served_at, now)
 
     def _absorb(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from controller.frontend.director import Served
+from controller.frontend.director import ServedUntil
 
 log = structlog.get_logger(__name__)
 
@@ -21,7 +21,7 @@ def path_of(data: Path, name: str) -> Path:
     return data / "spool" / name / "served.json"
 
 
-def read(path: Path) -> Served | None:
+def read(path: Path) -> ServedUntil | None:
     """Return what the previous frontend of this name stored, or None if that is unknown.
 
     Problems with the file are logged, never raised.
@@ -31,7 +31,7 @@ def read(path: Path) -> Served | None:
         until = datetime.fromisoformat(found["until"])
         if until.tzinfo is None:
             raise ValueError("a time without a zone")
-        return Served(until, int(found["seq"]))
+        return ServedUntil(until, int(found["seq"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -39,7 +39,7 @@ def read(path: Path) -> Served | None:
         return None
 
 
-def write(path: Path, served: Served) -> None:
+def write(path: Path, served: ServedUntil) -> None:
     """Store how far this frontend has served. A full disk is logged and has no other effect."""
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:

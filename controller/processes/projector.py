@@ -49,7 +49,7 @@ async def run_projector(
     runner = await _serve(watch, settings)
     try:
         presence.announce(data, "projector", name, url_of(runner))
-        collector.calm()
+        collector.freeze_and_tune()
         return await _until_stopped(projector, watch)
     finally:
         await runner.cleanup()

@@ -15,7 +15,7 @@ from controller.processes.collector import COLLECT_AT
 from events.errors import BadSetting, HoldfastError
 from events.fleet_key import VARIABLE, FleetKey
 from events.nats.urls import as_user
-from events.process.imports import trusting_nobody
+from events.process.imports import without_ca_certificates
 from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
@@ -61,7 +61,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
         key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
         # NumPy starts a BLAS thread per core. Routing multiplies no matrices, and this takes a tenth of a frontend's start.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        with trusting_nobody():  # for aiohttp, which these roles import to serve and request HTTP
+        with without_ca_certificates():  # for aiohttp, which these roles import to serve and request HTTP
             module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")
         start = getattr(module, f"run_{role}")
         work = start(

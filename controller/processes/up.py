@@ -18,7 +18,7 @@ from typing import Any
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes import private_dir
-from controller.processes.children import Child, end, reap_orphan, shell_status
+from controller.processes.children import Child, reap_orphan, shell_status, stop_all
 from controller.processes.console import say, warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.logs import trim
@@ -143,7 +143,7 @@ class FleetSupervisor:
         await doing
 
     async def _start(self) -> None:
-        self.key = fleet_key.file_of(self.key, self.dir.key)
+        self.key = fleet_key.key_file(self.key, self.dir.key)
         database = asyncio.create_task(self._start_database())
         try:
             planned = list(plan(self.args, self.dir))
@@ -344,7 +344,9 @@ class FleetSupervisor:
         await self.prometheus.stop()
         for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
-            await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
+            await stop_all(
+                [child for child in self.children if child.role == role], within_s, self.exits.ended
+            )
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait((self._following,))

@@ -15,14 +15,14 @@ from events.codec import new_id
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Fact
 from events.observations import WorkerJoined, WorkerLeft
-from workers.exits import FELL
+from workers.exits import FAILED
 
 GRACE_S = 5.0  # time for a worker's cleanup, or to abort
 
 
-def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
+def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
     """Return the fact to record for a worker that ended, or None if it has recorded that itself."""
-    if status in (0, FELL):
+    if status in (0, FAILED):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
     return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=shell_status(status))
@@ -60,7 +60,7 @@ class WorkerExits:
         """Record which workers left with a process that ended with this subprocess exit status."""
         if child.role == "worker":
             for worker, instance in self._lives[child.name].items():
-                if fact := left(worker, instance, status):
+                if fact := exit_fact(worker, instance, status):
                     self._observe(fact)
             self._forget(child)
 

@@ -127,7 +127,7 @@ async def _timeline(
 async def _request(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     archive = _archive(journal, store)
     found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
-    story = request_story.told(args.request, found)
+    story = request_story.story_of(args.request, found)
     cut = story.cut = await request_story.cut(story, archive, await journal.last_seq())
     lines = story.lines() or [NO_EVENTS.format(args.request)]
     if args.output == "json":

@@ -16,7 +16,7 @@ URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")  # health s
 
 
 @dataclass(slots=True)
-class EventTold:
+class RecentEvent:
     """An event, and the number of similar events about other requests that directly follow it."""
 
     event: Recorded
@@ -53,7 +53,7 @@ class ServedRate(NamedTuple):
 class RecentEvents:
     """The most recent events of a fleet, and its service rates."""
 
-    told: "deque[EventTold]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
+    told: "deque[RecentEvent]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
     rejected: deque[tuple[datetime, RequestsRejected]] = field(default_factory=deque)
     now: datetime | None = None  # the stream's time of the last event
@@ -91,7 +91,7 @@ class RecentEvents:
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1
         else:
-            self.told.append(EventTold(event, alike))
+            self.told.append(RecentEvent(event, alike))
 
     def rate(self) -> ServedRate:
         """Return the service rates of the whole fleet."""

@@ -117,7 +117,7 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
     return CutOff(frontend, reported) if now - reported > QUIET else None
 
 
-def told(request: str, events: Sequence[Recorded]) -> RequestStory:
+def story_of(request: str, events: Sequence[Recorded]) -> RequestStory:
     """Build a request's story from its events on the journal, in order."""
     story = RequestStory(request, events=[*events])
     for event in events:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from controller.deciders.golden import CONFIGURED
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events import decisions as d
 from events import observations as o
 from events.fact import Fact, Recorded, Skipped
@@ -23,7 +23,7 @@ def line(event: Recorded, *, date: bool = False) -> str:
 
 def sentence(fact: Fact) -> str:
     """Return a fact as one sentence without a full stop."""
-    return safe(_text(fact, SENTENCES.get(type(fact))).replace("\n", " "))
+    return escape_controls(_text(fact, SENTENCES.get(type(fact))).replace("\n", " "))
 
 
 def _text(fact: Fact, template: "str | Callable[[Any], str] | None") -> str:

@@ -186,7 +186,7 @@ class Endpoint:
         }
 
 
-def usual(claims: Sequence[int]) -> int:
+def most_common_value(claims: Sequence[int]) -> int:
     """Return the most frequent value, and of several the largest. Each value is a vote, so no single claim sets it."""
     counts = Counter(claims)
     return max(counts, key=lambda value: (counts[value], value))
@@ -238,9 +238,9 @@ class EndpointGroup:
             tuple(endpoints),
             max(endpoint.context_tokens for endpoint in voters),
             Counter(one.engine for one in joined).most_common(1)[0][0],
-            usual([int(one.engine == "openai" and not one.exact) for one in joined]) > 0,
+            most_common_value([int(one.engine == "openai" and not one.exact) for one in joined]) > 0,
             tuple(size for size, _ in sizes.most_common()),
-            usual([endpoint.context_tokens for endpoint in voters]),
+            most_common_value([endpoint.context_tokens for endpoint in voters]),
             shown_context(voters),
         )
 
@@ -484,7 +484,7 @@ class EndpointTable:
             endpoints = self.models.get(model, ())
             voters = [one for one in endpoints if one.routable] or endpoints
             limits = [one.joined.migration_limit for one in voters if one.joined.migration_limit is not None]
-            self._limits[model] = usual(limits) if limits else None
+            self._limits[model] = most_common_value(limits) if limits else None
         return self._limits[model]
 
     def _replace(self, endpoints: Iterable[Endpoint]) -> None:

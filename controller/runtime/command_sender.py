@@ -16,7 +16,7 @@ from events.decisions import PolicyAdopted
 from events.journal import stream
 from events.journal.broker import BrokerRefused
 from events.journal.port import JournalUnavailable, StreamEnd
-from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NobodyHeard, NotAllowed
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NoSubscriber, NotAllowed
 from events.observations import Commanded, CommandRefused
 
 ON_ITS_WAY_S = 1.0  # for an answer sent at the last moment
@@ -32,7 +32,7 @@ class NotCarriedOut(NoAnswer):
 async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
     """Send a command that may be carried out within `within_s` seconds, and return the answer.
 
-    Raise NotCarriedOut where that is certain, NobodyHeard, NotAllowed where the broker's permissions forbid it, and NoAnswer or
+    Raise NotCarriedOut where that is certain, NoSubscriber, NotAllowed where the broker's permissions forbid it, and NoAnswer or
     JournalUnavailable where the outcome is unknown.
     """
     begun = await _end(bus)
@@ -40,7 +40,7 @@ async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float
     whole = {**body, "id": id, "deadline": deadline.isoformat()}
     try:
         return dict(await bus.request(f"{subjects.CONTROL}.{verb}", whole, within_s + ON_ITS_WAY_S))
-    except (NobodyHeard, NotAllowed):
+    except (NoSubscriber, NotAllowed):
         raise
     except (NoAnswer, BusUnavailable) as error:
         try:

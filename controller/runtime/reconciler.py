@@ -9,7 +9,7 @@ unknown outcome, there is nothing to undo: it reads to the end of the stream and
 deciding, so it can take over at once.
 
 `settle` is level-triggered: it runs when something new was read, and every `ask_s` for what has become due by time. If nothing
-can be due, the check returns without settling (`Asking`).
+can be due, the check returns without settling (`SettleCache`).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import structlog
 
-from controller.deciders.fleet import Asking, Fleet, FleetPolicy, absorbed, absorption_due, evolve
+from controller.deciders.fleet import Fleet, FleetPolicy, SettleCache, absorbed, absorption_due, evolve
 from controller.ports import Clock, StateStore
 from controller.runtime.initial_fold import begin, join
 from controller.runtime.lease import Lease
@@ -68,7 +68,7 @@ class Reconciler:
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
         self._lease = lease
-        self._asking = Asking(policy, force=force)
+        self._asking = SettleCache(policy, force=force)
         self._clock = clock
         self._store = store
         self._ask_s = ask_s

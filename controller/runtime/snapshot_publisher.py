@@ -14,7 +14,7 @@ from controller.read_model.snapshot import parts
 from controller.runtime.initial_fold import snapshots
 from events import codec
 from events.errors import HoldfastError
-from events.journal.bounds import JournalBounds, KeptAt, due
+from events.journal.bounds import JournalBounds, SnapshotPosition, due
 from events.journal.port import Journal
 from events.journal.usage import JournalUsage
 from events.observations import SnapshotKept
@@ -43,7 +43,7 @@ class SnapshotKeeper:
         self._order, self._leading = order, leading
         self._bounds, self._clock = bounds, clock
         self._look_s = look_s
-        self._kept: KeptAt | None = None  # the newest known snapshot
+        self._kept: SnapshotPosition | None = None  # the newest known snapshot
         self._looked = False  # whether we have looked for other controllers' snapshots since we lead
 
     async def run(self) -> None:
@@ -79,7 +79,7 @@ class SnapshotKeeper:
         )
         for fact in facts:
             self._journal.observe(fact)
-        self._kept = KeptAt(facts[0].through, since)
+        self._kept = SnapshotPosition(facts[0].through, since)
         size = sum(len(fact.data) for fact in facts)
         log.info("snapshot_kept", through=facts[0].through, parts=len(facts), bytes=size)
         if bounds.bytes is not None and size > bounds.bytes / 32:
@@ -87,10 +87,10 @@ class SnapshotKeeper:
         return True
 
 
-async def newest_kept(journal: Journal) -> KeptAt | None:
+async def newest_kept(journal: Journal) -> SnapshotPosition | None:
     """Return the position of the newest whole snapshot on the journal. Raise JournalUnavailable."""
     found = None
     async for event, snapshot in snapshots(journal):
         assert isinstance(event.fact, SnapshotKept)
-        found = KeptAt(snapshot.position.through, event.fact.since)
+        found = SnapshotPosition(snapshot.position.through, event.fact.since)
     return found

@@ -25,7 +25,9 @@ from controller.trace.profile import TraceProfile, learn, save
 from controller.trace.rows import TraceRow
 
 BLOCK_TOKENS = 16
-SAYS = "chat traffic of our own making, its lengths and sharing as published: see controller/trace/chat.py"
+PUBLISHES = (
+    "chat traffic of our own making, its lengths and sharing as published: see controller/trace/chat.py"
+)
 SECONDS = 7200.0
 RATE = 1.2  # requests a second, a fifth of the published 5.98: the profile need not be larger
 PUBLISHED = {
@@ -85,7 +87,7 @@ def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Ite
 
 def learned() -> TraceProfile:
     """Return the profile of this traffic."""
-    return learn(requests(), BLOCK_TOKENS, says=SAYS)
+    return learn(requests(), BLOCK_TOKENS, says=PUBLISHES)
 
 
 def _append(conversation: _Conversation, tokens: int, fresh: Iterator[int]) -> None:

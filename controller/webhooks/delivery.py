@@ -23,9 +23,16 @@ from controller.ports import Clock
 from controller.webhooks import cloud_event, templates
 from controller.webhooks.message_context import FleetWording
 from controller.webhooks.metrics import NotifierMetrics
-from controller.webhooks.retry_policy import Again, Answer, ReceiverGone, RetryPolicy, Undeliverable, step
+from controller.webhooks.retry_policy import (
+    Answer,
+    ReceiverGone,
+    RetryLater,
+    RetryPolicy,
+    Undeliverable,
+    step,
+)
 from controller.webhooks.settings import Webhook
-from events.dead_letters import DeadLetter, NotBuried
+from events.dead_letters import DeadLetter, LetterNotStored
 from events.follow import CannotFollow, FollowedEvent
 
 FOLLOW_AGAIN_S = 2.0
@@ -137,7 +144,7 @@ class Delivery:
             tries += 1
             age_s = (self._clock.now() - event.at).total_seconds()
             match step(self._policy, answer, tries, age_s, self.chance()):
-                case Again(wait_s=wait_s):
+                case RetryLater(wait_s=wait_s):
                     self._failed(event, answer, tries, wait_s)
                     await self._clock.sleep(wait_s)
                 case Undeliverable(reason=reason):
@@ -180,7 +187,7 @@ class Delivery:
             try:
                 await self._dead.bury(letter)
                 break
-            except NotBuried as error:
+            except LetterNotStored as error:
                 log.warning("dead_letter_waits", webhook=letter.webhook, reason=str(error))
                 await self._clock.sleep(BURY_AGAIN_S)
         self._count("dead_letter")

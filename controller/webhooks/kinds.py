@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from events import codec
 
-TOLD = (
+DEFAULT_KINDS = (
     "incident_opened",
     "incident_closed",
     "breaker_opened",
@@ -34,4 +34,4 @@ def checked(kinds: Iterable[str]) -> tuple[str, ...]:
             near = get_close_matches(name, codec.KINDS, n=3, cutoff=0.5)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(f"unknown kind {name!r}: {meant}docs/events.md lists all kinds")
-    return wanted or TOLD
+    return wanted or DEFAULT_KINDS

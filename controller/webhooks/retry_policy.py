@@ -56,7 +56,7 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RetryLater:
     """The event is tried again after `wait_s` seconds."""
 
     wait_s: float
@@ -76,7 +76,7 @@ class ReceiverGone:
     reason: str
 
 
-Step = Delivered | Again | Undeliverable | ReceiverGone
+Step = Delivered | RetryLater | Undeliverable | ReceiverGone
 
 
 def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: float) -> Step:
@@ -91,7 +91,7 @@ def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: 
             return Undeliverable(f"{_summary(answer)}; the event is older than {policy.hold_s:g} s")
     elif tries >= policy.tries_max:
         return Undeliverable(f"{_summary(answer)}, {tries} times")
-    return Again(_wait_s(policy, answer, tries, chance))
+    return RetryLater(_wait_s(policy, answer, tries, chance))
 
 
 def is_away(status: int | None) -> bool:

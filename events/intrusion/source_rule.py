@@ -8,13 +8,13 @@ Note: this covers the kinds that workers publish. Accounts that publish the othe
 """
 
 from events.fact import Fact
-from events.permissions import SAYS
+from events.permissions import PUBLISHES
 from events.subjects import token
 
 OF_WORKERS = ("worker", "watch")
 COUNT_MAX = 100_000  # workers of one process
-_PUBLISHED_BY_WORKERS = frozenset(SAYS["worker"])
-_PUBLISHED_BY = {role: frozenset(kinds) for role, kinds in SAYS.items()}
+_PUBLISHED_BY_WORKERS = frozenset(PUBLISHES["worker"])
+_PUBLISHED_BY = {role: frozenset(kinds) for role, kinds in PUBLISHES.items()}
 
 
 def forged(fact: Fact, source: str) -> str:

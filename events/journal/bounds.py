@@ -43,24 +43,24 @@ class JournalBounds:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAt:
+class SnapshotPosition:
     """The sequence after which a reader of the newest complete snapshot continues, and the stream's time there."""
 
     through: int
     since: datetime
 
 
-def due(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None) -> bool:
+def due(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
     """Return whether the next snapshot is due."""
     return bool(bounds) and _beyond(bounds, usage, kept, SHARE)
 
 
-def safe(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None) -> bool:
+def safe(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
     """Return whether bounds may be set: what remains begins before a snapshot, with a margin."""
     return not bounds or not _beyond(bounds, usage, kept, LEFT_SHARE)
 
 
-def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: KeptAt | None, share: float) -> bool:
+def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None, share: float) -> bool:
     if kept is None:
         return usage.last_seq > 0
     held = usage.bytes / max(1, usage.last_seq - usage.first_seq + 1)  # per event, on average

@@ -14,7 +14,7 @@ TOLD_MAX = 100  # messages that are logged individually
 log = structlog.get_logger(__name__)
 
 
-class SpeakingJournal(Protocol):
+class ObservedJournal(Protocol):
     """A process's journal as metrics see it: whether it can write, and what waits or was lost because it could not."""
 
     @property

@@ -100,7 +100,7 @@ class MemoryStream:
         """Return a message as a reader sees it. Raise UnknownKind where the reader stops."""
         event = self.events[seq - 1]
         if by := self.quarantined.get(seq):
-            return messages.step_over(event, by, self._places[seq])
+            return messages.quarantined_event(event, by, self._places[seq])
         if messages.stops_reader(event, stops_at):
             raise messages.stops(event)
         return event

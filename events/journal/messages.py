@@ -101,7 +101,7 @@ def place_id(subject: bytes, body: bytes) -> str:
     return f"skipped:{xxh3_64_hexdigest(subject + b' ' + body)}"
 
 
-def step_over(event: Recorded, by: Recorded, id: str) -> Recorded:
+def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
     """Return the `Skipped` that takes the position of a quarantined event, known to this version or not. `id` is that of its
     position."""
     fact, said = event.fact, by.fact

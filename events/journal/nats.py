@@ -36,7 +36,7 @@ from events.journal.port import (
     StreamEnd,
 )
 from events.journal.publisher import Publisher
-from events.journal.reading import JournalReading
+from events.journal.reading import JournalReadAccess
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused
 from events.nats import keys
@@ -51,7 +51,7 @@ FLUSH_LOOK_S = 0.02
 log = structlog.get_logger(__name__)
 
 
-class NatsJournal(JournalReading):
+class NatsJournal(JournalReadAccess):
     """One process instance's handle on the stream FLEET. Created by `connect`."""
 
     def __init__(

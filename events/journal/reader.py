@@ -287,7 +287,7 @@ class JournalReader:
         if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
             return None
         if (by := self._quarantines.get(seq)) is not None:
-            event = messages.step_over(event, by, id)
+            event = messages.quarantined_event(event, by, id)
         elif messages.stops_reader(event, self._stops_at):
             raise messages.stops(event)
         self._counters.note(event)

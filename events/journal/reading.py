@@ -15,7 +15,7 @@ from events.journal.usage import JournalUsage, usage
 from events.nats.connection import BrokerConnection
 
 
-class JournalReading:
+class JournalReadAccess:
     """Reads the stream FLEET over one connection."""
 
     def __init__(self, connection: BrokerConnection) -> None:
@@ -84,11 +84,11 @@ class JournalReading:
 
 
 @asynccontextmanager
-async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReading]:
+async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReadAccess]:
     """Yield read access to the same stream over a new connection."""
     connection = await BrokerConnection.open(url, name)
     try:
-        reading = JournalReading(connection)
+        reading = JournalReadAccess(connection)
         reading.state = state
         yield reading
     finally:

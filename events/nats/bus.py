@@ -40,7 +40,7 @@ class NoAnswer(HoldfastError):
     """No reply arrived in time."""
 
 
-class NobodyHeard(NoAnswer):
+class NoSubscriber(NoAnswer):
     """No process subscribes to the subject of the request."""
 
 
@@ -77,7 +77,7 @@ class Bus(Protocol):
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        """Send a request and return the first reply. Raise BusUnavailable, NobodyHeard, NotAllowed or NoAnswer."""
+        """Send a request and return the first reply. Raise BusUnavailable, NoSubscriber, NotAllowed or NoAnswer."""
         ...
 
     async def close(self) -> None: ...
@@ -161,7 +161,7 @@ class NatsBus:
             answer = await self.connection.request(subject, _encode(body), deadline_s)
             return _decode(answer.body)
         except NoRespondersError as error:
-            raise NobodyHeard(f"no process subscribes to {subject}") from error
+            raise NoSubscriber(f"no process subscribes to {subject}") from error
         except NotPermitted as error:
             raise NotAllowed(f"{error}. {NotAllowed.__doc__}") from error
         except TimeoutError as error:
@@ -228,7 +228,7 @@ class MemoryBus:
         except TimeoutError as error:
             raise NoAnswer(f"no reply on {subject} within {deadline_s:g} s") from error
         if not answers:
-            raise NobodyHeard(f"no process subscribes to {subject}")
+            raise NoSubscriber(f"no process subscribes to {subject}")
         return answers[0]
 
     async def _deliver(self, subject: str, body: Body) -> list[Body]:

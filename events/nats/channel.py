@@ -31,7 +31,7 @@ SILENT_S_MAX = 10.0
 log = structlog.get_logger(__name__)
 
 
-class NobodyListens(ConnectionError):
+class NoResponders(ConnectionError):
     """No responders: no process subscribes to that subject."""
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 
 from events import subjects
-from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NobodyListens
+from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NoResponders
 from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
 
 MESSAGE_BYTES_MAX = 64 * 1024  # a longer one would delay those of all others
@@ -77,13 +77,13 @@ class Channels:
     async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
         """Open a channel to the process that listens there, and return its protocol; the deadline is the caller's.
 
-        Raise NobodyListens, or another ConnectionError.
+        Raise NoResponders, or another ConnectionError.
         """
         if not self._dials:
             self._dials = True  # before the await: two dials may happen at once
             await self.connection.hear_answers(self._heard)
         number, asker = next(self._numbers), self.connection.asker
-        own = subjects.answer(subjects.asked(subject) or subjects.ANONYMOUS, asker, number)
+        own = subjects.answer(subjects.addressed_worker(subject) or subjects.ANONYMOUS, asker, number)
         channel = Channel(self, own, f"{subject}.{asker.rpartition('.')[2]}-{number}", make)
         self._add(channel)
         self.post(channel.route, HEAD.pack(OPEN, 0, 0), VERSION)
@@ -117,7 +117,7 @@ class Channels:
         channel = self._channels.get(subject)
         if headers is not None and BrokerReply(body, headers).no_responders:
             if channel is not None:
-                channel.end(NobodyListens("no responders"))
+                channel.end(NoResponders("no responders"))
         elif len(body) >= HEAD.size:
             kind, place, read = HEAD.unpack_from(body)
             if channel is not None:

@@ -220,7 +220,7 @@ class BrokerConnection:
         """
         if no_replies := self._why_no_replies():
             raise NotPermitted(no_replies)
-        worker = subjects.asked(subject)
+        worker = subjects.addressed_worker(subject)
         with self.expect(worker) as (address, future), self._request_on(subject):
             async with asyncio.timeout(deadline_s):
                 if worker and not self._asks_workers:

@@ -24,7 +24,7 @@ def without(*packages: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trusting_nobody() -> Iterator[None]:
+def without_ca_certificates() -> Iterator[None]:
     """Keep an import inside from loading this machine's trusted certificate authorities (50 ms) into a TLS context.
 
     For code that makes no TLS requests with that context: aiohttp's clients use the one created at its import.

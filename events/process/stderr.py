@@ -14,7 +14,7 @@ class Stderr:
         try:
             sys.stderr.write(text)
         except (OSError, ValueError):
-            lose_the_rest()
+            ignore_exit_flush_errors()
         return len(text)
 
     def flush(self) -> None:
@@ -22,10 +22,10 @@ class Stderr:
         try:
             sys.stderr.flush()
         except (OSError, ValueError):
-            lose_the_rest()
+            ignore_exit_flush_errors()
 
 
-def lose_the_rest() -> None:
+def ignore_exit_flush_errors() -> None:
     """Keep unwritten text from failing the exit: Python flushes once more, and makes a failure the exit code."""
     atexit.unregister(_settle)
     atexit.register(_settle)

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from controller.adapters.scaling.command_hook import CommandScaleHook
 from controller.adapters.scaling.http_hook import MERGE, HttpScaleHook
-from controller.ports import WantedScale
+from controller.ports import ScaleRequest
 
-WANTED = WantedScale(model="sim", before=2, after=4, why="up", proposal="p-1", planner="planner-0")
+WANTED = ScaleRequest(model="sim", before=2, after=4, why="up", proposal="p-1", planner="planner-0")
 
 
 def command(program: str, timeout_s: float = 30.0) -> CommandScaleHook:

@@ -15,7 +15,7 @@ from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
 from controller.runtime.snapshot_publisher import newest_kept
 from events.journal import bounds
-from events.journal.bounds import JournalBounds, KeptAt
+from events.journal.bounds import JournalBounds, SnapshotPosition
 from events.journal.nats import NatsJournal
 from events.observations import WorkerLeft
 
@@ -78,7 +78,7 @@ async def fill(journal: NatsJournal) -> int:
     return first
 
 
-async def newer_than(journal: NatsJournal, kept: KeptAt) -> KeptAt:
+async def newer_than(journal: NatsJournal, kept: SnapshotPosition) -> SnapshotPosition:
     """Wait until the controller has written the next snapshot."""
     while True:
         found = await newest_kept(journal)

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook as Verifier
 from webhook_receiver import Act, Received, Receiver, receiving
 
 from controller.demo.fleet import DemoFleet
-from controller.webhooks.kinds import TOLD
+from controller.webhooks.kinds import DEFAULT_KINDS
 from events.observations import IntrusionRefused
 
 KEY = f"whsec_{base64.b64encode(bytes(32)).decode()}"
@@ -37,7 +37,7 @@ async def said(fleet: DemoFleet) -> list[str]:
     """Return the ids that should have been delivered, by the journal."""
     events = await fleet.events()
     assert not [event for event in events if isinstance(event.fact, IntrusionRefused)]
-    return [event.id for event in events if event.fact.kind() in TOLD]
+    return [event.id for event in events if event.fact.kind() in DEFAULT_KINDS]
 
 
 async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:

@@ -37,7 +37,7 @@ from controller.deciders.fleet import FleetPolicy
 from controller.replay import cli
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.lease import Lease
 from controller.runtime.projection.projector import Projector
 from controller.runtime.reconciler import Reconciler
@@ -130,7 +130,7 @@ class CanaryWorld:
         self.plane = FakePlane(clock)
         lease = Lease(MemoryCell(), "c1", clock, ttl_s=LEASE_S)
         self.reconciler = Reconciler(self.journal, lease, FleetPolicy(), clock, force=lambda fleet: None)
-        tools = Tools(
+        tools = ProberDependencies(
             journal=self.journal,
             prober=self.plane,
             clock=clock,

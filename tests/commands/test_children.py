@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.processes.children import Child, end
+from controller.processes.children import Child, stop_all
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.process_plan import GRACE, GRACE_S, frontend_grace_s, plan
 from controller.processes.worker_exits import WorkerExits, lives
@@ -73,7 +73,7 @@ async def test_a_worker_killed_at_shutdown_is_recorded_as_left(tmp_path: Path) -
     async with asyncio.timeout(20):
         while not child.log.read_text():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
-    await end([child], 0.2, exits.ended)
+    await stop_all([child], 0.2, exits.ended)
     assert [event.fact for event in stream.events] == [
         WorkerLeft(worker="w0", instance=environment["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)
     ]

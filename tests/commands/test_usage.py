@@ -22,8 +22,8 @@ from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.processes.operator_client import Unreachable, find
 from controller.processes.up import FleetSupervisor
-from controller.processes.worker_exits import left
-from workers.exits import FELL
+from controller.processes.worker_exits import exit_fact
+from workers.exits import FAILED
 
 
 def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -373,14 +373,14 @@ def test_every_command_rejects_a_misspelt_setting(command: list[str], tmp_path: 
 
 @pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (70, "self_initiated")])
 def test_the_supervisor_records_the_exit_of_a_worker_that_could_not(status: int, mode: str) -> None:
-    fact = left("w0", "life-1", status)
+    fact = exit_fact("w0", "life-1", status)
     assert fact is not None
     assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, shell_status(status))
 
 
-@pytest.mark.parametrize("status", [0, FELL])
+@pytest.mark.parametrize("status", [0, FAILED])
 def test_an_exit_that_a_worker_recorded_is_not_recorded_again(status: int) -> None:
-    assert left("w0", "life-1", status) is None
+    assert exit_fact("w0", "life-1", status) is None
 
 
 def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from controller.deciders.incident import Incident
 from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
 from controller.deciders.votes.camps import Vote
-from controller.deciders.votes.operator_request import GoldenMoves, OperatorWish
+from controller.deciders.votes.operator_request import GoldenMoves, OperatorRequest
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
 from events.decisions import IncidentClosed
@@ -146,7 +146,7 @@ def test_a_rebuilt_part_is_detected_and_a_reset_one_is_not() -> None:
 
 def test_every_state_of_a_fleet_is_covered() -> None:
     """A new state must be added to `STATES`, or here if the next fact replaces it as a whole."""
-    said_once = {LastCanary, Conviction, Vote, OperatorWish, AwaitedWorker, BusyThresholds, Spare}
+    said_once = {LastCanary, Conviction, Vote, OperatorRequest, AwaitedWorker, BusyThresholds, Spare}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 
 

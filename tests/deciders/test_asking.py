@@ -1,4 +1,4 @@
-"""`Asking` gives the same decisions as `settle`, and does not settle a calm fleet again."""
+"""`SettleCache` gives the same decisions as `settle`, and does not settle a calm fleet again."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ from fleet_story import START, Story, joined, left, passed
 from test_fleet_properties import POLICY, SLO, random_fact
 
 from controller.deciders.degradation import DegradationPolicy
-from controller.deciders.fleet import Asking, Fleet, FleetPolicy, next_due, settle
+from controller.deciders.fleet import Fleet, FleetPolicy, SettleCache, next_due, settle
 from events.decisions import DegradationChanged
 from events.fact import Decision
 
@@ -57,7 +57,7 @@ def test_the_end_of_a_dwell_is_a_next_due_time() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_asking_repeatedly_gives_the_decisions_of_settle(seed: int) -> None:
     r, story, counted = random.Random(seed), Story(POLICY), Counted()
-    asking, asked = Asking(POLICY, counted), 0
+    asking, asked = SettleCache(POLICY, counted), 0
     for _ in range(60):
         story.record(random_fact(r, story, 4))
         for wait in LATER[: r.choice((2, 5, len(LATER)))]:
@@ -71,7 +71,7 @@ def test_asking_repeatedly_gives_the_decisions_of_settle(seed: int) -> None:
 
 def test_a_calm_fleet_is_settled_once_until_a_fact_changes_it() -> None:
     story, counted = Story().up("w0", "w1"), Counted()
-    asking = Asking(story.policy, counted)
+    asking = SettleCache(story.policy, counted)
     for second in range(100):
         assert asking.due(story.fleet, START + timedelta(hours=1, seconds=second)) == ()
     assert counted.times == 1
@@ -81,5 +81,5 @@ def test_a_calm_fleet_is_settled_once_until_a_fact_changes_it() -> None:
 
 
 def test_a_due_decision_is_returned_until_it_is_absorbed() -> None:
-    asking, fresh = Asking(POLICY), Fleet()
+    asking, fresh = SettleCache(POLICY), Fleet()
     assert asking.due(fresh, START) == asking.due(fresh, START) != ()

@@ -21,7 +21,7 @@ from controller.demo.report import DemoReport, ReportRow, table
 from controller.processes.console import warn
 from controller.replay.markdown_text import escaped
 from controller.replay.sentences import line
-from controller.terminal_text import SafeStream, safe, safe_output, safe_values
+from controller.terminal_text import SafeStream, escape_controls, safe_output, safe_values
 from events.fact import Recorded
 from events.observations import EngineFaulted
 from events.process import presence
@@ -48,9 +48,9 @@ def _through(text: str) -> str:
 
 
 def test_control_characters_are_shown_as_text() -> None:
-    assert safe(EVIL) == SHOWN
-    assert safe("Ünïcödé 日本語 😀 e\u0301") == "Ünïcödé 日本語 😀 e\u0301"
-    assert safe("a\ud800b\u2028c\ufeff") == r"a\ud800b\u2028c\ufeff"
+    assert escape_controls(EVIL) == SHOWN
+    assert escape_controls("Ünïcödé 日本語 😀 e\u0301") == "Ünïcödé 日本語 😀 e\u0301"
+    assert escape_controls("a\ud800b\u2028c\ufeff") == r"a\ud800b\u2028c\ufeff"
     assert safe_values({EVIL: [EVIL, 1, None, {"a": EVIL}]}) == {SHOWN: [SHOWN, 1, None, {"a": SHOWN}]}
 
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector
-from controller.processes.observability.journal_metrics import SaidFacts
+from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
 from controller.webhooks.metrics import NotifierMetrics
@@ -46,7 +46,7 @@ def roles() -> dict[str, list[Entry]]:
     worker.register(WorkerMetrics([], journal))
     frontend, planner = FrontendMetrics().registry, PlannerMetrics(CollectorRegistry()).registry
     for speaks in (frontend, planner):
-        speaks.register(SaidFacts(journal))
+        speaks.register(JournalMetrics(journal))
     registries = {
         "Controller": controller.registry,
         "Frontend": frontend,

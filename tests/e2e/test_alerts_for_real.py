@@ -36,7 +36,7 @@ from controller.demo.fleet import DemoFleet
 from controller.metrics import FleetCollector
 from controller.processes.children import die_with
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.journal_metrics import SaidFacts
+from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.processes.observability.scrape_targets import http_sd, rule_files
 from controller.runtime.storage_usage import JournalRoom
 from events.journal.broker import ask
@@ -46,11 +46,11 @@ from events.observations import WorkerHeard
 from events.process import presence
 from events.process.presence import present
 from events.subjects import STREAM
-from grafana.rules import ALERTS, patience_s, text
+from grafana.rules import ALERTS, rehearsed_duration_s, text
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import PREFILL_TOKENS_PER_S, ConstantTiming
-from workers.exits import FELL
+from workers.exits import FAILED
 
 SCRAPE_S = 1
 CALM_S = 3.0
@@ -107,7 +107,7 @@ TABLE: Mapping[str, Row] = {
     "HoldfastJournalFullSoon": Row("parts", "a journal fills", LATER_S),
     "HoldfastFactsDropped": Row("parts", "a spool is full"),
 }
-PATIENCE_S = {alert.name: patience_s(alert) for alert in ALERTS}
+PATIENCE_S = {alert.name: rehearsed_duration_s(alert) for alert in ALERTS}
 
 
 def test_each_alert_is_in_the_table() -> None:
@@ -330,7 +330,7 @@ async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None
                     str(data),
                 ]
                 newcomer = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-                assert await newcomer.wait() == FELL
+                assert await newcomer.wait() == FAILED
 
             await watched.step("a second w0 is started", second_worker)
 
@@ -427,7 +427,7 @@ async def drops(data: Path, watched: Scene) -> None:
         nowhere, "frontend:dropping", data / "spool" / "full", wait_s=0.1, spool_bytes_max=SPOOL
     )
     async with measured(data, "dropping") as registry:
-        registry.register(SaidFacts(journal))
+        registry.register(JournalMetrics(journal))
         await asyncio.to_thread(watched.server.wait_for, 'holdfast_facts_dropped_total{process="dropping"}')
 
         async def says() -> None:

@@ -8,7 +8,7 @@ from controller.catalogue import EMITTERS
 from events import subjects
 from events.broker_users import ROLES, names, worker_user, workers_of
 from events.nats.bus import matches
-from events.permissions import SAYS, BrokerUser, users
+from events.permissions import PUBLISHES, BrokerUser, users
 
 WORKERS = (worker_user("w1"), worker_user("x8", 3))
 USERS = {user.name: user for user in users(WORKERS, WORKERS)}
@@ -32,7 +32,7 @@ def test_there_is_a_user_for_each_role_and_each_process_of_workers() -> None:
 
 def test_exactly_the_emitting_roles_may_publish_a_fact() -> None:
     said: dict[str, set[str]] = {}
-    for role, kinds in SAYS.items():
+    for role, kinds in PUBLISHES.items():
         for kind in kinds:
             said.setdefault(kind.kind(), set()).add(role)
     assert said.keys() == EMITTERS.keys()
@@ -41,10 +41,10 @@ def test_exactly_the_emitting_roles_may_publish_a_fact() -> None:
             assert (role in roles) is (words in EMITTERS[name]), (name, role)
 
 
-@pytest.mark.parametrize("role", SAYS)
+@pytest.mark.parametrize("role", PUBLISHES)
 def test_each_role_may_publish_its_own_facts(role: str) -> None:
     user = USERS["worker-w1" if role == "worker" else role]
-    for kind in SAYS[role]:
+    for kind in PUBLISHES[role]:
         about = {"fleet": "all", "worker": "w1"}.get(kind.entity, "x")
         subject = f"{subjects.OBSERVED}.{kind.entity}.{about}.{kind.kind()}"
         assert may(user.publish, subjects.said(user.name, subject) if role == "worker" else subject), kind
@@ -149,9 +149,9 @@ def test_the_worker_that_a_subject_addresses() -> None:
         subjects.plane(worker, instance),
         f"{subjects.plane(worker, instance)}.channel",
     ):
-        assert subjects.asked(subject) == worker
+        assert subjects.addressed_worker(subject) == worker
     for subject in (subjects.beat(worker), subjects.links("f"), subjects.kv_events(worker), "control.drain"):
-        assert subjects.asked(subject) is None
+        assert subjects.addressed_worker(subject) is None
 
 
 def test_a_reply_subject_belongs_to_its_worker_and_its_requester() -> None:

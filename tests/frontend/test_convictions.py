@@ -12,8 +12,8 @@ from frontend_kit import TOKENS, Kit, canary, convict, frontend, joined, text_of
 from scripted_worker import Act, ScriptedWorker, next_token, undisturbed
 
 from controller.adapters.clock import SystemClock
-from controller.frontend.director import Director, Served
-from controller.frontend.health.exposure import Exposures, ServedSpan, SpanHistory
+from controller.frontend.director import Director, ServedUntil
+from controller.frontend.health.exposure import ServedSpan, ServedSpans, SpanHistory
 from controller.frontend.settings import FactSettings
 from controller.processes import last_served as served
 from events.decisions import HealthChanged, HealthStatus
@@ -364,11 +364,11 @@ async def test_no_token_is_reported_as_exposed_twice() -> None:
         assert len(kit.said(ExposureUnknown)) == 1  # the time before this frontend started, once
 
 
-def before(kit: Kit, *, seconds_ago: float) -> Served:
-    return Served(datetime.now(UTC) - timedelta(seconds=seconds_ago), kit.seq)
+def before(kit: Kit, *, seconds_ago: float) -> ServedUntil:
+    return ServedUntil(datetime.now(UTC) - timedelta(seconds=seconds_ago), kit.seq)
 
 
-async def restarted(kit: Kit, worker: ScriptedWorker, served: Served | None) -> list[Any]:
+async def restarted(kit: Kit, worker: ScriptedWorker, served: ServedUntil | None) -> list[Any]:
     """Let a worker be convicted and acquitted while no frontend runs. Return the next frontend's reports."""
     kit.tell(failure(worker), *(canary(CanaryPassed, worker) for _ in range(8)), acquitted(worker, 1))
     kit.director = Director(kit.world, kit.director.settings)
@@ -423,7 +423,7 @@ async def test_requests_served_while_a_frontend_still_read_the_journal_are_repor
 def test_the_state_left_by_a_frontend_is_found_again(tmp_path: Path) -> None:
     path = served.path_of(tmp_path, "f0")
     assert served.read(path) is None
-    left = Served(datetime.now(UTC), 17)
+    left = ServedUntil(datetime.now(UTC), 17)
     served.write(path, left)
     assert served.read(path) == left
     path.write_text("{}")
@@ -476,7 +476,7 @@ def test_a_history_drops_what_no_conviction_can_reach() -> None:
 
 def test_lives_that_have_left_are_dropped() -> None:
     now = datetime.now(UTC)
-    exposures = Exposures("f", 10, SystemClock())
+    exposures = ServedSpans("f", 10, SystemClock())
     exposures.note(ServedSpan("r", "m", 0, 1, key=("w1", "i1")))
     exposures.keep({("w1", "i2")})
     assert exposures.fed(("w1", "i1"), now) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.planner.plan import Change, ModelView, PlannerPolicy, Proposal, plan
-from controller.planner.pressure import LEAST, MOST, bearable
+from controller.planner.pressure import LEAST, MOST, sustained_pressure
 from controller.planner.sizing import Objectives
 from controller.planner.traffic import Minute, Seen, Traffic
 from events.observations import Profile
@@ -240,24 +240,26 @@ def test_the_bearable_pressure_is_the_highest_with_few_late_answers() -> None:
     def at(workers: float, late: float) -> list[Minute]:
         return [minute(TEN, late * TEN, workers)] * 5
 
-    assert bearable([], PROFILE, OBJECTIVES) == 1.0
-    assert bearable(at(NEEDED * 10, 0.0), PROFILE, OBJECTIVES) == 1.0, "no data there: the model is trusted"
-    assert bearable(at(NEEDED, 0.005), PROFILE, OBJECTIVES) == 1.0
-    assert bearable(at(NEEDED, 0.05), PROFILE, OBJECTIVES) == pytest.approx(0.95), (
+    assert sustained_pressure([], PROFILE, OBJECTIVES) == 1.0
+    assert sustained_pressure(at(NEEDED * 10, 0.0), PROFILE, OBJECTIVES) == 1.0, (
+        "no data there: the model is trusted"
+    )
+    assert sustained_pressure(at(NEEDED, 0.005), PROFILE, OBJECTIVES) == 1.0
+    assert sustained_pressure(at(NEEDED, 0.05), PROFILE, OBJECTIVES) == pytest.approx(0.95), (
         "the next pressure that may be sustained"
     )
     more = [*at(NEEDED, 0.05), *at(NEEDED / 0.95, 0.02), *at(NEEDED / 0.75, 0.0)]
-    assert bearable(more, PROFILE, OBJECTIVES) == pytest.approx(0.9)
+    assert sustained_pressure(more, PROFILE, OBJECTIVES) == pytest.approx(0.9)
 
 
 def test_a_sustained_pressure_is_exceeded_a_little_and_a_failed_one_is_not_repeated() -> None:
     def at(pressure: float, late: float, minutes: int = 5) -> list[Minute]:
         return [minute(TEN, late * TEN, NEEDED / pressure)] * minutes
 
-    assert bearable(at(1.0, 0.0), PROFILE, OBJECTIVES) == pytest.approx(1.15)
-    assert bearable(at(1.0, 0.0, minutes=3), PROFILE, OBJECTIVES) == 1.0, "too short to be sure"
-    assert bearable([*at(1.0, 0.0), *at(1.12, 0.002)], PROFILE, OBJECTIVES) == pytest.approx(1.25)
-    assert bearable([*at(1.0, 0.0), *at(1.12, 0.05)], PROFILE, OBJECTIVES) == 1.0
+    assert sustained_pressure(at(1.0, 0.0), PROFILE, OBJECTIVES) == pytest.approx(1.15)
+    assert sustained_pressure(at(1.0, 0.0, minutes=3), PROFILE, OBJECTIVES) == 1.0, "too short to be sure"
+    assert sustained_pressure([*at(1.0, 0.0), *at(1.12, 0.002)], PROFILE, OBJECTIVES) == pytest.approx(1.25)
+    assert sustained_pressure([*at(1.0, 0.0), *at(1.12, 0.05)], PROFILE, OBJECTIVES) == 1.0
 
 
 @given(st.lists(st.tuples(st.floats(0.3, 2.0), st.floats(0.0, 0.2)), max_size=40), st.floats(0.0, 1.0))
@@ -266,6 +268,6 @@ def test_the_bearable_pressure_is_bounded_and_does_not_fall_with_fewer_late_answ
 ) -> None:
     def borne(factor: float) -> float:
         minutes = [minute(TEN, late * TEN * factor, NEEDED / pressure) for pressure, late in seen]
-        return bearable(minutes, PROFILE, OBJECTIVES)
+        return sustained_pressure(minutes, PROFILE, OBJECTIVES)
 
     assert LEAST <= borne(1.0) <= borne(part) <= MOST

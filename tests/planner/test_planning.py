@@ -15,7 +15,7 @@ from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.planner.plan import PlannerPolicy
-from controller.ports import HookResult, Snapshot, StoreUnavailable, WantedScale
+from controller.ports import HookResult, ScaleRequest, Snapshot, StoreUnavailable
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings
@@ -42,9 +42,9 @@ class PlayedHook:
 
     by: str = "command"
     ok: bool = True
-    asked: list[WantedScale] = field(default_factory=list)
+    asked: list[ScaleRequest] = field(default_factory=list)
 
-    async def scale(self, wanted: WantedScale) -> HookResult:
+    async def scale(self, wanted: ScaleRequest) -> HookResult:
         self.asked.append(wanted)
         return HookResult(self.ok, "done" if self.ok else "no room")
 

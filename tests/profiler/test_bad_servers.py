@@ -16,7 +16,7 @@ import controller.profiler.target as target
 from controller.cli import main
 from events.wire import Welcome, encode
 
-Say = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
+OnFaultChange = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
 FLAGS = ("--isl", "8,16", "--context", "8,16", "--concurrency", "1", "--tokens", "8", "--repeats", "1")
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 MODELS = {"data": [{"id": "m", "max_model_len": 512}]}
@@ -29,7 +29,7 @@ def answer(status: str, body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> AsyncIterator[str]:
+async def serving(say: OnFaultChange, models: bytes = json.dumps(MODELS).encode()) -> AsyncIterator[str]:
     """Serve a model. `say` answers completions; it gets the number of the request and of the requested tokens."""
     asked, tasks = 0, set[asyncio.Task[None] | None]()
 
@@ -61,7 +61,7 @@ async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> Asyn
         await asyncio.sleep(0.02)  # its connections are closed in the loop's next rounds
 
 
-def saying(*parts: bytes, good: int = 0, together: bool = False) -> Say:
+def saying(*parts: bytes, good: int = 0, together: bool = False) -> OnFaultChange:
     """Answer `good` requests well, then with these bytes; TOKEN is repeated for each requested token."""
 
     async def say(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:

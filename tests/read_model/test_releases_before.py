@@ -51,7 +51,9 @@ def written(release: Path) -> list[Recorded]:
         found.append(messages.read(message["seq"], at, message["subject"].encode(), headers, body))
     quarantined = {place: event for event in found if (place := messages.quarantines(event)) is not None}
     return [
-        messages.step_over(event, quarantined[event.seq], event.id) if event.seq in quarantined else event
+        messages.quarantined_event(event, quarantined[event.seq], event.id)
+        if event.seq in quarantined
+        else event
         for event in found
     ]
 

@@ -10,7 +10,7 @@ from fleet_history import History
 from test_replay_commands import journal
 
 from controller.replay import cli
-from controller.replay.request_story import ExposedSpan, told
+from controller.replay.request_story import ExposedSpan, story_of
 from events.fact import Observation
 from events.observations import (
     RequestAbandoned,
@@ -95,7 +95,7 @@ def history(*facts: Observation) -> History:
     ids=["nothing", "moved", "lost", "exposed", "preempted"],
 )
 def test_a_story_is_summarized(facts: tuple[Observation, ...], said: list[str]) -> None:
-    assert told("r", history(*facts).events).lines() == said
+    assert story_of("r", history(*facts).events).lines() == said
 
 
 async def typed(made: History, *words: str) -> str:
@@ -174,5 +174,5 @@ async def test_a_request_of_a_living_frontend_and_an_ended_request_are_not_cut_o
 
 
 def test_spans_are_kept_apart() -> None:
-    story = told("r", history(exposed("w0", 0, 3), exposed("w1", 8, 9)).events)
+    story = story_of("r", history(exposed("w0", 0, 3), exposed("w1", 8, 9)).events)
     assert story.exposed == [ExposedSpan("w0", 0, 3), ExposedSpan("w1", 8, 9)]

@@ -15,8 +15,8 @@ from events import observations as o
 from events.fact import Observation
 
 WORKERS = ("w0", "w1", "w2")
-Say = Callable[[History, str, str], Observation]
-FACTS: list[Say] = [
+OnFaultChange = Callable[[History, str, str], Observation]
+FACTS: list[OnFaultChange] = [
     lambda h, w, i: h.passed(w, i),
     lambda h, w, i: h.passed(w, i, check="trial"),
     lambda h, w, i: h.failed(w, i),

@@ -17,7 +17,7 @@ from controller.replay.whatif import sweep
 from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
 from controller.replay.whatif.course import CourseTerms, take
 from controller.replay.whatif.faults import fared, faults
-from controller.replay.whatif.question import PolicyAsked, asked
+from controller.replay.whatif.question import PolicyChange, asked
 from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.whatif_cli import NothingToAsk
@@ -327,7 +327,7 @@ async def test_another_ejection_budget_keeps_the_true_number_in_service(share: f
         return "timeout" if worker in ("w1", "w2", "w3") and 40 <= at < 120 else ""
 
     recording = await read(lived(bad, policy=budgeted(0.5)))
-    told = take(recording, PolicyAsked({"budget.max_ejection_share": share}).terms())
+    told = take(recording, PolicyChange({"budget.max_ejection_share": share}).terms())
     truly = await read(lived(bad, policy=budgeted(share)))
     for at in (75, 90, 105):
         out = [
@@ -508,6 +508,6 @@ async def test_a_period_without_events_is_an_error(history: History) -> None:
 
 
 def test_a_sweep_has_each_value_once_and_both_ends() -> None:
-    assert sweep.swept("health.failures_max=1..3", 30, PolicyAsked()).values == [1, 2, 3]
-    values = sweep.swept("breaker.wait_min=1s..100s", 3, PolicyAsked()).values
+    assert sweep.swept("health.failures_max=1..3", 30, PolicyChange()).values == [1, 2, 3]
+    values = sweep.swept("breaker.wait_min=1s..100s", 3, PolicyChange()).values
     assert values == [1.0, 10.0, 100.0]

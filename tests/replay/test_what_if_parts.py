@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
 from controller.deciders.fleet import Shares, changed_since, settle
 from controller.replay.whatif.canary_schedule import NOTHING, Asker
-from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
+from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, RecordedCanaries
 from controller.replay.whatif.spells import spells
 from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow
@@ -21,9 +21,9 @@ NAMES = ("c0", "c1", "c2", "c3")
 SCHEDULED, TRIAL = CHECKS.index("scheduled"), CHECKS.index("trial")
 
 
-def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> CanariesTold:
+def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> RecordedCanaries:
     """Return canary results in turn: `.` correct, `~` correct but slow, `x` wrong, `-` no answer."""
-    found = CanariesTold("w0", "w0-a", names=list(NAMES))
+    found = RecordedCanaries("w0", "w0-a", names=list(NAMES))
     life: dict[str, Any] = {
         "worker": "w0",
         "instance": "w0-a",

@@ -14,13 +14,13 @@ from controller.router.load.active_sequences import STALE_S, ActiveSequences, Ra
 from controller.router.load.replicas import AGAIN_S, SILENT_S, WAITING_MAX, Replicas
 from events import slot_messages as wire
 from events.blocks import sequence_hashes
-from events.slot_messages import BLOCKS_MAX, EVENTS_MAX, Added, SlotBatch, Want
+from events.slot_messages import BLOCKS_MAX, EVENTS_MAX, Added, ResendRequest, SlotBatch
 
 W1, W2 = WorkerRank("w1", "i1"), WorkerRank("w2", "i1", 1)
-Net = Callable[["SlotBatch | Want"], list["SlotBatch | Want"]]
+Net = Callable[["SlotBatch | ResendRequest"], list["SlotBatch | ResendRequest"]]
 
 
-def whole(said: SlotBatch | Want) -> list[SlotBatch | Want]:
+def whole(said: SlotBatch | ResendRequest) -> list[SlotBatch | ResendRequest]:
     return [said]
 
 
@@ -40,12 +40,12 @@ class Frontends:
         self.lives += 1
         self.slots[name] = ActiveSequences()
         self.replicas[name] = Replicas(name, f"life{self.lives}", self.slots[name])
-        self.say(self.replicas[name].want_all())
+        self.say(self.replicas[name].request_all())
 
     def end(self, name: str) -> None:
         del self.slots[name], self.replicas[name]
 
-    def say(self, said: SlotBatch | Want) -> None:
+    def say(self, said: SlotBatch | ResendRequest) -> None:
         for one in self.net(wire.decode(wire.encode(said))):
             for replica in list(self.replicas.values()):
                 if (wanted := replica.take(one, self.now)) is not None:
@@ -198,7 +198,7 @@ def test_unsent_events_are_repaired_also_for_frontends_in_step() -> None:
 
 def test_duplicates_count_once_and_revive_no_request() -> None:
     fleet = Frontends("a", "b")
-    heard: list[SlotBatch | Want] = []
+    heard: list[SlotBatch | ResendRequest] = []
     fleet.turn(AGAIN_S)
     fleet.net = lambda said: heard.append(said) or [said]  # type: ignore[func-returns-value]
     fleet.slots["a"].add(1, W1, [7], now=0.0)
@@ -214,10 +214,10 @@ def test_duplicates_count_once_and_revive_no_request() -> None:
 def test_the_full_state_is_sent_at_most_once_a_second() -> None:
     fleet = Frontends("a", "b")
     fleet.turn(AGAIN_S)
-    heard: list[SlotBatch | Want] = []
+    heard: list[SlotBatch | ResendRequest] = []
     fleet.net = lambda said: heard.append(said) or [said]  # type: ignore[func-returns-value]
     for _ in range(10):
-        fleet.say(Want("b", "a"))
+        fleet.say(ResendRequest("b", "a"))
         fleet.turn(AGAIN_S / 10)
     assert sum(isinstance(said, SlotBatch) and said.whole and said.frontend == "a" for said in heard) == 1
 
@@ -238,9 +238,9 @@ def test_invalid_messages_are_rejected() -> None:
 def test_all_frontends_converge(seed: int) -> None:
     dice = Random(seed)
     fleet = Frontends("a", "b", "c")
-    late: list[SlotBatch | Want] = []
+    late: list[SlotBatch | ResendRequest] = []
 
-    def bad(said: SlotBatch | Want) -> list[SlotBatch | Want]:
+    def bad(said: SlotBatch | ResendRequest) -> list[SlotBatch | ResendRequest]:
         fate = dice.random()
         if fate < 0.2:
             return []

@@ -20,7 +20,7 @@ from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.ports import OthersWork, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.settings import CanarySettings
 from events import codec
 from events.fact import Fact, Recorded
@@ -223,7 +223,7 @@ class World:
         self.tokenizer_missing = False
         self._order: Order[Fleet] = Order(evolve, Fleet())
         self._listeners: list[Callable[[Any, Sequence[Recorded]], None]] = []
-        tools = Tools(
+        tools = ProberDependencies(
             journal=self.journal,
             prober=prober or self.plane,
             clock=self.clock,

@@ -10,7 +10,7 @@ from controller.adapters.embedded.servers import EmbeddedServer
 from controller.runtime.command_sender import NotCarriedOut, command
 from events.fact import Observation
 from events.journal.nats import NatsJournal
-from events.nats.bus import Answer, BusUnavailable, NatsBus, NoAnswer, NobodyHeard
+from events.nats.bus import Answer, BusUnavailable, NatsBus, NoAnswer, NoSubscriber
 from events.observations import CommandRefused, DrainRequested
 
 pytestmark = pytest.mark.servers
@@ -115,6 +115,6 @@ async def test_an_unknown_outcome_is_reported_as_unknown(controller: Controller)
 
 
 async def test_without_a_controller_the_command_is_reported_as_not_received(controller: Controller) -> None:
-    with pytest.raises(NobodyHeard):
+    with pytest.raises(NoSubscriber):
         await controller.ask()
-    assert not isinstance(NobodyHeard(), BusUnavailable)
+    assert not isinstance(NoSubscriber(), BusUnavailable)

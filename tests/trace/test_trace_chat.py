@@ -56,7 +56,7 @@ def test_it_has_the_published_lengths_and_sharing(recorded: list[TraceRow]) -> N
 
 def test_the_demos_profile_is_learned_from_it(recorded: list[TraceRow]) -> None:
     again = "run `python -m controller.trace.chat controller/demo/profile.json.gz`"
-    assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.SAYS), again
+    assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.PUBLISHES), again
 
 
 def test_equal_hash_ids_are_equal_tokens() -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.webhooks.retry_policy import (
-    Again,
     Answer,
     Delivered,
     ReceiverGone,
+    RetryLater,
     RetryPolicy,
     Undeliverable,
     is_away,
@@ -29,23 +29,23 @@ LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, at which an event is 
         (200, Delivered, Delivered, Delivered),
         (202, Delivered, Delivered, Delivered),
         (204, Delivered, Delivered, Delivered),
-        (301, Again, Again, Undeliverable),  # redirects are not followed
-        (400, Again, Undeliverable, Again),
-        (401, Again, Again, Undeliverable),
-        (403, Again, Again, Undeliverable),
-        (404, Again, Again, Undeliverable),
-        (413, Again, Undeliverable, Again),
-        (422, Again, Undeliverable, Again),
-        (408, Again, Again, Undeliverable),
+        (301, RetryLater, RetryLater, Undeliverable),  # redirects are not followed
+        (400, RetryLater, Undeliverable, RetryLater),
+        (401, RetryLater, RetryLater, Undeliverable),
+        (403, RetryLater, RetryLater, Undeliverable),
+        (404, RetryLater, RetryLater, Undeliverable),
+        (413, RetryLater, Undeliverable, RetryLater),
+        (422, RetryLater, Undeliverable, RetryLater),
+        (408, RetryLater, RetryLater, Undeliverable),
         (410, ReceiverGone, ReceiverGone, ReceiverGone),
-        (425, Again, Again, Undeliverable),
-        (429, Again, Again, Undeliverable),
-        (500, Again, Undeliverable, Again),
-        (501, Again, Undeliverable, Again),
-        (502, Again, Again, Undeliverable),
-        (503, Again, Again, Undeliverable),
-        (504, Again, Again, Undeliverable),
-        (None, Again, Again, Undeliverable),
+        (425, RetryLater, RetryLater, Undeliverable),
+        (429, RetryLater, RetryLater, Undeliverable),
+        (500, RetryLater, Undeliverable, RetryLater),
+        (501, RetryLater, Undeliverable, RetryLater),
+        (502, RetryLater, RetryLater, Undeliverable),
+        (503, RetryLater, RetryLater, Undeliverable),
+        (504, RetryLater, RetryLater, Undeliverable),
+        (None, RetryLater, RetryLater, Undeliverable),
     ],
 )
 def test_the_decision_after_a_response(status: int | None, first: type, last_try: type, old: type) -> None:
@@ -67,7 +67,7 @@ def test_the_reason_for_giving_up_is_reported() -> None:
 def test_waits_double_up_to_the_longest_with_jitter_below() -> None:
     def wait_s(tries: int, chance: float) -> float:
         done = step(POLICY, Answer(503), tries, 0.0, chance)
-        assert isinstance(done, Again)
+        assert isinstance(done, RetryLater)
         return done.wait_s
 
     assert [wait_s(tries, 1.0) for tries in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
@@ -77,7 +77,7 @@ def test_waits_double_up_to_the_longest_with_jitter_below() -> None:
 
 @pytest.mark.parametrize(("said", "waits"), [(0, 1), (90, 90), (1e9, 600)])
 def test_retry_after_is_respected_up_to_a_maximum(said: float, waits: float) -> None:
-    assert step(POLICY, Answer(429, "", said), 1, 0.0, 1.0) == Again(waits)
+    assert step(POLICY, Answer(429, "", said), 1, 0.0, 1.0) == RetryLater(waits)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_no_event_is_tried_for_ever(status: int | None, tries: int, chance: floa
     """Whatever a receiver answers, each try ends in a bounded wait or in the end, and time or tries bring the end."""
     answer = Answer(status, "", after_s)
     found = step(POLICY, answer, tries, 0.0, chance)
-    if isinstance(found, Again):
+    if isinstance(found, RetryLater):
         assert 0 < found.wait_s <= POLICY.retry_after_max_s
         assert is_away(status) or tries < POLICY.tries_max
         age_s = timedelta(seconds=POLICY.hold_s).total_seconds()
-        assert not isinstance(step(POLICY, answer, POLICY.tries_max, age_s, chance), Again)
+        assert not isinstance(step(POLICY, answer, POLICY.tries_max, age_s, chance), RetryLater)
 
 
 def test_an_invalid_policy_is_rejected() -> None:

@@ -18,7 +18,7 @@ from controller.webhooks.metrics import NotifierMetrics
 from controller.webhooks.retry_policy import Answer, RetryPolicy
 from controller.webhooks.settings import Webhook
 from controller.webhooks.templates import WebhookRequest
-from events.dead_letters import DeadLetter, NotBuried
+from events.dead_letters import DeadLetter, LetterNotStored
 from events.follow import CannotFollow, FollowedEvent
 
 POLICY = RetryPolicy(tries_max=3, hold_s=3_600, wait_min_s=1, wait_max_s=60)
@@ -64,7 +64,7 @@ class World:
     async def bury(self, letter: DeadLetter) -> None:
         if self.unburied:
             self.unburied -= 1
-            raise NotBuried
+            raise LetterNotStored
         self.letters.append(letter)
 
     def delivery(self) -> Delivery:

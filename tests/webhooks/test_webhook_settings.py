@@ -8,7 +8,7 @@ import pytest
 from typed_commands import run_command
 
 from controller.config.flags import gather
-from controller.webhooks.kinds import TOLD, checked
+from controller.webhooks.kinds import DEFAULT_KINDS, checked
 from controller.webhooks.settings import NotifierSettings, Webhook
 from events import codec
 from events.errors import BadSetting
@@ -24,7 +24,7 @@ def settings(*webhooks: dict[str, object], **also: str) -> NotifierSettings:
 
 
 def test_default_kinds_apply_unless_others_are_named() -> None:
-    assert settings({"url": "https://host/a"}).webhooks[0].kinds == TOLD
+    assert settings({"url": "https://host/a"}).webhooks[0].kinds == DEFAULT_KINDS
     assert settings({"url": "https://host/a", "kinds": ["canary_failed"]}).webhooks[0].kinds == (
         "canary_failed",
     )

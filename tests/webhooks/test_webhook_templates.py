@@ -15,7 +15,7 @@ from told_events import AT, breaker, closed, event, heard, level, opened, panic,
 
 from controller.replay.sentences import sentence
 from controller.webhooks import cloud_event, pagerduty, slack
-from controller.webhooks.kinds import TOLD
+from controller.webhooks.kinds import DEFAULT_KINDS
 from controller.webhooks.message_context import RUNBOOKS, FleetWording, severity, thread
 from controller.webhooks.templates import WebhookRequest, request
 from events import codec
@@ -230,8 +230,8 @@ def test_a_page_has_a_severity() -> None:
 
 
 def test_the_default_kinds_exist_and_have_sentences() -> None:
-    assert set(TOLD) <= set(codec.KINDS) and {CanaryFailed.kind()}.isdisjoint(TOLD)
-    assert GoldenDisputed.kind() in TOLD
+    assert set(DEFAULT_KINDS) <= set(codec.KINDS) and {CanaryFailed.kind()}.isdisjoint(DEFAULT_KINDS)
+    assert GoldenDisputed.kind() in DEFAULT_KINDS
 
 
 def test_runbooks_exist() -> None:

@@ -10,7 +10,7 @@ from notifier_world import KEY
 from typed_commands import run_command
 
 from controller.adapters.embedded.free_port import free_port
-from controller.webhooks.kinds import TOLD
+from controller.webhooks.kinds import DEFAULT_KINDS
 from controller.webhooks.retry_policy import AWAY
 from controller.webhooks.settings import NotifierSettings
 from events.dead_letters import BYTES_MAX, LETTERS_MAX
@@ -59,7 +59,7 @@ def section(title: str) -> str:
 
 def test_the_default_kinds_match_the_page() -> None:
     rows = re.findall(r"^\| (`.*?) \|", section("What is told"), re.MULTILINE)
-    assert [kind for row in rows for kind in re.findall(r"`(\w+)`", row)] == [*TOLD]
+    assert [kind for row in rows for kind in re.findall(r"`(\w+)`", row)] == [*DEFAULT_KINDS]
 
 
 def test_the_limits_on_the_page_match_the_settings() -> None:

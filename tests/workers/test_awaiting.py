@@ -11,7 +11,7 @@ from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
 from workers.config.worker import WorkerConfig
 from workers.control.membership import CHANGE_INTERVAL_S, REPEAT_S, WaitReport
-from workers.engines.engine import Announce, Awaits, Deliver, unheard
+from workers.engines.engine import Announce, Awaits, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 
@@ -30,7 +30,7 @@ class DelayedEngine(SimulatedEngine):
     def awaits(self) -> Any:
         return self.wait
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         await self.may_start.wait()
         await super().start(deliver, announce)
 

@@ -11,7 +11,7 @@ from events.journal.memory import MemoryJournal
 from events.observations import WorkerAwaited, WorkerJoined
 from workers.config.worker import WorkerConfig
 from workers.control.membership import NameTaken
-from workers.engines.engine import Announce, Deliver, unheard
+from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
@@ -27,7 +27,7 @@ class LoadingEngine(SimulatedEngine):
         super().__init__(EngineShape(), ConstantTiming())
         self.loads, self.loaded, self.stopped = False, asyncio.Event(), False
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         self.loads = True
         await self.loaded.wait()
         await super().start(deliver, announce)

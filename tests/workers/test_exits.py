@@ -1,4 +1,4 @@
-"""How a worker's process ends, and which side records it: itself for 0 and FELL, else its supervisor."""
+"""How a worker's process ends, and which side records it: itself for 0 and FAILED, else its supervisor."""
 
 import asyncio
 import os
@@ -12,15 +12,15 @@ from worker_life import ABOUT, Begin
 
 from events.observations import WorkerLeft
 from workers.cli import exit_code
-from workers.engines.engine import Announce, Deliver, EngineDead, unheard
+from workers.engines.engine import Announce, Deliver, EngineDead, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
-from workers.exits import BROKE, FELL, USAGE
+from workers.exits import BROKE, FAILED, USAGE
 from workers.worker import WorkerDeadlines
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(EngineDead("no such model"), FELL), (RuntimeError("a bug"), BROKE)]
+    ("error", "code"), [(EngineDead("no such model"), FAILED), (RuntimeError("a bug"), BROKE)]
 )
 def test_an_unexpected_error_exits_with_a_code_that_means_no_recorded_end(
     error: Exception, code: int
@@ -29,7 +29,7 @@ def test_an_unexpected_error_exits_with_a_code_that_means_no_recorded_end(
         raise error
 
     assert exit_code(fail) == code
-    assert BROKE not in (0, FELL, USAGE)
+    assert BROKE not in (0, FAILED, USAGE)
 
 
 STUCK_START = """
@@ -80,7 +80,7 @@ def test_a_call_that_hangs_in_a_thread_of_the_loop_does_not_stop_other_roles_fro
 
 async def test_an_engine_that_takes_too_long_to_start_gives_one_clear_error(begin: Begin) -> None:
     class Slow(SimulatedEngine):
-        async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+        async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
             await asyncio.Event().wait()
 
     life = await begin(engine=Slow(EngineShape()), deadlines=WorkerDeadlines(start_s=0.05))
@@ -88,7 +88,7 @@ async def test_an_engine_that_takes_too_long_to_start_gives_one_clear_error(begi
         await life.running
 
 
-@pytest.mark.parametrize("code", [0, FELL])
+@pytest.mark.parametrize("code", [0, FAILED])
 def test_a_stuck_thread_does_not_stop_the_process_from_exiting(code: int) -> None:
     stuck = (
         "import sys, threading\n"
@@ -118,6 +118,6 @@ async def test_a_cleanup_that_hangs_exits_with_a_code_that_means_no_recorded_end
 
     life = await begin(engine=Hanging(EngineShape()), deadlines=WorkerDeadlines(cleanup_s=0.05))
     life.worker.fail(EngineDead("broken"))
-    assert await life.running == FELL
+    assert await life.running == FAILED
     assert (codes, left) == ([BROKE], [False])
-    assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=FELL)
+    assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=FAILED)

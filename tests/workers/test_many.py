@@ -21,7 +21,7 @@ from workers.config.worker import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.exits import FELL, KILLED
+from workers.exits import FAILED, KILLED
 from workers.listen_socket import listening
 from workers.shutdown import Stop
 from workers.worker import InferenceWorker
@@ -240,7 +240,7 @@ async def test_all_workers_leave_when_the_process_stops(shared: SharedProcess) -
 async def test_an_error_in_a_callback_ends_all_workers(shared: SharedProcess) -> None:
     shared.many.fail(ZeroDivisionError("a bug"))
     async with asyncio.timeout(20):
-        assert await shared.running == FELL
+        assert await shared.running == FAILED
     left = [event.fact for event in shared.stream.events if isinstance(event.fact, WorkerLeft)]
     assert [fact.mode for fact in left] == ["self_initiated"] * 3
 
@@ -249,5 +249,5 @@ async def test_a_worker_that_cannot_start_ends_the_process(capsys: pytest.Captur
     with listening("127.0.0.1", 0) as taken:
         shared = build([configured(0), configured(1, port=taken.getsockname()[1])])
         async with asyncio.timeout(20):
-            assert await shared.running == FELL
+            assert await shared.running == FAILED
     assert "cannot listen on port" in capsys.readouterr().err

@@ -14,12 +14,12 @@ from simulated_kit import generate, run
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
 from workers.counters import Ends
-from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, unheard
+from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.frontends import Patience
+from workers.frontends import BufferLimits
 from workers.server import FrontendProtocol, WorkerServer
 from workers.shutdown import DRAINING, LEAVING, drain
 
@@ -34,7 +34,7 @@ async def serve(route: FrontendRoute) -> AsyncIterator[Serve]:
     """`await serve(itl_s=0)` starts a server around a simulated engine."""
     running: list[tuple[WorkerServer, SimulatedEngine]] = []
 
-    async def start(patience: Patience | None = None, **timing: float) -> WorkerServer:
+    async def start(patience: BufferLimits | None = None, **timing: float) -> WorkerServer:
         engine = SimulatedEngine(SHAPE, ConstantTiming(**timing))
         server = WorkerServer(worker="w0", instance="i1", engine=engine, patience=patience)
         await engine.start(server.deliver)
@@ -172,7 +172,7 @@ async def test_a_beat_reports_the_tokens_of_a_prefill(serve: Serve, dial: Dial) 
 async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
-    server = await serve(patience=Patience(buffer_bytes=1024))
+    server = await serve(patience=BufferLimits(buffer_bytes=1024))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
     narrow(server)
@@ -230,7 +230,7 @@ async def test_the_backlog_of_a_slow_reader_is_one_chunk_per_stream_with_all_out
 async def test_a_frontend_that_never_reads_is_closed_at_the_backlog_limit(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
-    server = await serve(patience=Patience(buffer_bytes=1024, backlog_bytes_max=10_000))
+    server = await serve(patience=BufferLimits(buffer_bytes=1024, backlog_bytes_max=10_000))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
     narrow(server)
@@ -246,7 +246,7 @@ async def test_a_frontend_that_never_reads_is_closed_at_the_backlog_limit(
 async def test_a_frontend_that_stops_reading_is_closed_after_the_time_limit(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
-    server = await serve(patience=Patience(buffer_bytes=1024, stalled_s_max=0.1))
+    server = await serve(patience=BufferLimits(buffer_bytes=1024, stalled_s_max=0.1))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
     frontend.transport.pause_reading()
@@ -260,7 +260,7 @@ async def test_a_frontend_that_stops_reading_is_closed_after_the_time_limit(
 async def test_the_backlog_is_sent_before_the_connection_closes(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
-    server = await serve(patience=Patience(buffer_bytes=1024))
+    server = await serve(patience=BufferLimits(buffer_bytes=1024))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
     narrow(server)
@@ -385,7 +385,7 @@ class ThreadedEngine(Immovable):
         self.identity: EngineIdentity = SimulatedEngine(SHAPE).identity
         self.deliver: Deliver = lambda out: None
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         self.deliver = deliver
 
     def submit(self, key: int, request: Generate) -> None:

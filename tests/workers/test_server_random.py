@@ -18,7 +18,7 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.frontends import Patience
+from workers.frontends import BufferLimits
 from workers.server import WorkerServer
 from workers.shutdown import DRAINING
 
@@ -127,7 +127,7 @@ async def test_no_sequence_of_events_violates_a_guarantee(
     route: FrontendRoute, seed: int, eventually: Eventually
 ) -> None:
     engine = SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.0 if seed % 2 else 0.001))
-    server = WorkerServer(worker="w0", instance="i1", engine=engine, patience=Patience(buffer_bytes=512))
+    server = WorkerServer(worker="w0", instance="i1", engine=engine, patience=BufferLimits(buffer_bytes=512))
     await engine.start(server.deliver)
     await route.open(server)
     life = Life(seed, route, server, engine)

@@ -17,7 +17,7 @@ from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.frontends import LOAD_S, TICK_S, Patience
+from workers.frontends import LOAD_S, TICK_S, BufferLimits
 from workers.server import FrontendProtocol, WorkerServer
 
 LOOP = VirtualLoop
@@ -93,7 +93,7 @@ async def test_a_cancelled_stream_is_removed_within_a_tenth_of_a_second() -> Non
 
 
 async def test_steps_of_a_burst_are_sent_together_and_begins_and_ends_at_once() -> None:
-    patience = Patience(burst_s=0.3)
+    patience = BufferLimits(burst_s=0.3)
     line, server = (
         Line(),
         WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE), patience=patience),

@@ -23,7 +23,7 @@ from events.observations import (
 )
 from events.wire import Hello
 from workers.config.worker import WorkerConfig
-from workers.engines.engine import Announce, Deliver, EngineDead, unheard
+from workers.engines.engine import Announce, Deliver, EngineDead, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.sequence import EngineShape
@@ -268,7 +268,7 @@ class Stillborn(SimulatedEngine):
         super().__init__(EngineShape())
         self.reason = reason
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         if self.reason:
             raise EngineDead(self.reason)
         await asyncio.Event().wait()

@@ -19,7 +19,7 @@ from events import subjects
 from events.fact import Fact
 from events.journal.nats import NatsJournal
 from events.nats.bus import NatsBus
-from events.nats.channel import SILENT_S_MAX, NobodyListens
+from events.nats.channel import SILENT_S_MAX, NoResponders
 from events.nats.channels import Channels
 from events.observations import WorkerJoined, WorkerLeft
 from events.process.presence import present
@@ -167,7 +167,7 @@ async def _gone(channels: Channels, place: str) -> bool:
     try:
         async with asyncio.timeout(1.0):
             await channels.dial(place, PlainFrontend)
-    except NobodyListens:
+    except NoResponders:
         return True
     except (TimeoutError, ConnectionError):
         return False

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from events.journal.counters import SpeakingJournal
+from events.journal.counters import ObservedJournal
 from events.process.exposition import LabelSets, written
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
@@ -141,7 +141,7 @@ RANKS = (
 class WorkerMetrics(Collector):
     """Collects the workers' plain counters at scrape time, so that serving pays nothing for metrics."""
 
-    def __init__(self, workers: Sequence[InferenceWorker], journal: SpeakingJournal | None = None) -> None:
+    def __init__(self, workers: Sequence[InferenceWorker], journal: ObservedJournal | None = None) -> None:
         self._workers = workers
         self._journal = journal
 
@@ -250,7 +250,7 @@ class WorkerMetrics(Collector):
         return family
 
 
-def _journal_metrics(journal: SpeakingJournal) -> Iterable[Metric]:
+def _journal_metrics(journal: ObservedJournal) -> Iterable[Metric]:
     """Yield the metrics of the process's journal: it has one, however many workers run in it."""
     reachable = "1 while this process can write to the journal."
     yield GaugeMetricFamily("holdfast_journal_reachable", reachable, value=journal.reachable)
@@ -316,7 +316,7 @@ async def serve(
     host: str,
     port: int,
     generate: Callable[[Iterable[Metric], LabelSets], bytes] = written,
-    journal: SpeakingJournal | None = None,
+    journal: ObservedJournal | None = None,
 ) -> tuple[Pages, str]:
     """Open the admin port; return the pages, which close it, and its URL. Raise OSError if the port cannot be bound.
 

@@ -66,7 +66,7 @@ def load_settings(
     return settings
 
 
-def as_ourselves(settings: WorkerSettings) -> WorkerSettings:
+def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
     """Return the settings with the broker URL under which this process connects.
 
     A process that joins a fleet of this host creates its missing key seed, which the fleet then adds to its broker. Raise

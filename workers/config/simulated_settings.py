@@ -100,7 +100,7 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Argument names of Dynamo's mocker that differ from ours. Others have the same name, or are not simulated.
-THEIRS = {
+MOCKER_NAMES = {
     "num_gpu_blocks": "kv_blocks",
     "block_size": "block_tokens",
     "max_num_seqs": "batch_max",
@@ -152,17 +152,19 @@ def read_extra(path: Path) -> dict[str, Any]:
         raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("the file does not contain a JSON object")
-    known = {*THEIRS, *SAME, *NOT_SIMULATED, *MEANINGLESS, "sglang"}
+    known = {*MOCKER_NAMES, *SAME, *NOT_SIMULATED, *MEANINGLESS, "sglang"}
     if unknown := [name for name in found if name not in known]:
-        raise ValueError(f"{', '.join(unknown)}: unknown arguments; valid are {', '.join((*THEIRS, *SAME))}")
+        raise ValueError(
+            f"{', '.join(unknown)}: unknown arguments; valid are {', '.join((*MOCKER_NAMES, *SAME))}"
+        )
     if refused := _not_simulated(found):
         raise ValueError(f"{', '.join(refused)}: not simulated here")
     settings: dict[str, Any] = {"engine_type": "vllm"}
     for name, value in found.items():
         if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
-            settings[THEIRS[name]] = MOST
-        elif value is not None and name in {*THEIRS, *SAME}:
-            settings[THEIRS.get(str(name), str(name))] = value
+            settings[MOCKER_NAMES[name]] = MOST
+        elif value is not None and name in {*MOCKER_NAMES, *SAME}:
+            settings[MOCKER_NAMES.get(str(name), str(name))] = value
     if (mode := settings.get("preemption")) is not None:
         if mode not in [*_PREEMPTION]:
             raise ValueError(f"preemption_mode = {mode!r}: expected one of {', '.join(_PREEMPTION)}")
@@ -184,7 +186,7 @@ def _not_simulated(found: Mapping[str, Any]) -> list[str]:
 
 def their_name(name: str) -> str:
     """Return the name that Dynamo's mocker uses for one of our settings."""
-    return next((theirs for theirs, ours in THEIRS.items() if ours == name), name)
+    return next((theirs for theirs, ours in MOCKER_NAMES.items() if ours == name), name)
 
 
 def defaults(engine_type: str, given: Mapping[str, Any]) -> dict[str, Any]:

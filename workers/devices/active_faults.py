@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import structlog
 
 from workers.devices.fault_store import Memory
-from workers.devices.faults import DeviceFaults, DeviceReading, FaultChange, Say
+from workers.devices.faults import DeviceFaults, DeviceReading, FaultChange, OnFaultChange
 from workers.devices.throttle import ThrottlePolicy
 
 log = structlog.get_logger(__name__)
@@ -21,7 +21,7 @@ class StandingFaults:
         self._memory = memory
         self._faults: dict[str, DeviceFaults] = {}  # by UUID
         self._lock = threading.Lock()
-        self._say: Say | None = None
+        self._say: OnFaultChange | None = None
         self._restored: dict[str, list[FaultChange]] = {}  # faults of GPUs that are not watched yet
         self._stored = True  # the stored faults are up to date
 
@@ -36,7 +36,7 @@ class StandingFaults:
             self._restored = self._memory.recall()
             self._stored = not self._restored
 
-    def begin(self, say: Say) -> None:
+    def begin(self, say: OnFaultChange) -> None:
         """Report changes from now on."""
         self._say = say
 

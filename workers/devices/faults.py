@@ -76,7 +76,7 @@ class FaultChange:
     found: bool = field(default=False, compare=False)  # the fault was already present when the watch began
 
 
-Say = Callable[[str, FaultChange], None]
+OnFaultChange = Callable[[str, FaultChange], None]
 """Called with a device's UUID and a change of its faults, possibly from another thread than the loop's."""
 
 

@@ -1,4 +1,4 @@
-"""Turns changes of the device watch into facts about a worker, and ends the worker with a lost GPU."""
+"""DecisionNumbering changes of the device watch into facts about a worker, and ends the worker with a lost GPU."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Protocol
 from events.fact import Observation
 from events.journal.port import Journal
 from events.observations import DeviceFaulted, DeviceRecovered
-from workers.devices.faults import FaultChange, Say
+from workers.devices.faults import FaultChange, OnFaultChange
 from workers.devices.taxonomy import meaning
 
 
@@ -17,7 +17,7 @@ class ReportedDevices(Protocol):
 
     @property
     def stopped(self) -> bool: ...
-    def begin(self, say: Say, broke: Callable[[Exception], None] | None = None) -> None: ...
+    def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None: ...
 
 
 def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:

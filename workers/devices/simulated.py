@@ -6,7 +6,7 @@ the worker, which is the whole group. An NVLink fault leaves the group without n
 
 import time
 
-from workers.devices.faults import DeviceFaults, FaultChange, Say
+from workers.devices.faults import DeviceFaults, FaultChange, OnFaultChange
 
 XIDS = {
     "xid": 48,
@@ -23,13 +23,13 @@ class SimulatedDevices:
     def __init__(self, worker: str, tp: int) -> None:
         self.gpus = tuple(f"SIM-{worker}-{rank}" for rank in range(tp))
         self.stopped = False
-        self._say: Say | None = None
+        self._say: OnFaultChange | None = None
         self._faults = {gpu: DeviceFaults(linked=tp > 1) for gpu in self.gpus}
 
     def start(self, within_s: float) -> None:
         """Do nothing: there is no driver to open."""
 
-    def begin(self, say: Say, broke: object = None) -> None:
+    def begin(self, say: OnFaultChange, broke: object = None) -> None:
         """Report faults from now on."""
         self._say = say
 

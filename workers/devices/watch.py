@@ -20,7 +20,7 @@ from events.errors import HoldfastError
 from workers.devices import mapping
 from workers.devices.active_faults import StandingFaults
 from workers.devices.fault_store import Memory
-from workers.devices.faults import DeviceReading, Say
+from workers.devices.faults import DeviceReading, OnFaultChange
 from workers.devices.nvml import NoDriver, Nvml
 from workers.devices.throttle import ThrottlePolicy
 from workers.devices.xids import XidListener
@@ -101,7 +101,7 @@ class DeviceWatch:
         if self._start_error is not None:
             raise self._start_error
 
-    def begin(self, say: Say, broke: Callable[[Exception], None] | None = None) -> None:
+    def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None:
         """Report faults from now on, starting with the active ones. `broke` is called if the watch itself fails."""
         self._faults.begin(say)
         self._broke = broke

@@ -20,7 +20,7 @@ import msgspec
 
 from events.observations import Profile
 from events.wire import Chunk, Load
-from workers.engines.engine import Announce, Deliver, Engine, unheard
+from workers.engines.engine import Announce, Deliver, Engine, discard_events
 from workers.engines.wrapped import WrappedEngine
 
 TOLERATED = 1.5
@@ -75,7 +75,7 @@ class AdaptiveEngine(WrappedEngine):
         self._last_at: float | None = None  # end of the last step after which requests continued
         self._adjusted_at = -inf
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Start the engine and measure its steps."""
         self._deliver, self._now = deliver, asyncio.get_running_loop().time
         await self._engine.start(self._delivered, announce)

@@ -24,7 +24,7 @@ from workers.engines.engine import (
     Engine,
     EngineIdentity,
     Import,
-    unheard,
+    discard_events,
 )
 from workers.engines.wrapped import WrappedEngine
 from workers.kv_transfer.messages import Buffer
@@ -122,7 +122,7 @@ class LimitedEngine(WrappedEngine):
             self._seen, self._own = inner, replace(inner, profile=profile, waiting_max=most + wait - batch)
         return self._own
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Start the engine. Raise EngineDead with the reason if it cannot."""
         self._deliver, self._loop, self._thread = deliver, asyncio.get_running_loop(), threading.get_ident()
         await self._engine.start(self._delivered, announce)

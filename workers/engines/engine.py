@@ -96,7 +96,7 @@ The arguments are a DP rank and the events of its prefix cache in this step (sto
 """
 
 
-def unheard(rank: int, events: list[KvEvent]) -> None:
+def discard_events(rank: int, events: list[KvEvent]) -> None:
     """Discard the events."""
 
 
@@ -220,7 +220,7 @@ class Engine(Protocol):
         """Whether it announces everything that its prefix cache stores and removes. Known after `start`."""
         ...
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Load what is needed and start to step. Raise EngineDead with the reason if it cannot."""
         ...
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from events.wire import Generate
 
 
-def objection(
+def validate_import(
     request: Generate,
     room_tokens: int,
     tokens: Sequence[int],

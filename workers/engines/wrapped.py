@@ -12,7 +12,7 @@ from workers.engines.engine import (
     Export,
     Import,
     Phase,
-    unheard,
+    discard_events,
 )
 from workers.kv_transfer.messages import Description
 
@@ -41,7 +41,7 @@ class WrappedEngine:
         """Whether it announces everything that its prefix cache stores and removes."""
         return self._engine.announces
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Start the engine. Raise EngineDead with the reason if it cannot."""
         await self._engine.start(deliver, announce)
 

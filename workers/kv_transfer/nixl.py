@@ -176,7 +176,7 @@ class NixlRemote:
 
 
 class _failing:
-    """Turns any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
+    """DecisionNumbering any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
 
     def __enter__(self) -> None:
         pass

@@ -41,7 +41,7 @@ _grants = msgspec.msgpack.Decoder(Grant)
 log = structlog.get_logger(__name__)
 
 
-async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_concurrently(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all of these concurrently. The first failure cancels the others, and is raised when they have ended.
 
     Not a TaskGroup: in Python 3.11 it swallows a cancellation that coincides with a failure.
@@ -256,7 +256,7 @@ class OutgoingMigrations:
             shipment = await leaving.trusted.shipment(grant, grant.description)
             stack.callback(shipment.close)
             leaving.shipments.append(shipment)
-        await together(one.open() for one in leaving.shipments)
+        await run_concurrently(one.open() for one in leaving.shipments)
 
     async def _ship_full(self, leaving: OutgoingStream, first: int) -> int:
         """Ship full blocks while the stream decodes, until almost none is left; return how many the target then has."""
@@ -285,13 +285,13 @@ class OutgoingMigrations:
         stopped_ms, way = (time.monotonic() - began) * 1e3, leaving.shipments[0].way
         state = packed_state(leaving.stream.asked, len(tokens), computed, stopped_ms, way)
         leaving.handed_over = True
-        await together(one.finish(b"", tokens, computed, state) for one in leaving.shipments)
+        await run_concurrently(one.finish(b"", tokens, computed, state) for one in leaving.shipments)
 
     async def _send(self, leaving: OutgoingStream, first: int, count: int) -> None:
         """Send `count` blocks of every shard."""
         if count > 0:
             shards = range(len(leaving.shipments))
-            await together(self._send_shard(leaving, shard, first, count) for shard in shards)
+            await run_concurrently(self._send_shard(leaving, shard, first, count) for shard in shards)
 
     async def _send_shard(self, leaving: OutgoingStream, shard: int, first: int, count: int) -> None:
         """Send `count` blocks of a shard, piece by piece; while one is sent, the next is copied out of the engine."""

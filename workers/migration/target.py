@@ -40,7 +40,7 @@ COMMIT_S_MAX = 10.0  # before that, the engine is between two steps; longer is a
 log = structlog.get_logger(__name__)
 
 
-class Landing:
+class LazyReceiver:
     """Creates the receiver of one worker when it is first needed: until then it has no port, thread or file for it."""
 
     def __init__(
@@ -157,7 +157,7 @@ class IncomingMigrations:
         self,
         engine: Engine,
         trust: Trust,
-        landing: Landing,
+        landing: LazyReceiver,
         streams: StreamTable,
         counters: WorkerCounters,
         take_bytes: int,

@@ -91,7 +91,7 @@ def accounts(verifiers: Mapping[str, str]) -> Iterator[str]:
         yield f"REVOKE ALL ON DATABASE {database} FROM PUBLIC"
 
 
-def doors(database: str) -> Iterator[str]:
+def connect_rights(database: str) -> Iterator[str]:
     """Yield the statements that define which accounts may connect to a database."""
     yield f"REVOKE ALL ON DATABASE {quoted(database)} FROM PUBLIC"
     yield f"GRANT CONNECT, CREATE ON DATABASE {quoted(database)} TO {OWNER}"
@@ -100,7 +100,7 @@ def doors(database: str) -> Iterator[str]:
 
 def rights(database: str) -> Iterator[str]:
     """Yield the statements that give the accounts their rights in a database, and on the tables of an older release there."""
-    yield from doors(database)
+    yield from connect_rights(database)
     yield "REVOKE ALL ON SCHEMA public FROM PUBLIC"
     yield _NO_LARGE_OBJECTS
     yield _OWNED_BY_THE_OWNER

@@ -18,9 +18,9 @@ from controller.adapters.embedded.server import (
     ServerFailed,
     check_port,
     directory_errors,
-    somewhere,
     spawn,
-    until,
+    start_on_free_port,
+    wait_until_ready,
 )
 
 MAX_PAYLOAD = 4 * 1024 * 1024
@@ -67,7 +67,7 @@ async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenO
     on the disk) or a duration such as "2m"; with a monitoring port, the server's effective settings are read back into
     `.effective`. Raise PortInUse, DirectoryInUse, ServerFailed.
     """
-    return await somewhere(port, partial(_start, directory, BrokerOptions(**options)))
+    return await start_on_free_port(port, partial(_start, directory, BrokerOptions(**options)))
 
 
 async def _start(directory: Path, options: BrokerOptions, port: int) -> EmbeddedServer:
@@ -75,7 +75,7 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
         process, log = await _launch(directory, port, options)
     ports = directory / f"nats-server_{process.pid}.ports"
     try:
-        await until(lambda: _addresses(ports) is not None, process, log, "nats-server")
+        await wait_until_ready(lambda: _addresses(ports) is not None, process, log, "nats-server")
         found = _addresses(ports)
         assert found is not None
         url = found["nats"][0]

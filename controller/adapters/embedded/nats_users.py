@@ -63,7 +63,7 @@ class BrokerUsers:
     def admitted(self) -> None:
         """Record beside each seed that the broker admits its user: a process with a new seed waits for that."""
         for name in keys.users(self.folder):
-            (self.folder / f"{name}{keys.TOLD}").write_text(keys.public(self.folder, name) + "\n")
+            (self.folder / f"{name}{keys.DEFAULT_KINDS}").write_text(keys.public(self.folder, name) + "\n")
 
     def who(self) -> dict[str, str]:
         """Return the users' names by public key, as the broker's log identifies them."""

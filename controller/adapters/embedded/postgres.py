@@ -25,9 +25,9 @@ from controller.adapters.embedded.server import (
     ServerFailed,
     check_port,
     directory_errors,
-    somewhere,
     spawn,
-    until,
+    start_on_free_port,
+    wait_until_ready,
 )
 
 CONNECTIONS_MAX = 50
@@ -64,7 +64,7 @@ async def start_postgres(
             accounts = accounts or DatabaseAccounts.kept(place.directory / "accounts.json")
             if not place.made:
                 await cluster.make(place, database, accounts)
-            server = await somewhere(port, partial(_start, place, database))
+            server = await start_on_free_port(port, partial(_start, place, database))
             try:
                 return await _ensure_admitted(server, place, database, accounts)
             except BaseException:
@@ -111,7 +111,9 @@ async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServe
         dies_by=signal.SIGQUIT,  # at once, like SIGKILL, but it also frees its few bytes of System V shared memory
     )
     try:
-        await until(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
+        await wait_until_ready(
+            lambda: _ready(place.directory / "data", process.pid), process, log, "postgres"
+        )
     except BaseException:
         process.kill()
         process.wait()

@@ -10,9 +10,9 @@ from controller.adapters.embedded.server import (
     ServerFailed,
     check_port,
     directory_errors,
-    somewhere,
     spawn,
-    until,
+    start_on_free_port,
+    wait_until_ready,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ def alert_rules() -> tuple[Path, ...]:
 async def start_prometheus(directory: Path, config: str, *, port: int = 0) -> EmbeddedServer:
     """Start Prometheus in `directory` with this configuration, and return once it accepts connections. `port` 0 selects a free
     one. Raise PortInUse, ServerDirectoryInUse, ServerFailed."""
-    return await somewhere(port, partial(_start, directory, config))
+    return await start_on_free_port(port, partial(_start, directory, config))
 
 
 async def _start(directory: Path, config: str, port: int) -> EmbeddedServer:
@@ -59,7 +59,7 @@ async def _start(directory: Path, config: str, port: int) -> EmbeddedServer:
             log,
         )  # fmt: skip
     try:
-        await until(lambda: _listens(port), process, log, "prometheus")
+        await wait_until_ready(lambda: _listens(port), process, log, "prometheus")
     except BaseException:
         process.kill()
         process.wait()

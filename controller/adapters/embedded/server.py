@@ -165,7 +165,9 @@ def environment() -> dict[str, str]:
     return {**kept, "LC_ALL": "C"}
 
 
-async def until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
+async def wait_until_ready(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str
+) -> None:
     """Wait until `ready()`. Raise ServerFailed or PortInUse, with the server's own message."""
     try:
         async with asyncio.timeout(START_DEADLINE_S):
@@ -201,7 +203,7 @@ def check_port(port: int, what: str) -> None:
             ) from None
 
 
-async def somewhere(port: int, start: Callable[[int], Awaitable[EmbeddedServer]]) -> EmbeddedServer:
+async def start_on_free_port(port: int, start: Callable[[int], Awaitable[EmbeddedServer]]) -> EmbeddedServer:
     """Start on `port`, or for 0 on a free one; retry if another process takes that before the server binds it."""
     for _ in range(PORT_TRIES if not port else 0):
         with contextlib.suppress(PortInUse):

@@ -122,7 +122,7 @@ class SlotSync:
         self._since = self._loop.time() if connected else None
         if connected:
             client = self._connection.client
-            client.post(_ROUTE, b"", wire.encode(self.replicas.want_all()))
+            client.post(_ROUTE, b"", wire.encode(self.replicas.request_all()))
             self._send()
 
     # --- incoming -----------------------------------------------------------------------------------------

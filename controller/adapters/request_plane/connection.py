@@ -18,7 +18,7 @@ from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Pro
 from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
-from events.fleet_key import FleetKey, FrontendHandshake, Stranger
+from events.fleet_key import FleetKey, FrontendHandshake, UnknownPeer
 from events.intrusion.reported_load import impossible_beat
 from events.intrusion.send_budget import TrafficLimit
 
@@ -131,7 +131,7 @@ class WorkerConnection(asyncio.Protocol):
                     self._reservations.take(frame)
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             wrong = f"the worker sent an invalid frame: {error}"
-        except Stranger as error:
+        except UnknownPeer as error:
             wrong = self.stranger = str(error)
         if steps:
             self._stepped(steps, chunks)
@@ -155,10 +155,10 @@ class WorkerConnection(asyncio.Protocol):
     # --- incoming frames ----------------------------------------------------------------------------------
 
     def welcomed(self, frame: wire.Welcome) -> None:
-        """Handle the worker's Welcome: from now on it accepts requests. Raise Stranger if it has not proven the fleet key
+        """Handle the worker's Welcome: from now on it accepts requests. Raise UnknownPeer if it has not proven the fleet key
         although it must."""
         if not self._handshake.proven:
-            raise Stranger(
+            raise UnknownPeer(
                 "the worker does not ask for the fleet key: start it with --fleet-key-file, or with --data"
             )
         if not self.greeted.done():

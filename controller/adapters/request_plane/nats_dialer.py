@@ -18,7 +18,7 @@ from controller.ports import Sink, WorkerUnreachable
 from events import subjects
 from events.fleet_key import FleetKey
 from events.intrusion.send_budget import TrafficLimit
-from events.nats.channel import Channel, NobodyListens
+from events.nats.channel import Channel, NoResponders
 from events.nats.channels import Channels
 from events.wire import Generate
 
@@ -59,7 +59,7 @@ class ChannelConnection(WorkerConnection):
         unread.append((channel.outgoing.written, stream))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(exc, NobodyListens) and self._channel is not None:
+        if isinstance(exc, NoResponders) and self._channel is not None:
             self._transport = None
             for end, stream in self._unread:
                 sink = self._sinks.pop(stream, None) if end > self._channel.outgoing.acknowledged else None
@@ -99,7 +99,7 @@ class NatsDialer:
             await self._channels.up()
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Open a channel. Raise NobodyListens if there is no such worker."""
+        """Open a channel. Raise NoResponders if there is no such worker."""
         subject = subjects.plane_of(url)
         if subject is None:
             raise WorkerUnreachable(

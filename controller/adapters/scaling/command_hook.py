@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO
 
 from controller.adapters.scaling.one_line import last_line, one_line
-from controller.ports import HookResult, WantedScale
+from controller.ports import HookResult, ScaleRequest
 from events.errors import BadSetting
 
 TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ class CommandScaleHook:
         self._argv = tuple(argv)
         self._timeout_s = timeout_s
 
-    async def scale(self, wanted: WantedScale) -> HookResult:
+    async def scale(self, wanted: ScaleRequest) -> HookResult:
         """Run the command and return its last line. It is killed at its deadline, and when the caller is cancelled."""
         asked = json.dumps(asdict(wanted), ensure_ascii=False).encode() + b"\n"
         try:

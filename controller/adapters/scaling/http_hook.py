@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from controller.adapters.scaling.one_line import one_line
-from controller.ports import HookResult, WantedScale
+from controller.ports import HookResult, ScaleRequest
 from events.errors import BadSetting, HoldfastError
 
 TIMEOUT_S = 10.0  # for both requests
@@ -72,7 +72,7 @@ class HttpScaleHook:
         self._ca_file = ca_file
         self._timeout_s = timeout_s
 
-    async def scale(self, wanted: WantedScale) -> HookResult:
+    async def scale(self, wanted: ScaleRequest) -> HookResult:
         """Read the number of replicas, and set it if it differs."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -88,7 +88,7 @@ class HttpScaleHook:
         ) as error:  # ValueError: a value that cannot be put into a header
             return HookResult(False, one_line(f"request failed: {str(error) or type(error).__name__}"))
 
-    async def _scale_once(self, wanted: WantedScale) -> HookResult:
+    async def _scale_once(self, wanted: ScaleRequest) -> HookResult:
         url = URL(self._url.replace(PLACE, quote(wanted.model, safe="")), encoded=True)
         headers = await asyncio.to_thread(self._headers)
         trust = await asyncio.to_thread(self._trust) if url.scheme == "https" else True

@@ -16,7 +16,7 @@ from controller.commands.goldens import file
 from controller.deciders.golden import Golden
 from controller.processes.operator_client import Operator, find, operator_name
 from controller.read_model.rows import read_golden
-from controller.terminal_text import safe
+from controller.terminal_text import escape_controls
 from events.errors import HoldfastError, UsageError
 
 Run = Callable[[argparse.Namespace], int]
@@ -129,7 +129,7 @@ def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golde
 def _filters(args: argparse.Namespace) -> str:
     """Return what --model and --key select, as the end of a sentence; empty without them."""
     named = ((" of model", args.model), (" under canary key", args.key))
-    return "".join(f"{what} {safe(value)!r}" for what, value in named if value)
+    return "".join(f"{what} {escape_controls(value)!r}" for what, value in named if value)
 
 
 def model(golden: Golden) -> str:
@@ -168,11 +168,11 @@ def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Ite
     for one in goldens:
         if one.canary_key != key:
             key = one.canary_key
-            yield fitted(safe(key.replace("|", " | ")))
+            yield fitted(escape_controls(key.replace("|", " | ")))
         since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19]
         since = f"{since} UTC" if since else "-"
         yield fitted(
-            safe(
+            escape_controls(
                 f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(23)}  {_by(one)}".rstrip()
             )
         )
@@ -218,9 +218,9 @@ async def _import(args: argparse.Namespace) -> None:
         for key, answers in goldens.items():
             for batch in file.batches(answers):
                 body = {"act": "approve", "canary_key": key, "answers": batch, "by": operator_name()}
-                print(safe((await operator.ask("golden", body))["says"]))
+                print(escape_controls((await operator.ask("golden", body))["says"]))
             if key not in known:
-                print(fitted(safe(f"no worker has this canary key at present: {key}")))
+                print(fitted(escape_controls(f"no worker has this canary key at present: {key}")))
     finally:
         await operator.close()
 
@@ -239,6 +239,6 @@ async def _request(args: argparse.Namespace) -> None:
         )
     operator = await Operator.connect(args.data)
     try:
-        print(safe((await operator.ask("golden", body | named))["says"]))
+        print(escape_controls((await operator.ask("golden", body | named))["says"]))
     finally:
         await operator.close()

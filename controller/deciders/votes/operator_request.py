@@ -10,7 +10,7 @@ OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorWish:
+class OperatorRequest:
     """An operator's request about one golden."""
 
     act: Literal["approve", "retire", "record"]
@@ -30,5 +30,5 @@ class GoldenMoves:
     """The last and the next move of a golden that do not follow from votes alone."""
 
     outvoted_by: int = 0  # number of the decision by which another answer last outvoted it
-    wanted: OperatorWish | None = None  # an operator's request, until a decision has reacted
+    wanted: OperatorRequest | None = None  # an operator's request, until a decision has reacted
     recorder: str = ""  # the worker that provides the next provisional golden, by an operator's request

@@ -32,7 +32,7 @@ from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
-from controller.router.load.monitor import NOTHING, WantedRoom
+from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, NoWorker
 
 LOOKS_MAX = 16  # sent-back requests that are retried without success before the others must wait
@@ -46,7 +46,7 @@ class Reservation:
 
     __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
 
-    def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: WantedRoom = NOTHING) -> None:
+    def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: RequiredRoom = NOTHING) -> None:
         """Reserve room at an endpoint. `wanted`: how much, if that is already known."""
         self._admission = admission
         self._endpoint = endpoint
@@ -73,7 +73,7 @@ class _Turn:
     room: asyncio.Future[Reservation]
     late: asyncio.TimerHandle
     began: float
-    wanted: WantedRoom
+    wanted: RequiredRoom
     without: Collection[Key]  # endpoints that cannot serve it
     gone: bool = False  # its client disconnected, possibly after its turn had come
 
@@ -159,7 +159,7 @@ class Admission:
             raise self.refusal(error, wanted.model, wanted.tier) from None
         return room, request.since + request.deadline_s
 
-    def _room_at_once(self, request: QueuedRequest, takes: WantedRoom) -> Reservation | None:
+    def _room_at_once(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation | None:
         """Return room for a request, or None if it has to wait. Raise NotAdmitted or NoWorker."""
         room: Reservation | None = None
         line = self._queue.line_of(request)
@@ -176,7 +176,7 @@ class Admission:
             return Reservation(self, made, takes)
         return room
 
-    async def _wait_in_time(self, request: QueuedRequest, takes: WantedRoom) -> Reservation:
+    async def _wait_in_time(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation:
         request.work, now = max(request.work, WORK_LEAST), self._now()
         leaves = min(request.latest, now + request.line_s)
         try:
@@ -210,7 +210,7 @@ class Admission:
         return True
 
     def _turn(
-        self, request: QueuedRequest, wait_s: float, wanted: WantedRoom, without: Collection[Key] = ()
+        self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom, without: Collection[Key] = ()
     ) -> _Turn:
         loop, request.number = asyncio.get_running_loop(), next(self._numbers)
         self._queue.line_of(request).push(request)
@@ -219,7 +219,9 @@ class Admission:
         turn = self._turns[request.number] = _Turn(request, room, late, loop.time(), wanted, without)
         return turn
 
-    async def _wait(self, request: QueuedRequest, wait_s: float, wanted: WantedRoom = NOTHING) -> Reservation:
+    async def _wait(
+        self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom = NOTHING
+    ) -> Reservation:
         """Return room for a request when its turn has come. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
         if self._queue.full(request.model):
             raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
@@ -323,7 +325,7 @@ class Admission:
             lengths = self._monitor.lengths
             lengths.ended(model, tokens)
 
-    def send_away(self) -> None:
+    def refuse_all(self) -> None:
         """Refuse all queued requests because this frontend shuts down."""
         for turn in self._turns.values():
             _refuse(turn.room, "no worker became free before this frontend shut down")

@@ -27,7 +27,7 @@ from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
-from controller.router.load.monitor import WantedRoom
+from controller.router.load.monitor import RequiredRoom
 from controller.router.load.work import Demand, reading_s, work_s
 from controller.router.selection.filter import AllBusy, NotServed, NoWorker
 from events.blocks import BlockNames
@@ -166,7 +166,7 @@ class Deadlines:
 
     def needs(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
-    ) -> tuple[QueuedRequest, WantedRoom]:
+    ) -> tuple[QueuedRequest, RequiredRoom]:
         """Return a request ready to be judged and queued, and the room that it needs at a worker. Raise NoWorker."""
         model, answer_max = wanted.model, tokens.answer_tokens
         group = self.routing.group(model, lineage)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from controller.frontend.admission.queue import QueuedRequest
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
-from controller.router.load.monitor import NOTHING, WantedRoom
+from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NoneRoutable, NotServed
 
 BEYOND = 0.125  # share of a batch by which a full worker may be exceeded
@@ -52,7 +52,7 @@ class RoomFinder:
         self,
         model: str,
         lineage: Lineage | None = None,
-        wanted: WantedRoom = NOTHING,
+        wanted: RequiredRoom = NOTHING,
         beyond: float = 0.0,
         without: Collection[Key] = (),
     ) -> Endpoint:
@@ -75,14 +75,14 @@ class RoomFinder:
                 raise
             raise AllBusy from error  # worth waiting for: a suspect is about to serve as the last worker
 
-    def for_queued(self, request: QueuedRequest, wanted: WantedRoom, beyond: float = 0.0) -> Endpoint:
+    def for_queued(self, request: QueuedRequest, wanted: RequiredRoom, beyond: float = 0.0) -> Endpoint:
         """Return an endpoint for a request that is next, unless a preempted answer comes first. Raise NoWorker."""
         model, lineage = request.model, request.lineage
         if lineage is not None and self.preemptor.waits(model, lineage, request.tier):
             raise AllBusy
         return self.find(model, lineage, wanted, beyond)
 
-    def for_head(self, request: QueuedRequest, wanted: WantedRoom, now: float) -> Endpoint:
+    def for_head(self, request: QueuedRequest, wanted: RequiredRoom, now: float) -> Endpoint:
         """Return an endpoint for the head of a line, which is more urgent the longer it has waited. Raise NoWorker."""
         used_up = request.used_up(now)
         # If several frontends share the workers, a request of the best tier that has waited for a while is sent into a worker's
@@ -102,7 +102,7 @@ class RoomFinder:
         model, lineage = request.model, request.lineage
         return lineage is not None and self.preemptor.may(model, lineage, request.tier)
 
-    def preempt(self, request: QueuedRequest, wanted: WantedRoom, *, first: bool = True) -> Endpoint | None:
+    def preempt(self, request: QueuedRequest, wanted: RequiredRoom, *, first: bool = True) -> Endpoint | None:
         """Preempt an answer and return an endpoint that has room because of it.
 
         None: there is no room yet, or the request is not the `first` in line for it. Raise NoWorker.

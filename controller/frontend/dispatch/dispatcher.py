@@ -160,7 +160,7 @@ class Dispatcher:
             why = "drained"
         self.plane.cancel(endpoint.worker, dispatch.stream, why)
 
-    def prompt_read(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
+    def prefill_done(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """Record the first token of an attempt: its prompt has been read."""
         self.state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens

@@ -12,7 +12,7 @@ import msgspec
 
 from controller.frontend.admission.admission import Reservation
 from controller.frontend.dispatch.kv_move import KvMove
-from controller.frontend.health.exposure import Exposures, ServedSpan
+from controller.frontend.health.exposure import ServedSpan, ServedSpans
 from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
@@ -55,7 +55,7 @@ class OutputStats:
     """Token times and counts of one answer, and the spans that workers served."""
 
     metrics: ModelMetrics
-    exposures: Exposures
+    exposures: ServedSpans
     tracker: ActiveSequences | None  # also counts tokens
     # accepted tokens up to which it may move; inf: no limit, or already counted as exceeded
     movable_max: float

@@ -70,7 +70,7 @@ class ServedSpan:
         return (max(first, self.named), last) if self.named <= last else None
 
 
-class Fed(NamedTuple):
+class ExposedTokens(NamedTuple):
     """Tokens that a worker sent to one request."""
 
     span: ServedSpan
@@ -120,7 +120,7 @@ class SpanHistory:
         self.forgotten_at = max(self._ended.popleft().last_at, self.forgotten_at or 0.0)
 
 
-class Exposures:
+class ServedSpans:
     """The span histories of all workers of one frontend."""
 
     def __init__(self, frontend: str, entries_max: int, clock: Clock) -> None:
@@ -152,20 +152,20 @@ class Exposures:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
-    def fed(self, key: Key, since: datetime) -> list[Fed]:
+    def fed(self, key: Key, since: datetime) -> list[ExposedTokens]:
         """Return the tokens that this worker sent to each request since `since`, and mark them as reported.
 
         Tokens that were already reported are left out.
         """
-        history, found = self._histories.get(key), list[Fed]()
+        history, found = self._histories.get(key), list[ExposedTokens]()
         instant = self._instant(since - MARGIN)
         for span in history.served_spans if history else ():
             if (tokens := span.since(instant)) is not None:
                 span.named = tokens[1] + 1
-                found.append(Fed(span, *tokens))
+                found.append(ExposedTokens(span, *tokens))
         return found
 
-    def fact(self, fed: Fed, action: str) -> RequestExposed:
+    def fact(self, fed: ExposedTokens, action: str) -> RequestExposed:
         """Return the fact about one exposed request. `action`: what was done about it; none: it had finished."""
         span = fed.span
         return RequestExposed(

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.http.responses import written
+from controller.frontend.http.responses import encoded_response
 from controller.frontend.openai.request_head import Head, HeadCache
 
 # Of a request on the fast path, and of data ahead of its turn. Above it, reading pauses, and a client that disconnects
@@ -118,7 +118,7 @@ class FastPathConnection(asyncio.Protocol):
         try:
             response = await self._endpoints.answer(head, body, transport)
             if response is not None and not transport.is_closing():
-                transport.write(written(response))
+                transport.write(encoded_response(response))
         except BaseException:
             transport.close()  # it is unknown how much of the response was sent
             raise

@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.responses import refusal, written
+from controller.frontend.http.responses import encoded_response, refusal
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import ConnectionSettings
 
@@ -52,7 +52,7 @@ class OpenConnections:
     def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
         """Send an error to a connection that exceeds a limit and has no request yet, and close it."""
         self._bounds.count(bound)
-        transport.write(written(refusal(error, {"Connection": "close"})))
+        transport.write(encoded_response(refusal(error, {"Connection": "close"})))
         transport.close()
 
 

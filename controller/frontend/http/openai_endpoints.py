@@ -284,7 +284,7 @@ class OpenAiEndpoints:
         for completion in list(self.completions):
             completion.finish(_shutting_down())
             self._driver.cancel(completion.answers)
-        self._admission.send_away()
+        self._admission.refuse_all()
 
     async def close(self) -> None:
         """Stop the processes that parse bodies."""

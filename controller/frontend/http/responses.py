@@ -21,7 +21,7 @@ def refusal(error: ApiError, headers: Mapping[str, str]) -> web.Response:
     return json_answer(error.encoded(), {**headers, **error.headers}, error.status)
 
 
-def written(response: web.Response) -> bytes:
+def encoded_response(response: web.Response) -> bytes:
     """Return the bytes of a response as aiohttp would write them."""
     body = response.body
     assert isinstance(body, bytes)

@@ -31,7 +31,7 @@ SMALL_BYTES = 2**18  # output that takes a millisecond to decompress
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
-class InflatesTooFar(Exception):
+class DecompressedTooLarge(Exception):
     """The decompressed body exceeds its limit."""
 
 
@@ -98,12 +98,12 @@ class Intake:
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
         """Decompress a body, a large one in a thread. Raise ValueError if it is invalid, ApiError above a limit."""
-        with suppress(InflatesTooFar):
+        with suppress(DecompressedTooLarge):
             return inflated(body, encoding, min(most, SMALL_BYTES))
         try:
             whole: bytes = await self.long_texts.inflate(len(body), partial(inflated, body, encoding, most))
             return whole
-        except InflatesTooFar as error:
+        except DecompressedTooLarge as error:
             raise self._too_large() from error
 
     async def _gathered(self, content: StreamReader, most: int, scan: BodyScan | None) -> bytes:
@@ -136,7 +136,7 @@ class Intake:
 def inflated(data: bytes, encoding: str, most: int) -> bytes:
     """Decompress a body of at most `most` bytes: gzip, or deflate with or without zlib's header.
 
-    Raise InflatesTooFar above that size; ValueError if it is invalid.
+    Raise DecompressedTooLarge above that size; ValueError if it is invalid.
     """
     if encoding not in _WINDOW:
         raise ValueError(
@@ -146,7 +146,7 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
     window = -zlib.MAX_WBITS if bare else _WINDOW[encoding]
     if window > zlib.MAX_WBITS and most < int.from_bytes(data[-4:], "little") <= RATIO_MAX * len(data):
         # gzip ends with its decompressed size (RFC 1952 §2.3.1), trusted if that size is possible
-        raise InflatesTooFar
+        raise DecompressedTooLarge
     found: list[bytes] = []
     left, stream = most, zlib.decompressobj(window)
     try:
@@ -155,7 +155,7 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
             found.append(piece)
             left -= len(piece)
             if left < 0:
-                raise InflatesTooFar
+                raise DecompressedTooLarge
             data = stream.unused_data if stream.eof else stream.unconsumed_tail
             if stream.eof and data:
                 stream = zlib.decompressobj(window)  # gzip allows several members in sequence

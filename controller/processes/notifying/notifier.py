@@ -62,7 +62,7 @@ async def run_notifier(
     )
     try:
         presence.announce(data, "notifier", name, url_of(runner))
-        collector.calm()
+        collector.freeze_and_tune()
         await _until(stop, deliveries)
         return 0
     finally:

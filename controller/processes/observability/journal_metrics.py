@@ -9,15 +9,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from controller.metrics import OWN
-from events.journal.counters import SpeakingJournal
+from events.journal.counters import ObservedJournal
 
 EXPORTED = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
 
 
-class SaidFacts(Collector):
+class JournalMetrics(Collector):
     """Collects journal metrics at scrape time."""
 
-    def __init__(self, journal: SpeakingJournal) -> None:
+    def __init__(self, journal: ObservedJournal) -> None:
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:

@@ -13,7 +13,7 @@ from controller.adapters.postgres.reader import RowReader
 from controller.ports import ScaleHook
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.journal_metrics import SaidFacts
+from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings
@@ -38,14 +38,14 @@ async def run_planner(
     )
     store = RowReader(database_url)
     metrics = PlannerMetrics(CollectorRegistry())
-    metrics.registry.register(SaidFacts(journal))
+    metrics.registry.register(JournalMetrics(journal))
     planning = Planning(store, journal, SystemClock(), settings, name, hook, metrics)
     runner = await _serve(planning, metrics, settings)
     working = asyncio.create_task(planning.run())
     stopping = asyncio.create_task(stop.wait())
     try:
         presence.announce(data, "planner", name, url_of(runner))
-        collector.calm()
+        collector.freeze_and_tune()
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()  # raises the error that ended it

@@ -10,7 +10,7 @@ from controller.replay import sentences, timeline
 from controller.replay.event_lookup import name
 from controller.replay.report.causes import Causes, causes
 from controller.replay.report.frames import Frame, Stretch, frames, stretches
-from controller.replay.report.impact import Hurt, hurt
+from controller.replay.report.impact import Impact, hurt
 from controller.replay.report.operator_commands import OperatorAct, acts
 from controller.replay.report.phases import Phases, PhaseTimes, compared
 from controller.replay.report.window import ReportWindow
@@ -32,7 +32,7 @@ class Report:
     states: Sequence[Stretch]
     breakers: Sequence[Stretch]
     causes: Causes
-    hurt: Hurt
+    hurt: Impact
     acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
     phases: Sequence[PhaseTimes]  # of the incident; empty without one
     policy: dict[str, Any] | None  # policy in force at the end
@@ -137,7 +137,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def _user_impact(found: Hurt) -> str:
+def _user_impact(found: Impact) -> str:
     moved, exposed, lost = found.moved(), found.exposed(), found.lost()
     parts = []
     if moved:

@@ -19,7 +19,7 @@ from events.observations import (
 
 
 @dataclass(slots=True)
-class Hurt:
+class Impact:
     """The affected requests, and the cost to users and to the fleet."""
 
     requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order
@@ -50,9 +50,9 @@ class Hurt:
         return [one for one in self.requests if one.lost]
 
 
-def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Hurt:
+def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Impact:
     """Return the user impact of these events (at least one), and the missing capacity from the first of them on."""
-    found, by_request, seen = Hurt(), dict[str, list[Recorded]](), set[str]()
+    found, by_request, seen = Impact(), dict[str, list[Recorded]](), set[str]()
     for event in events:
         if event.id in seen:
             continue  # a repetition
@@ -75,7 +75,7 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
                 pass
         if request := getattr(fact, "request", ""):
             by_request.setdefault(request, []).append(event)
-    stories = (request_story.told(request, its) for request, its in by_request.items())
+    stories = (request_story.story_of(request, its) for request, its in by_request.items())
     found.requests = [one for one in stories if one.gaps_ms or one.exposed or one.lost or one.put_off]
     found.gpu_s, found.least_capacity = _missing(frames, events[0].at, end)
     return found

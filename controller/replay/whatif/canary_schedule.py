@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from controller.deciders.fleet import Worker
-from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
+from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, RecordedCanaries
 from controller.replay.whatif.recording import instant
 from controller.replay.whatif.spells import Spell, spells
 from events.decisions import HealthStatus
@@ -46,7 +46,12 @@ class Asker:
     """The canaries of one worker instance on one course."""
 
     def __init__(
-        self, recorded: CanariesTold, start: float, recorded_s: float, interval_s: float | None, place: float
+        self,
+        recorded: RecordedCanaries,
+        start: float,
+        recorded_s: float,
+        interval_s: float | None,
+        place: float,
     ) -> None:
         self.told = recorded
         self._found = spells(recorded) if recorded.facts else []
@@ -236,7 +241,7 @@ class Asker:
         )
 
 
-def result(worker: Worker, recorded: CanariesTold, question: Question, sent_under: int) -> CanaryResult:
+def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_under: int) -> CanaryResult:
     """Return the fact that reports a canary's result."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
     like = question.fact or recorded.good

@@ -14,8 +14,8 @@ from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, dump, load
 from controller.replay.sentences import count
 from controller.replay.whatif.course import CourseTaken, CourseTerms
 from controller.replay.whatif.courses import take_all
-from controller.replay.whatif.faults import Fared, FaultSeen, ejections, false_ejections, fared, faults
-from controller.replay.whatif.question import INTERVAL, SILENCE, PolicyAsked
+from controller.replay.whatif.faults import FaultPhases, FaultSeen, ejections, false_ejections, fared, faults
+from controller.replay.whatif.question import INTERVAL, SILENCE, PolicyChange
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
@@ -96,7 +96,7 @@ class Comparison:
     """The answer to a what-if question."""
 
     recording: Recording
-    asked: PolicyAsked
+    asked: PolicyChange
     changed: list[tuple[str, Any, Any]]  # setting, recorded value, changed value
     faults: list[FaultCompared]
     totals: list[TotalCompared]
@@ -133,7 +133,7 @@ def _finite(times: dict[str, float]) -> dict[str, float | None]:
     return {name: None if value == INFINITY else value for name, value in times.items()}
 
 
-def compare(recording: Recording, asked: PolicyAsked, *, incident: str = "") -> Comparison:
+def compare(recording: Recording, asked: PolicyChange, *, incident: str = "") -> Comparison:
     """Compare the recording with the other policy. With `incident`, show only the fault that opened it, if known."""
     found = faults(recording)
     shown = [one for one in found if one.incident == incident] if incident else found
@@ -149,7 +149,7 @@ def compare(recording: Recording, asked: PolicyAsked, *, incident: str = "") -> 
     )
 
 
-def _changed(recording: Recording, asked: PolicyAsked) -> list[tuple[str, Any, Any]]:
+def _changed(recording: Recording, asked: PolicyChange) -> list[tuple[str, Any, Any]]:
     written = dump(load(recording.policy))
     was = {INTERVAL: round(recording.interval_s, 2), SILENCE: recording.silence_s}
     for part, settings in written.items():
@@ -169,7 +169,7 @@ def _fault(
     )
 
 
-def _seconds(fault: FaultSeen, what: Fared) -> dict[str, float]:
+def _seconds(fault: FaultSeen, what: FaultPhases) -> dict[str, float]:
     times: dict[str, float] = {}
     for name in MEASURES:
         at = getattr(what, name)
@@ -187,7 +187,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 def totals(
     recording: Recording,
-    asked: PolicyAsked,
+    asked: PolicyChange,
     found: list[FaultSeen],
     again: CourseTaken,
     courses: Sequence[CourseTaken],
@@ -244,7 +244,7 @@ def _rate(recording: Recording, fault: FaultSeen) -> float:
     return answers / serves if serves else 0.0
 
 
-def _canaries(recording: Recording, asked: PolicyAsked, courses: int) -> list[float]:
+def _canaries(recording: Recording, asked: PolicyChange, courses: int) -> list[float]:
     put = float(sum(len(canaries) for canaries in recording.canaries.values()))
     more = recording.interval_s / asked.values[INTERVAL] if asked.values.get(INTERVAL) else 1.0
     return [put, put, *[put * more] * courses]
@@ -282,7 +282,7 @@ def _essence(decision: Decision) -> tuple[str, str, str] | None:
 
 
 def limits(
-    recording: Recording, asked: PolicyAsked, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
+    recording: Recording, asked: PolicyChange, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
     """Return the limitations of the answer, as sentences."""
     notes = [

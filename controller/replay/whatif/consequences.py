@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from controller.replay.whatif.recording import Happened, Recording
+from controller.replay.whatif.recording import RecordedFact, Recording
 from events.decisions import DrainStarted
 from events.frozen import replace
 from events.observations import (
@@ -15,11 +15,11 @@ from events.observations import (
 )
 
 Successions = dict[
-    tuple[str, str], list[tuple[float, Happened]]
+    tuple[str, str], list[tuple[float, RecordedFact]]
 ]  # by instance: seconds after it was decided DEAD, and the fact
 
 
-def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]:
+def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedFact]:
     """Yield the observations in order, as they would be with another silence timeout in seconds."""
     if silence_s is None:
         yield from recording.happened
@@ -29,26 +29,28 @@ def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]
     for one in recording.happened:
         if isinstance(one.fact, WorkerHeard | WorkerLeft):
             back.setdefault((one.fact.worker, one.fact.instance), []).append(one.at)
-    moved: list[Happened] = []
+    moved: list[RecordedFact] = []
     for one in recording.happened:
         fact = one.fact
         if isinstance(fact, WorkerSilent) and fact.silent_s >= recording.silence_s:
             at = max(recording.start, one.at + later)
             heard = next((h for h in back.get((fact.worker, fact.instance), []) if h >= one.at), float("inf"))
             if at < heard:
-                moved.append(Happened(at, replace(fact, silent_s=max(0.0, fact.silent_s + later)), one.id))
+                moved.append(
+                    RecordedFact(at, replace(fact, silent_s=max(0.0, fact.silent_s + later)), one.id)
+                )
         else:
             moved.append(one)
     yield from sorted(moved, key=lambda one: one.at)
 
 
-def successions(recording: Recording, facts: list[Happened]) -> tuple[list[Happened], Successions]:
+def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[RecordedFact], Successions]:
     """Split off the facts that follow from an instance's DEAD decision.
 
     Return the other facts, and those by instance: the seconds after the decision at which its process began to end, was gone, and
     its successor joined.
     """
-    rest: list[Happened] = []
+    rest: list[RecordedFact] = []
     found: Successions = {}
     ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and is gone
     for one in facts:

@@ -27,8 +27,8 @@ from controller.deciders.fleet import (
 )
 from controller.replay.whatif.canary_schedule import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
-from controller.replay.whatif.journal_stretch import CanariesTold
-from controller.replay.whatif.recording import GIVEN, Happened, Recording, instant
+from controller.replay.whatif.journal_stretch import RecordedCanaries
+from controller.replay.whatif.recording import GIVEN, RecordedFact, Recording, instant
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
     DrainStarted,
@@ -216,7 +216,7 @@ class _Course:
 
     # --- observations --------------------------------------------------------------------------------------------------
 
-    def _happens(self, happened: Happened) -> None:
+    def _happens(self, happened: RecordedFact) -> None:
         """Apply one recorded fact, adapted to this course."""
         at, fact = happened.at, happened.fact
         if isinstance(fact, PolicyAdopted):
@@ -358,7 +358,7 @@ class _Course:
         life = (worker.joined.worker, worker.joined.instance)
         known = self._askers.get(life)
         if known is None:
-            canaries = self._recording.canaries.get(life) or CanariesTold(*life)
+            canaries = self._recording.canaries.get(life) or RecordedCanaries(*life)
             terms = self._terms
             known = Asker(canaries, at, self._recording.interval_s, terms.interval_s, terms.place)
             self._askers[life] = known

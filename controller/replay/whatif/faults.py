@@ -38,7 +38,7 @@ class FaultSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Fared:
+class FaultPhases:
     """The phases of a fault on a course, in seconds since 1970; None: not before the recording ends or the next fault begins."""
 
     noticed: float | None
@@ -102,7 +102,7 @@ def _fault(
     )
 
 
-def fared(fault: FaultSeen, weights: Weights) -> Fared:
+def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
     """Return the phases of a fault."""
     start = fault.began[0] - BEFORE_S
     noticed = fenced = recovered = None
@@ -116,7 +116,7 @@ def fared(fault: FaultSeen, weights: Weights) -> Fared:
             recovered = None if at <= fault.over else recovered  # later changes do not belong to this fault
         elif noticed is not None and recovered is None:
             recovered = at
-    return Fared(noticed, fenced, recovered)
+    return FaultPhases(noticed, fenced, recovered)
 
 
 def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end: float) -> int:

@@ -57,7 +57,7 @@ class TooMuch(HoldfastError):
 
 
 @dataclass(slots=True)
-class CanariesTold:
+class RecordedCanaries:
     """The canary results of one worker instance, oldest first."""
 
     worker: str
@@ -79,7 +79,7 @@ class CanariesTold:
     def __len__(self) -> int:
         return len(self.at)
 
-    def add(self, later: "CanariesTold") -> None:
+    def add(self, later: "RecordedCanaries") -> None:
         """Append later results of the same instance."""
         place = len(self)
         self.names += [name for name in later.names if name not in self.names]
@@ -112,7 +112,7 @@ class StretchRead:
     events: int = 0
     start: float | None = None  # seconds since 1970, by the stream
     end: float = 0.0
-    canaries: dict[tuple[str, str], CanariesTold] = field(default_factory=dict)  # by worker and instance
+    canaries: dict[tuple[str, str], RecordedCanaries] = field(default_factory=dict)  # by worker and instance
     askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # the source of each canary result
     skew: dict[str, float] = field(
         default_factory=dict
@@ -158,7 +158,7 @@ class StretchRead:
         life = (fact.worker, fact.instance)
         recorded = self.canaries.get(life)
         if recorded is None:
-            recorded, self.askers[life] = CanariesTold(*life), []
+            recorded, self.askers[life] = RecordedCanaries(*life), []
             self.canaries[life] = recorded
         place = len(recorded.at)
         recorded.at.append(at)

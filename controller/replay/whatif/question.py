@@ -25,7 +25,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyAsked:
+class PolicyChange:
     """The changed settings, by name: plain JSON values, durations in seconds."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class PolicyAsked:
 
         return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
 
-    def also(self, name: str, value: Any) -> "PolicyAsked":
+    def also(self, name: str, value: Any) -> "PolicyChange":
         """Return this with one more setting."""
-        return PolicyAsked({**self.values, name: value})
+        return PolicyChange({**self.values, name: value})
 
 
 def _with(written: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def known() -> dict[str, Any]:
     return found
 
 
-def asked(sets: Sequence[str], file: str | None) -> PolicyAsked:
+def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
     """Parse `--set NAME=VALUE` and `--policy FILE`; the former takes precedence. Raise UsageError."""
     values = _file(Path(file)) if file else {}
     for one in sets:
@@ -86,10 +86,10 @@ def asked(sets: Sequence[str], file: str | None) -> PolicyAsked:
         if not is_ or not value:
             raise UsageError(f"--set {one}: must be NAME=VALUE, such as --set canary.interval=10s")
         values[_name(name.strip(), "--set")] = value_of(value.strip())
-    return checked(PolicyAsked(values))
+    return checked(PolicyChange(values))
 
 
-def checked(what: PolicyAsked) -> PolicyAsked:
+def checked(what: PolicyChange) -> PolicyChange:
     """Return the question if its settings are valid. Raise UsageError."""
     for name in (INTERVAL, SILENCE):
         value = what.values.get(name)

@@ -13,7 +13,13 @@ from statistics import median
 from typing import Any
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.replay.whatif.journal_stretch import GOOD, SERVED_AFTER_S, Adverse, CanariesTold, StretchRead
+from controller.replay.whatif.journal_stretch import (
+    GOOD,
+    SERVED_AFTER_S,
+    Adverse,
+    RecordedCanaries,
+    StretchRead,
+)
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
     BreakerHalfOpened,
@@ -50,7 +56,7 @@ GIVEN = (GoldenAgreed, GoldenRetired)  # goldens are used as recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class RecordedFact:
     """One recorded fact that is fed to a course. Times are seconds since 1970, by the stream's clock."""
 
     at: float
@@ -66,8 +72,8 @@ class Recording:
     start: float
     end: float
     events: int
-    happened: list[Happened]  # in the stream's order
-    canaries: dict[tuple[str, str], CanariesTold]  # by worker and instance
+    happened: list[RecordedFact]  # in the stream's order
+    canaries: dict[tuple[str, str], RecordedCanaries]  # by worker and instance
     adverse: dict[str, list[Adverse]]  # by worker
     weights: Weights  # the recorded weights
     decided: list[Decision]
@@ -108,7 +114,7 @@ class _Folding:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = self._shown = fleet
         self._gathered = StretchRead()
-        self._happened: list[Happened] = []
+        self._happened: list[RecordedFact] = []
         self._adverse: dict[str, list[Adverse]] = defaultdict(list)
         self._decided: list[Decision] = []
         self._numbers: list[tuple[float, int]] = []
@@ -127,7 +133,7 @@ class _Folding:
             at, fact = event.at.timestamp(), event.fact
             if isinstance(fact, RequestsServed):
                 if at - self._failed_at.get(fact.worker, float("-inf")) < SERVED_AFTER_S:
-                    self._happened.append(Happened(at, fact, event.id))
+                    self._happened.append(RecordedFact(at, fact, event.id))
             elif isinstance(fact, Decision):
                 self._decision(at, event, fact)
             else:
@@ -137,7 +143,7 @@ class _Folding:
         self._fold(at, event, fact)
         self._numbers.append((at, fact.number))
         if isinstance(fact, GIVEN):
-            self._happened.append(Happened(at, fact, event.id))
+            self._happened.append(RecordedFact(at, fact, event.id))
         if isinstance(fact, IncidentOpened):
             kind, _, name = fact.subject.partition(":")
             if kind == "worker":
@@ -146,12 +152,12 @@ class _Folding:
             self._dead[fact.worker, fact.instance] = at
         self._late.decided(at, fact)
         if isinstance(fact, PolicyAdopted):
-            self._happened.append(Happened(at, fact, event.id))
+            self._happened.append(RecordedFact(at, fact, event.id))
         else:
             self._decided.append(fact)
 
     def _world(self, at: float, event: Recorded, fact: Fact) -> None:
-        self._happened.append(Happened(at, fact, event.id))
+        self._happened.append(RecordedFact(at, fact, event.id))
         before = self._shown.workers.get(getattr(fact, "worker", ""))
         self._fold(at, event, fact)
         match fact:
@@ -240,7 +246,7 @@ class _Lateness:
         return median(self._late) if self._late else 0.0
 
 
-def _interval(lives: Iterable[CanariesTold]) -> float:
+def _interval(lives: Iterable[RecordedCanaries]) -> float:
     """Return the usual time between scheduled canaries of a worker, in seconds."""
     gaps = [
         canaries.sent[n] - canaries.sent[n - 1]

@@ -8,7 +8,7 @@ A wrong answer belongs to its canary: others may be right meanwhile. A missing o
 
 from dataclasses import dataclass, replace
 
-from controller.replay.whatif.journal_stretch import MUTE, SLOW, WRONG, CanariesTold
+from controller.replay.whatif.journal_stretch import MUTE, SLOW, WRONG, RecordedCanaries
 from events.observations import CanaryFailed, CanarySlow
 
 
@@ -49,20 +49,20 @@ class Spell:
         return not self.asked or canary in self.asked
 
 
-def spells(recorded: CanariesTold) -> list[Spell]:
+def spells(recorded: RecordedCanaries) -> list[Spell]:
     """Return the spells of one instance, by their beginning."""
     general = [*_runs(recorded, range(len(recorded)), MUTE), *_runs(recorded, range(len(recorded)), SLOW)]
     wrong = [run for canary in range(len(recorded.names)) for run in _wrong(recorded, canary)]
     return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
 
 
-def _wrong(recorded: CanariesTold, canary: int) -> list[Spell]:
+def _wrong(recorded: RecordedCanaries, canary: int) -> list[Spell]:
     places = [n for n in range(len(recorded)) if recorded.asked[n] == canary and recorded.said[n] != MUTE]
     return _runs(recorded, places, WRONG, frozenset({canary}))
 
 
 def _runs(
-    recorded: CanariesTold, places: range | list[int], result: int, canaries: frozenset[int] = frozenset()
+    recorded: RecordedCanaries, places: range | list[int], result: int, canaries: frozenset[int] = frozenset()
 ) -> list[Spell]:
     """Return the runs of one kind of answer among these canaries."""
     found: list[Spell] = []
@@ -84,7 +84,7 @@ def _runs(
 
 
 def _spell(
-    recorded: CanariesTold, after: float, index: int, last: float, before: float, canaries: frozenset[int]
+    recorded: RecordedCanaries, after: float, index: int, last: float, before: float, canaries: frozenset[int]
 ) -> Spell:
     first = recorded.sent[index]
     return Spell(

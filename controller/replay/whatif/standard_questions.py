@@ -4,22 +4,22 @@ from typing import Any
 
 from controller.deciders.fleet import load
 from controller.replay.whatif.comparison import Comparison, compare
-from controller.replay.whatif.question import INTERVAL, PolicyAsked
+from controller.replay.whatif.question import INTERVAL, PolicyChange
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.text import setting
 
 SOONER = 3.0  # times as many canaries as recorded
 
 
-def usual(recording: Recording) -> list[PolicyAsked]:
+def usual(recording: Recording) -> list[PolicyChange]:
     """Return the questions that differ from the policy that was in force."""
     was = load(recording.policy)
-    found = [PolicyAsked({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
+    found = [PolicyChange({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
     if was.health.failures_max > 1:
-        found.append(PolicyAsked({"health.failures_max": 1}))
+        found.append(PolicyChange({"health.failures_max": 1}))
     breaker = was.breaker
     wait_s = breaker.wait_min.total_seconds()
-    return [*found, PolicyAsked({"breaker.wait_min": wait_s / 2})] if wait_s else found
+    return [*found, PolicyChange({"breaker.wait_min": wait_s / 2})] if wait_s else found
 
 
 def answers(recording: Recording, incident: str) -> list[dict[str, Any]]:

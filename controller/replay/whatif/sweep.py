@@ -10,7 +10,7 @@ from controller.replay.whatif.comparison import PLACES, Estimate, estimate, limi
 from controller.replay.whatif.course import CourseTerms
 from controller.replay.whatif.courses import take_all
 from controller.replay.whatif.faults import FaultSeen, fared, faults
-from controller.replay.whatif.question import PolicyAsked, asked, checked, value_of
+from controller.replay.whatif.question import PolicyChange, asked, checked, value_of
 from controller.replay.whatif.recording import Recording
 from events.errors import UsageError
 
@@ -25,7 +25,7 @@ class Swept:
 
     name: str
     values: list[float]
-    asked: PolicyAsked  # other changed settings
+    asked: PolicyChange  # other changed settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SweepPoint:
     figures: dict[str, Estimate]  # figures over the whole recording, by name
 
 
-def swept(text: str, points: int, besides: PolicyAsked) -> Swept:
+def swept(text: str, points: int, besides: PolicyChange) -> Swept:
     """Parse `--sweep NAME=A..B`: values from A to B in a geometric progression. Raise UsageError."""
     parts = _RANGE.fullmatch(text)
     if parts is None:

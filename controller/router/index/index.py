@@ -166,7 +166,7 @@ class Misplaced(ValueError):
     """Blocks that contradict the index: their parent is not held by this holder, or they are at another depth."""
 
 
-class NoParent(Misplaced):
+class ParentNotHeld(Misplaced):
     """Blocks stored after a parent that this holder does not have."""
 
 
@@ -207,7 +207,7 @@ class KvIndex:
     ) -> None:
         """Record that a holder has these blocks, the first right after `parent` (None: at the start of prompts).
 
-        Blocks that it already has change nothing. Raise NoParent, without a change, if it does not have the parent. Raise
+        Blocks that it already has change nothing. Raise ParentNotHeld, without a change, if it does not have the parent. Raise
         Misplaced if blocks contradict their known depth; the blocks before those have been stored.
         """
         bit = self._bit(holder)
@@ -365,7 +365,7 @@ class KvIndex:
             return self._root, 0
         run = self._runs.get(parent)
         if run is None or not (run.masks[0] | run.masks[1] | run.masks[2]) & bit:
-            raise NoParent(f"block {parent} is not held there")
+            raise ParentNotHeld(f"block {parent} is not held there")
         return run, run.depth + run.place(parent) + 1
 
     def _grow(self, run: BlockRun, depth: int, blocks: list[int], tier: Tier, bit: int) -> None:

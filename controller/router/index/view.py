@@ -19,7 +19,7 @@ from random import random
 from controller.router.endpoints import RANKS_MAX, Key, WorkerRank
 from controller.router.index.claims import KvClaims
 from controller.router.index.feed import CLEARED, Counts, Feed
-from controller.router.index.index import KvIndex, NoParent
+from controller.router.index.index import KvIndex, ParentNotHeld
 from events.kv import Answer, Cleared, KvBatch, KvEvent, KvRequest, Stored, Tier
 from events.observations import WorkerJoined
 
@@ -177,7 +177,7 @@ def apply(index: KvIndex, holder: WorkerRank, event: KvEvent) -> tuple[str, str]
             index.store(holder, event.parent, event.blocks, tier)
         elif index.remove(holder, event.blocks, tier):
             return kind, "block_not_found"
-    except NoParent:
+    except ParentNotHeld:
         return kind, "parent_block_not_found"
     except ValueError:  # `Misplaced` is one
         return kind, "invalid_block"

@@ -47,7 +47,7 @@ class LoadLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedRoom:
+class RequiredRoom:
     """The room that a new request needs at a worker, in tokens."""
 
     unread: int = 0  # of all its prompts, assuming that none is cached
@@ -55,7 +55,7 @@ class WantedRoom:
     names: BlockNames | None = None  # block hashes of that prompt
 
 
-NOTHING = WantedRoom()
+NOTHING = RequiredRoom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class LoadMonitor:
         )  # otherwise `has_enough` need not be called
 
     @contextmanager
-    def asking(self, wanted: WantedRoom, beyond: float = 0.0) -> Iterator[None]:
+    def asking(self, wanted: RequiredRoom, beyond: float = 0.0) -> Iterator[None]:
         """Set the room that the current request needs. `beyond`: share of a batch that may queue at the worker in addition."""
         before = self.asked, self.beyond
         self.asked, self.beyond = wanted, beyond
@@ -120,9 +120,9 @@ class LoadMonitor:
 
     def wanted(
         self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
-    ) -> WantedRoom:
+    ) -> RequiredRoom:
         """Return the room for a request with this longest prompt and this maximum answer length."""
-        return WantedRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
+        return RequiredRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
 
     # --- one worker -----------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LoadMonitor:
         """Return whether a worker is known to lack the KV blocks for the current request."""
         return self.asked is not NOTHING and not self.holds(endpoint, self.asked)
 
-    def holds(self, endpoint: Endpoint, wanted: WantedRoom) -> bool:
+    def holds(self, endpoint: Endpoint, wanted: RequiredRoom) -> bool:
         """Return whether a DP rank of a worker has the KV blocks for a request, beside its present requests, which grow.
 
         A rank without requests always accepts. If other frontends have requests there, or a canary runs, its last reported usage

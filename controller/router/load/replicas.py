@@ -2,7 +2,7 @@
 
     ours     tracker ──▶ events ──▶ batches                                      numbered, over one life of a frontend
     theirs   batch, the next one ──▶ tracker
-             batch, beyond the next ──▶ tracker, as far as possible, and a `Want`   batches were lost
+             batch, beyond the next ──▶ tracker, as far as possible, and a `ResendRequest`   batches were lost
              the first of a full state ──▶ forget what we had of it ──▶ tracker
              silence ──▶ forget it, once it is no longer a peer
 
@@ -24,9 +24,9 @@ from events.slot_messages import (
     Added,
     Freed,
     Read,
+    ResendRequest,
     SlotBatch,
     SlotEvent,
-    Want,
     pack,
     unpack,
 )
@@ -138,11 +138,11 @@ class Replicas:
 
     # --- other frontends' requests -----------------------------------------------------------------------------
 
-    def take(self, message: SlotBatch | Want, now: float) -> Want | None:
+    def take(self, message: SlotBatch | ResendRequest, now: float) -> ResendRequest | None:
         """Apply a message of another frontend. Return a request for its full state if batches were lost."""
         if message.frontend == self._frontend:  # our own echo
             return None
-        if isinstance(message, Want):
+        if isinstance(message, ResendRequest):
             self._whole = self._whole or message.of in ("", self._frontend)
             return None
         other = self._others.get(message.frontend)
@@ -165,7 +165,7 @@ class Replicas:
         if other.complete or now - other.asked < AGAIN_S:
             return None
         other.asked = now
-        return Want(self._frontend, message.frontend)
+        return ResendRequest(self._frontend, message.frontend)
 
     def _apply(self, frontend: str, event: SlotEvent, now: float) -> None:
         name = (frontend, event.request)
@@ -186,11 +186,11 @@ class Replicas:
                 owner=frontend,
             )
 
-    def want_all(self) -> Want:
+    def request_all(self) -> ResendRequest:
         """Return the request for all full states, sent when this frontend starts to listen, or does so again."""
         for other in self._others.values():
             other.complete = False
-        return Want(self._frontend)
+        return ResendRequest(self._frontend)
 
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
         """Forget and return the frontends that were silent for long and are no longer peers.

@@ -1,4 +1,4 @@
-"""Turns an operator's request about goldens into a fact, or refuses it.
+"""DecisionNumbering an operator's request about goldens into a fact, or refuses it.
 
 `controller.deciders.golden` decides on the fact.
 """

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.runtime.canary.runner import CanaryRunner, Outcome
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import CanaryTurn
 from controller.runtime.settings import CanarySettings
 from events.decisions import GoldenRetired, HealthStatus, WorkerDecision
@@ -68,7 +68,7 @@ class WorkerWatch:
 class CanaryLoop:
     """Probes every live worker while its controller leads."""
 
-    def __init__(self, view: View, tools: Tools, settings: CanarySettings) -> None:
+    def __init__(self, view: View, tools: ProberDependencies, settings: CanarySettings) -> None:
         self._view = view
         self._leading = tools.leading
         self._clock = tools.clock

@@ -42,7 +42,7 @@ from controller.runtime.canary.probe import (
     unmarked_question,
 )
 from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import CanaryTurn, Probe
 from controller.runtime.canary.unmarked import UnmarkedCheck
 from controller.runtime.settings import CanarySettings
@@ -62,7 +62,9 @@ log = structlog.get_logger(__name__)
 class CanaryRunner:
     """Runs probes, and keeps the canary sets, calibrations and sampler checks of all kinds of workers."""
 
-    def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
+    def __init__(
+        self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
+    ) -> None:
         self._look = look  # the shown fleet, and the number of the last decision in it
         self._tools = tools
         self._meter = tools.meter

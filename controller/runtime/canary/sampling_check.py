@@ -20,7 +20,7 @@ from controller.deciders.golden import Golden
 from controller.runtime.canary.goldens import Canary, ExpectedAnswer, GoldenDifference
 from controller.runtime.canary.probe import ProbeResult, Verdict
 from controller.runtime.canary.sampled import SURPRISE_MIN, SamplingParameters, combined, surprise
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.user_tokens import UserTokens
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
@@ -65,7 +65,9 @@ class KnownAnswers:
 class SamplingCheck:
     """Judges sampled answers, and tracks which workers recently drew ordinary tokens."""
 
-    def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
+    def __init__(
+        self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
+    ) -> None:
         self._look = look
         self._tools = tools
         self._clock = tools.clock

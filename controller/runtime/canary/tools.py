@@ -28,7 +28,7 @@ class CanaryMeter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class ProberDependencies:
     """The dependencies of the prober."""
 
     journal: Journal

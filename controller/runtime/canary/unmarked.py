@@ -28,7 +28,7 @@ from controller.runtime.canary.fresh_questions import fresh_question
 from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, compare
 from controller.runtime.canary.probe import ProbeResult, Verdict
 from controller.runtime.canary.sampling_check import CONVICTED_EVERY
-from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import Probe
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
@@ -80,7 +80,12 @@ class UnmarkedCheck:
     """Sends workers unmarked questions, and judges the answers."""
 
     def __init__(
-        self, look: Callable[[], Fleet], tools: Tools, settings: CanarySettings, begin: Begin, ask: Ask
+        self,
+        look: Callable[[], Fleet],
+        tools: ProberDependencies,
+        settings: CanarySettings,
+        begin: Begin,
+        ask: Ask,
     ) -> None:
         self._look = look
         self._draw = tools.secret

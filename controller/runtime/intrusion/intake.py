@@ -33,7 +33,7 @@ from events.journal import broker, messages
 from events.journal.port import StreamEnd
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
-from events.permissions import SAYS
+from events.permissions import PUBLISHES
 
 QUEUE = "intake"
 KB = 1024
@@ -42,7 +42,7 @@ ACK_S = 2.0
 ACCOUNTS_MAX = 16_384
 ROLES = ("worker", "watch")
 NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # of an event that is not on the journal yet
-KINDS = frozenset(kind.kind() for kind in SAYS["worker"])
+KINDS = frozenset(kind.kind() for kind in PUBLISHES["worker"])
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ import structlog
 from controller.planner.history import DAYS
 from controller.planner.plan import ModelView, Proposal
 from controller.planner.planner import Planner, PlannerDuties, PlannerOutlook
-from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, WantedScale
+from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, ScaleRequest
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.settings import PlannerSettings
 from events.errors import HoldfastError
@@ -126,7 +126,7 @@ class Planning:
             await self._apply(self._hook, fact, id)
 
     async def _apply(self, hook: ScaleHook, fact: ScaleProposed, id: str) -> None:
-        wanted = WantedScale(
+        wanted = ScaleRequest(
             model=fact.model, before=fact.before, after=fact.after, why=fact.why, proposal=id, planner=self._name
         )  # fmt: skip
         result = await hook.scale(wanted)

@@ -12,14 +12,14 @@ from random import Random
 from controller.simulator.world.kernel import MS, SECOND, Kernel
 from controller.simulator.world.seams import Seams
 from events.fact import Decision, Fact, Observation, Recorded
-from events.frozen import quickly_made
+from events.frozen import fast_constructor
 from events.observations import ScaleProposed
 
 DUPLICATES_REMEMBERED = 120 * SECOND
 LEASE_TTL = 3 * SECOND
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
     """An observation in transit. `number` counts the facts of its source."""

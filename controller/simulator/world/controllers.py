@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from random import Random
 
-from controller.deciders.fleet import Asking, absorbed, absorption_due
+from controller.deciders.fleet import SettleCache, absorbed, absorption_due
 from controller.simulator.world.broker import LEASE_TTL
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.liveness import SimulatedObserver
@@ -40,7 +40,7 @@ class SimulatedController(SimulatedProcess):
         """Start with an empty fold, read from the beginning of the journal."""
         surroundings = self.surroundings
         self.paused = self.leading = False
-        self._asking = Asking(surroundings.policy(), surroundings.seams.settle)
+        self._asking = SettleCache(surroundings.policy(), surroundings.seams.settle)
         self._sent: object = None  # the append in flight; answers to earlier ones are ignored
         self._must_read: int | None = (
             0  # sequence to read before deciding; None: the journal's end, not known yet

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from events.decisions import BreakerClosed
-from events.frozen import quickly_made, replace
+from events.frozen import fast_constructor, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Slow:
     seen: Mapping[str, int] = field(default_factory=dict)
 
 
-@quickly_made
+@fast_constructor
 @dataclass(frozen=True, slots=True)
 class Quick:
     """The same, made quickly."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from events.journal import bounds, stream
-from events.journal.bounds import JournalBounds, KeptAt
+from events.journal.bounds import JournalBounds, SnapshotPosition
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalChanged
@@ -21,8 +21,8 @@ USED = JournalUsage(1, 1000, 1000 * KIB, None, None, None, NOW)  # one KiB per e
 BOUND = JournalBounds(bytes=800 * KIB)
 
 
-def kept(through: int, ago: timedelta = timedelta(0)) -> KeptAt:
-    return KeptAt(through, NOW - ago)
+def kept(through: int, ago: timedelta = timedelta(0)) -> SnapshotPosition:
+    return SnapshotPosition(through, NOW - ago)
 
 
 def test_a_snapshot_is_due_when_the_journal_has_grown_by_an_eighth_of_its_bound() -> None:

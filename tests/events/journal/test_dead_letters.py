@@ -8,7 +8,7 @@ import pytest
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from events import dead_letters
-from events.dead_letters import DeadLetter, DeadLetters, NotBuried
+from events.dead_letters import DeadLetter, DeadLetters, LetterNotStored
 from events.nats.connection import BrokerConnection
 
 pytestmark = pytest.mark.servers
@@ -72,7 +72,7 @@ async def test_the_stream_is_bounded_and_other_messages_on_it_are_skipped(
     await letters.bury(letter("b"))
     assert await ids(letters) == ["a", "b"]
     await stream.delete_stream("DEAD_LETTERS")
-    with pytest.raises(NotBuried):
+    with pytest.raises(LetterNotStored):
         await letters.bury(letter("c"))
     await letters.bury(letter("c"))  # a retry creates the stream again
     assert await ids(letters) == ["c"]
@@ -84,5 +84,5 @@ async def test_storing_a_letter_fails_while_the_broker_is_unreachable(
 ) -> None:
     await letters.bury(letter("a"))
     await own_nats.kill()
-    with pytest.raises(NotBuried):
+    with pytest.raises(LetterNotStored):
         await letters.bury(letter("b"))

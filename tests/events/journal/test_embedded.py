@@ -18,7 +18,7 @@ import pytest
 
 from controller.adapters.embedded import free_port
 from controller.adapters.embedded import postgres as embedded_postgres
-from controller.adapters.embedded.server import PORT_TRIES, somewhere
+from controller.adapters.embedded.server import PORT_TRIES, start_on_free_port
 from controller.adapters.embedded.servers import (
     EmbeddedServer,
     PortInUse,
@@ -114,9 +114,9 @@ async def test_a_free_port_that_is_taken_meanwhile_is_retried(
 
     if tries > PORT_TRIES:
         with pytest.raises(PortInUse):
-            await somewhere(0, start)
+            await start_on_free_port(0, start)
     else:
-        assert await somewhere(0, start) is nats_server
+        assert await start_on_free_port(0, start) is nats_server
     assert len(set(asked)) == PORT_TRIES + 1
 
 

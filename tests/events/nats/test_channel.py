@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_sides import RecordingProtocol, Sides
 
-from events.nats.channel import CLOSE, DATA, HEAD, OPEN, SILENT_S_MAX, Channel, NobodyListens
+from events.nats.channel import CLOSE, DATA, HEAD, OPEN, SILENT_S_MAX, Channel, NoResponders
 from events.nats.windows import BUFFER_BYTES, WINDOW_BYTES
 
 Play = Callable[[Sides], None]
@@ -252,8 +252,8 @@ def test_dialling_a_subject_without_a_subscriber_fails() -> None:
     async def run() -> None:
         sides = Sides()
         dialling = Channel(sides.wires[0], "own", "other", RecordingProtocol)
-        dialling.end(NobodyListens("no responders"))
-        with pytest.raises(NobodyListens):
+        dialling.end(NoResponders("no responders"))
+        with pytest.raises(NoResponders):
             dialling.answered.result()
 
     asyncio.run(run())

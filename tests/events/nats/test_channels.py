@@ -11,7 +11,7 @@ from two_sides import SUBJECT, RecordingPeer, World
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import subjects
-from events.nats.channel import SILENT_S_MAX, NobodyListens
+from events.nats.channel import SILENT_S_MAX, NoResponders
 from events.nats.channels import Channels
 from events.nats.windows import WINDOW_BYTES
 
@@ -39,7 +39,7 @@ async def test_bytes_go_both_ways_in_order(world: World, eventually: Eventually)
 
 async def test_the_broker_reports_a_subject_without_a_subscriber_at_once(world: World) -> None:
     async with asyncio.timeout(20):  # without the broker's notice it would wait forever
-        with pytest.raises(NobodyListens):
+        with pytest.raises(NoResponders):
             await world.near.dial(subjects.plane("w1", "i2"), RecordingPeer)
     assert world.near.count == 0
 
@@ -66,7 +66,7 @@ async def test_a_dead_peer_of_a_channel_in_use_is_noticed_in_a_tenth_of_a_second
     died = time.monotonic()
     await world.far.close()
     await eventually(lambda: used.lost and idle.lost)
-    assert isinstance(used.lost[0], NobodyListens) and isinstance(idle.lost[0], NobodyListens)
+    assert isinstance(used.lost[0], NoResponders) and isinstance(idle.lost[0], NoResponders)
     assert (
         used.ended_at - died < SILENT_S_MAX / 2
     )  # without signs of life it would take longer; 0.05 s are expected

@@ -235,7 +235,7 @@ async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_
             await back
         w.dead = False
         back = w.again()
-        w.queue.send_away()
+        w.queue.refuse_all()
         with pytest.raises(WaitedTooLong, match="before this frontend shut down"):
             await back
         await turns()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.frontend.openai.intake import InflatesTooFar, inflated
+from controller.frontend.openai.intake import DecompressedTooLarge, inflated
 
 
 def bare(data: bytes) -> bytes:
@@ -23,7 +23,7 @@ def test_the_original_data_is_returned(data: bytes, times: int, files: int) -> N
     for encoding, packed in (("gzip", gzip.compress(data)), ("deflate", zlib.compress(data))):
         assert inflated(packed, encoding, len(data)) == data
         if data:
-            with pytest.raises(InflatesTooFar):
+            with pytest.raises(DecompressedTooLarge):
                 inflated(packed, encoding, len(data) - 1)
     assert inflated(gzip.compress(data) * files, "gzip", files * len(data)) == data * files
     if (packed := bare(data))[0] & 0xF != 8:
@@ -34,7 +34,7 @@ def test_the_original_data_is_returned(data: bytes, times: int, files: int) -> N
 def test_truncated_data_is_refused(data: bytes, draw: st.DataObject) -> None:
     packed = gzip.compress(data)
     cut = packed[: draw.draw(st.integers(1, len(packed) - 1))]
-    with pytest.raises((ValueError, InflatesTooFar)):
+    with pytest.raises((ValueError, DecompressedTooLarge)):
         inflated(cut, "gzip", 10**6)
 
 
@@ -45,7 +45,7 @@ def test_a_decompression_bomb_costs_no_more_than_the_limit(lies: bool) -> None:
         packed = packed[:-4] + bytes(4)
     tracemalloc.start()
     try:
-        with pytest.raises(InflatesTooFar):
+        with pytest.raises(DecompressedTooLarge):
             inflated(packed, "gzip", 2**20)
         assert tracemalloc.get_traced_memory()[1] < 2 * 2**20 + len(packed)
     finally:

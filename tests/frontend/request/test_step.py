@@ -275,7 +275,7 @@ def test_a_transfer_switches_after_the_sources_last_token() -> None:
     assert effects == (do.ShipCache(),)
     state, effects = play(state, on.TransferAdvanced(planned_move.TargetCommitted((7, 8)), said=(7,)))
     assert effects == ()
-    state, effects = play(state, on.TransferAdvanced(planned_move.SourceSaid(), said=(7, 8)))
+    state, effects = play(state, on.TransferAdvanced(planned_move.SourceProgressed(), said=(7, 8)))
     assert effects == (do.SwitchToTarget(),)
     move = Move(DRAINS, DRAINS, A, 0.0, 3)
     state, effects = play(state, on.Switched(B, move))

@@ -16,7 +16,7 @@ from controller.adapters.request_plane.worker_links import Address
 from controller.ports import WorkerUnreachable
 from events import wire
 from events.errors import BadSetting
-from events.fleet_key import FleetKey, FrontendHandshake, Stranger, WorkerHandshake
+from events.fleet_key import FleetKey, FrontendHandshake, UnknownPeer, WorkerHandshake
 from events.wire import Challenge, Chunk, Generate, Hello, Proof, Sampling, Welcome
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
@@ -181,7 +181,7 @@ def test_a_workers_proof_is_not_valid_as_a_frontends() -> None:
     mirrored = first.challenge(Hello("f1", nonce=asked.nonce))
     assert mirrored is not None
     for worker_side in (first, second):
-        with pytest.raises(Stranger):
+        with pytest.raises(UnknownPeer):
             worker_side.proven(Proof(mirrored.proof))
 
 
@@ -189,7 +189,7 @@ def test_a_workers_proof_is_not_valid_as_a_frontends() -> None:
 def test_no_other_bytes_are_a_valid_proof(nonce: bytes, proof: bytes) -> None:
     side = FrontendHandshake(OURS)
     side.hello("f1")
-    with pytest.raises(Stranger):
+    with pytest.raises(UnknownPeer):
         side.answer(Challenge(nonce, proof))
     assert not side.proven
 

@@ -22,7 +22,7 @@ from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.nats_dialer import NO_RESPONDERS, ChannelConnection
 from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
-from events.nats.channel import Channel, NobodyListens
+from events.nats.channel import Channel, NoResponders
 from events.nats.channels import Channels
 from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Sampling, Welcome
@@ -132,7 +132,7 @@ async def test_unread_requests_had_no_responder_and_the_others_are_disconnected(
     connection.open(2, question(), unread)
     connection.open(3, question(), ended)
     connection.cancel(3, "gone")
-    channel.end(NobodyListens("no responders"))
+    channel.end(NoResponders("no responders"))
     await asyncio.sleep(0)
     assert read.end == "disconnected: Stream ended before generation completed"
     assert (unread.end, ended.end) == (f"cannot_connect: {NO_RESPONDERS}", "")

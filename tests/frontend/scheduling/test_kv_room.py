@@ -13,7 +13,7 @@ from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.settings import FrontendSettings
-from controller.router.load.monitor import FILLED_MAX, WantedRoom
+from controller.router.load.monitor import FILLED_MAX, RequiredRoom
 from controller.router.selection.filter import AllBusy
 from events.wire import Load
 from workers.engines.simulated.sequence import EngineShape
@@ -124,8 +124,8 @@ async def test_nested_room_queries_do_not_affect_each_other() -> None:
         await asyncio.sleep(0.1)
         routing = one.director.routing
         (endpoint,) = one.director.table.endpoints.values()
-        with routing.monitor.asking(WantedRoom(held=40 * TOKENS)):
-            with routing.monitor.asking(WantedRoom(held=TOKENS)):
+        with routing.monitor.asking(RequiredRoom(held=40 * TOKENS)):
+            with routing.monitor.asking(RequiredRoom(held=TOKENS)):
                 assert routing.room(endpoint.model, endpoint.lineage) is endpoint
             with pytest.raises(AllBusy):
                 routing.room(endpoint.model, endpoint.lineage)

@@ -10,7 +10,7 @@ from filter_rules import rules
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
-from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, confirmed, usual
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, confirmed, most_common_value
 from controller.router.selection.filter import Filter, NoneRoutable
 
 LINEAGE = ("r1", "builtin:sim")
@@ -56,7 +56,7 @@ def test_a_registered_migration_limit_of_zero_does_not_affect_other_workers() ->
         replace(joined(ScriptedWorker(f"w{n}")), migration_limit=limit) for n, limit in enumerate(limits)
     )
     assert table.migration_limit("m") == 3
-    assert usual([1, 2, 2, 1]) == 2
+    assert most_common_value([1, 2, 2, 1]) == 2
 
 
 def test_a_request_goes_only_to_a_worker_with_a_large_enough_context() -> None:

@@ -11,7 +11,7 @@ from events.errors import BadSetting
 from events.nats import keys
 from events.nats.urls import BadBrokerUrl, with_keys
 from events.process.presence import announce
-from workers.config.settings_check import as_ourselves, load_settings
+from workers.config.settings_check import load_settings, with_broker_user
 from workers.engines.build import build_engine
 
 
@@ -151,13 +151,14 @@ def test_nixl_without_its_extra_names_the_package_to_install() -> None:
 def test_a_worker_that_joins_creates_its_missing_seed_and_waits_until_it_is_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "secrets" / "nats"
     folder.mkdir(parents=True)
-    (folder / f"worker-x0+2{keys.TOLD}").touch()  # the marker that the fleet creates
+    (folder / f"worker-x0+2{keys.DEFAULT_KINDS}").touch()  # the marker that the fleet creates
     (tmp_path / "fleet.json").write_text(json.dumps({"nats_url": with_keys("nats://c:1", folder)}))
     settings = load_settings({"data": str(tmp_path), "name": "x0", "count": 2}, {})
     assert keys.users(folder) == [], "reading the settings creates nothing"
     for _ in range(2):
         assert (
-            as_ourselves(settings).nats_url == f"nats://c:1?nkey={folder}/worker-x0%2B2.nk&user=worker-x0%2B2"
+            with_broker_user(settings).nats_url
+            == f"nats://c:1?nkey={folder}/worker-x0%2B2.nk&user=worker-x0%2B2"
         )
     assert keys.users(folder) == ["worker-x0+2"]
 
@@ -167,5 +168,5 @@ def test_no_seed_is_created_for_a_broker_outside_the_fleet(tmp_path: Path) -> No
         {"name": "w9", "data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1?keys=/nowhere"}
     )
     with pytest.raises(BadBrokerUrl, match=r"/nowhere has no seed for the account 'worker-w9'"):
-        as_ourselves(settings)
-    assert as_ourselves(load_settings({}, {"HOLDFAST_NATS_URL": "nats://c:1"})).nats_url == "nats://c:1"
+        with_broker_user(settings)
+    assert with_broker_user(load_settings({}, {"HOLDFAST_NATS_URL": "nats://c:1"})).nats_url == "nats://c:1"

@@ -26,7 +26,7 @@ from events.process.presence import present
 from workers.config.settings_check import load_settings
 from workers.devices.faults import FaultChange
 from workers.devices.watch import DeviceWatch
-from workers.watch_only import Deputy, WatchOff, run_watch
+from workers.watch_only import WatchedWorker, WatchOff, run_watch
 
 XID = {"device": "GPU-0000", "fault_class": "xid", "code": "79"}
 Eventually = Callable[..., Awaitable[None]]
@@ -46,7 +46,7 @@ def facts_of(stream: MemoryStream) -> list[Fact]:
 
 def test_faults_wait_for_the_workers_heartbeat_and_are_reported_for_each_life() -> None:
     stream = MemoryStream()
-    deputy = Deputy("w0", MemoryJournal(stream, "watch:w0"))
+    deputy = WatchedWorker("w0", MemoryJournal(stream, "watch:w0"))
     deputy.changed("GPU-0000", FaultChange(fault_class="xid", code="79", fatal=True))
     deputy.changed("GPU-0000", FaultChange(fault_class="throttle", code="thermal", weight=0.5))
     assert not stream.events, "the instance is not known yet"

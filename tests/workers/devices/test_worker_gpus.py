@@ -42,7 +42,7 @@ from workers.devices.watch import DeviceWatch
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.exits import FELL
+from workers.exits import FAILED
 from workers.worker import InferenceWorker
 
 ABOUT: dict[str, Any] = {"worker": "w0", "instance": "i1", "device": "GPU-0001"}
@@ -250,7 +250,7 @@ async def test_a_missing_gpu_is_not_a_usage_error(
     flags: tuple[str, ...], gpus: shim.State, library: Path, spawn: Spawn, nats_url: str
 ) -> None:
     process = await spawn("--gpus", "5", *flags, nats_url=nats_url, LD_LIBRARY_PATH=str(library.parent))
-    assert await process.ended() == FELL, (
+    assert await process.ended() == FAILED, (
         "the GPU may return, so a restart may succeed; a usage error is permanent"
     )
     assert "gpus = 5: not on this host, which has 0 (GPU-0000), 1 (GPU-0001)" in process.lines[-1]

@@ -21,7 +21,7 @@ from events.nats.overrides import FastClient
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Sampling
 from workers.config.worker import WorkerConfig
-from workers.engines.engine import Announce, Deliver, unheard
+from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.kv_events.ledger import LedgerBounds
@@ -37,9 +37,9 @@ class Announcing(SimulatedEngine):
     def __init__(self, announces: bool) -> None:
         super().__init__(EngineShape())
         self.announces = announces
-        self.announce: Announce = unheard
+        self.announce: Announce = discard_events
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         await super().start(deliver)
         self.announce = announce
 
@@ -51,7 +51,7 @@ class Overheard(SimulatedEngine):
         super().__init__(EngineShape())
         self.output: dict[int, Chunk] = {}
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         await super().start(self.output.update, announce)
 
 

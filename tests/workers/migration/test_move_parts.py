@@ -15,14 +15,14 @@ from workers.frontends import RequestOrigin
 from workers.kv_transfer.messages import STATE_BYTES_MAX, Description, Grant
 from workers.kv_transfer.receiver import Regions
 from workers.migration.settings import KvMoveSettings
-from workers.migration.source import together
+from workers.migration.source import run_concurrently
 from workers.migration.state import (
     RequestMigrationState,
     difference,
     packed_state,
     unpacked_state,
 )
-from workers.migration.target import Landing
+from workers.migration.target import LazyReceiver
 from workers.output import layout
 
 KV = Description("tiny", "main", "float32", 2, 2, 8, 16, 4096)
@@ -76,7 +76,7 @@ async def test_the_first_failure_ends_the_others_and_is_raised() -> None:
 
     async with asyncio.timeout(20):
         with pytest.raises(MoveRefused, match="the first"):
-            await together([waits("a"), fails(), waits("b")])
+            await run_concurrently([waits("a"), fails(), waits("b")])
     assert ended == ["a", "b"]
 
 
@@ -89,7 +89,7 @@ async def test_a_cancelled_caller_ends_the_work_that_it_awaits() -> None:
         finally:
             ended.set()
 
-    waiting = asyncio.ensure_future(together([waits(), waits()]))
+    waiting = asyncio.ensure_future(run_concurrently([waits(), waits()]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     waiting.cancel()
@@ -136,7 +136,7 @@ async def test_a_worker_that_cannot_receive_declines_with_the_reason(tmp_path: P
 async def test_a_root_path_too_long_for_a_socket_is_declined_with_the_reason(tmp_path: Path) -> None:
     root = tmp_path / ("x" * 60)
     root.mkdir()
-    landing = Landing("w" * 64, lambda: (KV,), KvMoveSettings(root=root))
+    landing = LazyReceiver("w" * 64, lambda: (KV,), KvMoveSettings(root=root))
     with pytest.raises(MoveRefused, match="too long"):
         await landing.grants(2, [1, 2, 3], 0)
     assert not list(root.iterdir())
@@ -147,7 +147,7 @@ async def test_a_root_path_too_long_for_a_socket_is_declined_with_the_reason(tmp
 async def test_any_instance_name_works(instance: str) -> None:
     with TemporaryDirectory() as folder:  # a socket's path must be short
         root = Path(folder)
-        landing = Landing(instance, lambda: (KV,), KvMoveSettings(root=root))
+        landing = LazyReceiver(instance, lambda: (KV,), KvMoveSettings(root=root))
         (grant,) = await landing.grants(2, [1, 2, 3], 0)
         assert Path(grant.region).parent.parent == root
         await landing.close()

@@ -16,7 +16,7 @@ from events.wire import Stay
 from workers.admin.server import WorkerMetrics
 from workers.engines.engine import MoveEnded
 from workers.engines.simulated.sequence import EngineShape
-from workers.shutdown import DRAINING, depart, drain
+from workers.shutdown import DRAINING, drain, shut_down
 
 
 async def test_a_moved_stream_has_the_same_tokens_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_a_drain_waits_for_streams_that_move_and_counts_them(tmp_path: Pat
         if how == "drain":
             draining = asyncio.ensure_future(drain(server, DRAINING, 20.0))
         else:
-            left = depart(server, 20.0, graceful=True, hurried=asyncio.Event())
+            left = shut_down(server, 20.0, graceful=True, hurried=asyncio.Event())
             draining = asyncio.ensure_future(left)
         await way.moved(move)
         assert await way.rest(move) == await way.undisturbed(move)
@@ -163,7 +163,7 @@ async def test_a_worker_that_does_not_wait_for_streams_lets_moving_streams_finis
         sent_on = asyncio.Event()
 
         async def leave() -> None:
-            way.source.server.output.send_on("engine_shutdown: it need not wait")
+            way.source.server.output.send_elsewhere("engine_shutdown: it need not wait")
             sent_on.set()
 
         way.source.engine.at["stop"] = leave
@@ -181,7 +181,7 @@ async def test_frontends_get_a_moment_to_move_the_streams_of_a_worker_that_does_
 ) -> None:
     async with road(tmp_path) as way:
         move, server = await way.begin(), way.source.server
-        leaving = asyncio.ensure_future(depart(server, 20.0, graceful=False, hurried=asyncio.Event()))
+        leaving = asyncio.ensure_future(shut_down(server, 20.0, graceful=False, hurried=asyncio.Event()))
         frontend = way.source.frontend
         await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
         assert frontend.end(move.stream) is None, "it learns that the worker leaves before its streams end"
@@ -197,7 +197,7 @@ async def test_a_stream_that_cannot_leave_a_worker_that_does_not_wait_is_sent_on
         move = await way.begin()
 
         async def leave() -> None:
-            way.source.server.output.send_on("engine_shutdown: it need not wait")
+            way.source.server.output.send_elsewhere("engine_shutdown: it need not wait")
             raise MoveEnded("it was preempted")
 
         way.source.engine.at["stop"] = leave

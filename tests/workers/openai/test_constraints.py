@@ -157,22 +157,22 @@ async def test_a_failed_probe_is_repeated_later_each_time_after_twice_as_long(
     monkeypatch.setattr(loop, "time", lambda: told() + ahead)
     for wait_s in (REPEAT_S_MIN, 2 * REPEAT_S_MIN, 4 * REPEAT_S_MIN):
         with pytest.raises(Fault):
-            await constraints.phrased({"structured_outputs": {"regex": "a"}})
+            await constraints.translate({"structured_outputs": {"regex": "a"}})
         before = len(asked)
         ahead += wait_s - 1
         with pytest.raises(Fault):
-            await constraints.phrased({"structured_outputs": {"regex": "a"}})
+            await constraints.translate({"structured_outputs": {"regex": "a"}})
         assert len(asked) == before
         ahead += 2
     obeys = True
     given = {"structured_outputs": {"regex": "a"}}
-    assert await constraints.phrased(given) == given
+    assert await constraints.translate(given) == given
     before, obeys = len(asked), False
     ahead += REPEAT_S_MAX - 60
-    assert await constraints.phrased(given) == given and len(asked) == before
+    assert await constraints.translate(given) == given and len(asked) == before
     ahead += 120
     with pytest.raises(Fault):  # a successful probe expires as well
-        await constraints.phrased(given)
+        await constraints.translate(given)
 
 
 @pytest.mark.parametrize("fault", ["http_401", "http_403", "http_404", "cut"])

@@ -88,8 +88,8 @@ async def test_the_upstreams_abilities_are_probed(
 async def test_a_text_only_upstream_is_sent_text(upstream: Upstream) -> None:
     upstream.manner = "text"
     async for rig in rigged(upstream):
-        answer = await rig.ask(prompt(), prompt_text="Say it.", max_tokens=5)
-        assert upstream.bodies[-1]["prompt"] == "Say it."
+        answer = await rig.ask(prompt(), prompt_text="OnFaultChange it.", max_tokens=5)
+        assert upstream.bodies[-1]["prompt"] == "OnFaultChange it."
         assert answer.tokens == []
         assert "".join(chunk.text or "" for chunk in answer.chunks).count("<") == 5
         assert answer.finish == "length"
@@ -302,7 +302,7 @@ async def test_a_fault_in_a_stream_of_text_is_an_error_too(
 ) -> None:
     upstream.manner, upstream.fault = "text", fault
     async for rig in rigged(upstream):
-        answer = await rig.ask(prompt(), prompt_text="Say it.")
+        answer = await rig.ask(prompt(), prompt_text="OnFaultChange it.")
         assert (answer.error or "").startswith(error)
         assert "".join(chunk.text or "" for chunk in answer.chunks).count("<") == 3
 

@@ -17,7 +17,7 @@ from events.process.key_file import read_key
 from workers.engines.engine import EngineDead
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.upstream import Upstream
-from workers.engines.openai.upstream_errors import UpstreamAway
+from workers.engines.openai.upstream_errors import UpstreamUnavailable
 from workers.engines.openai.upstream_wait import UpstreamWait
 
 KEY = "sk-planted"
@@ -176,7 +176,7 @@ async def test_an_untrusted_certificate_and_a_port_without_tls_are_reported(tmp_
     try:
         for port, why in ((with_tls, "certificate is not trusted: self-signed"), (without, "TLS failed: ")):
             upstream = Upstream(f"https://127.0.0.1:{port}", "", 1)
-            with pytest.raises(UpstreamAway, match=why) as raised:
+            with pytest.raises(UpstreamUnavailable, match=why) as raised:
                 await upstream.abilities()
             assert "Operation not permitted" not in str(raised.value)
             assert why in (await upstream.healthy(10.0)).trouble

@@ -73,7 +73,7 @@ class Constraints:
         self._failed: dict[Style, Failed] = {}
         self._probing = asyncio.Lock()
 
-    async def phrased(self, guided: dict[str, Any]) -> dict[str, Any]:
+    async def translate(self, guided: dict[str, Any]) -> dict[str, Any]:
         """Return a client's constraint in the fields that the server obeys. Raise Fault if it obeys none."""
         ((field, value),) = guided.items()
         kinds = _kinds(field, value)
@@ -103,7 +103,7 @@ class Constraints:
             return False
 
     async def _probe(self, style: Style) -> bool:
-        """Return whether the server obeys this name, or at least validates it. Raise Fault, UpstreamAway."""
+        """Return whether the server obeys this name, or at least validates it. Raise Fault, UpstreamUnavailable."""
         text = await self._complete(PROBES[style])
         if text is None:
             return False

@@ -30,7 +30,7 @@ from workers.engines.engine import (
     MoveEnded,
     Phase,
     Unbreakable,
-    unheard,
+    discard_events,
 )
 from workers.engines.openai.cache_epochs import CacheEpochs
 from workers.engines.openai.capabilities import Abilities
@@ -69,7 +69,7 @@ class OpenAIEngine(Unbreakable):
         self._exchange: Exchange | None = None
         self._following: list[asyncio.Future[None]] = []
         self._deliver: Deliver = _discard
-        self._announce: Announce = unheard
+        self._announce: Announce = discard_events
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
         self._places = Places()
@@ -78,7 +78,7 @@ class OpenAIEngine(Unbreakable):
         self._out: list[tuple[int, Chunk]] = []
         self._health = UpstreamHealth(settings.silent_s)
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         self._deliver, self._announce = deliver, announce
         limit = self._settings.batch_max + self._settings.waiting_max + CANARIES_MAX
         self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)

@@ -20,7 +20,7 @@ MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "Unproce
 """What OpenAI, vLLM and SGLang call a client's error where they give no number."""
 
 
-def clients_mistake(status: int) -> bool:
+def is_client_error(status: int) -> bool:
     """Return whether an HTTP status blames the content of the request."""
     return 400 <= status < 500 and status not in NOT_THE_CLIENTS
 
@@ -36,7 +36,7 @@ def refusal_of(said: Any, status: int | None = None) -> RequestRefusal | None:
     found = status if status is not None else _status(fields)
     if found is None and isinstance(kind, str) and kind in MISTAKEN_TYPES:
         found = 400
-    if found is None or not clients_mistake(found):
+    if found is None or not is_client_error(found):
         return None
     return RequestRefusal(
         error_words(said),

@@ -14,7 +14,7 @@ from workers.engines.openai.constraints import Constraints
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
 from workers.engines.openai.stream_decoder import Fault, UpstreamStream
 from workers.engines.openai.upstream import Upstream, hidden, refusal
-from workers.engines.openai.upstream_errors import UNAUTHORIZED, UpstreamAway
+from workers.engines.openai.upstream_errors import UNAUTHORIZED, UpstreamUnavailable
 from workers.engines.openai.watch.api_key import UpstreamKey
 from workers.engines.openai.watch.identity_watch import IdentityWatch
 from workers.engines.openai.watch.retry_after import RetryGate
@@ -59,7 +59,7 @@ class Exchange:
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
             if request.guided is not None:
-                guided = await self._constraints.phrased(request.guided)
+                guided = await self._constraints.translate(request.guided)
                 request = msgspec.structs.replace(request, guided=guided)
             before = await prompt_logprobs(self._upstream, self._abilities, request)
             async with self._upstream.complete(self._abilities, request, handle) as response:
@@ -72,7 +72,7 @@ class Exchange:
                 self._emit(emit, reading.end())
         except Fault as fault:
             return str(fault)
-        except (aiohttp.ClientError, OSError, TimeoutError, UpstreamAway) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
             self._identity.doubt()  # after a restart it may be another server
             words = str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])

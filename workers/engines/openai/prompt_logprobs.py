@@ -36,7 +36,7 @@ class EchoedAnswer(msgspec.Struct):
 
 
 async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Generate) -> list[Logprob]:
-    """Return the logprobs of a request's prompt, if it asks for them. Raise Fault, or UpstreamAway."""
+    """Return the logprobs of a request's prompt, if it asks for them. Raise Fault, or UpstreamUnavailable."""
     top = request.sampling.prompt_logprobs
     if top is None:
         return []

@@ -19,7 +19,7 @@ from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.lineage import merged
 from workers.engines.openai.lineage import read as read_lineage
 from workers.engines.openai.stream_decoder import Fault, IdsFrom, read_piece
-from workers.engines.openai.upstream_errors import HealthAnswer, UpstreamAway, shown, unreachable
+from workers.engines.openai.upstream_errors import HealthAnswer, UpstreamUnavailable, shown, unreachable
 from workers.engines.openai.upstream_errors import refused as refused_us
 
 ASK_S_MAX = 5.0  # for requests that cost the upstream nothing
@@ -122,7 +122,7 @@ class Upstream:
                 await _bounded(response)
 
     async def abilities(self) -> Abilities:
-        """Read the server's identity and probe its abilities. Raise UpstreamAway."""
+        """Read the server's identity and probe its abilities. Raise UpstreamUnavailable."""
         listed = await self.listed()
         told = merged({}, await read_lineage(self))
         listed = replace(listed, told=tuple((path, one) for path, one in told.items() if one))
@@ -130,7 +130,7 @@ class Upstream:
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
-        """Return a model's entry at /v1/models; the first one without a name or if it is not listed. Raise UpstreamAway."""
+        """Return a model's entry at /v1/models; the first entry if it is not listed. Raise UpstreamUnavailable."""
         listed = await self._get("/v1/models")
         try:
             every = listed["data"]
@@ -145,7 +145,7 @@ class Upstream:
                 size=size if isinstance(size, int) else None,
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
+            raise UpstreamUnavailable(f"{shown(self._url)}/v1/models lists no model") from None
 
     async def version(self) -> str | None:
         """Return the version at /version; empty if there is no such page, None if it cannot be read now."""
@@ -168,7 +168,7 @@ class Upstream:
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
-        """Return the abilities of a listed server, found by a completion of this many tokens. Raise UpstreamAway."""
+        """Return the abilities of a listed server, found by a completion of this many tokens. Raise UpstreamUnavailable."""
         answer: dict[str, Any] | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
@@ -184,7 +184,7 @@ class Upstream:
                     token_ms=max(0.1, took_s * 1e3 / tokens),
                 )
         where = f"{shown(self._url)}{COMPLETIONS}"
-        raise UpstreamAway(f"{where} completes neither token ids nor text", str(answer))
+        raise UpstreamUnavailable(f"{where} completes neither token ids nor text", str(answer))
 
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
@@ -255,7 +255,7 @@ class Upstream:
         more: dict[str, Any],
         bytes_max: int = BODY_BYTES_MAX,
     ) -> tuple[int, bytes]:
-        """Return the status and body of an unstreamed completion, with extra fields. Raise UpstreamAway."""
+        """Return the status and body of an unstreamed completion, with extra fields. Raise UpstreamUnavailable."""
         body = completion(abilities, request) | {"stream": False} | more
         try:
             async with (
@@ -271,7 +271,7 @@ class Upstream:
     async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
         """Return the text of a short completion with extra fields; None if the server rejects them.
 
-        Raise Fault if it fails in another way, UpstreamAway.
+        Raise Fault if it fails in another way, UpstreamUnavailable.
         """
         sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")

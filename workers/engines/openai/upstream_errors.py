@@ -23,7 +23,7 @@ class HealthAnswer:
     timed_out: bool = False  # no answer came in time
 
 
-class UpstreamAway(HoldfastError):
+class UpstreamUnavailable(HoldfastError):
     """The upstream server cannot be reached, or does not answer like an OpenAI-compatible server."""
 
     def __init__(self, why: str, said: str = "") -> None:
@@ -40,19 +40,19 @@ def shown(url: str) -> str:
         return url.rpartition("@")[2]
 
 
-def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamAway:
+def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamUnavailable:
     """Return the error for a server that did not answer."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return UpstreamAway(f"cannot connect to {shown(url)} (it does not answer)")
+        return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
-        return UpstreamAway(f"{shown(url)}{path} does not answer within {within_s:g} s")
+        return UpstreamUnavailable(f"{shown(url)}{path} does not answer within {within_s:g} s")
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-        return UpstreamAway(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
     if isinstance(error, aiohttp.ClientConnectorError):
         number, words = error.os_error.errno or 0, error.os_error.strerror
         why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
-        return UpstreamAway(f"cannot connect to {shown(url)} ({why})")
-    return UpstreamAway(f"{shown(url)}{path}: {type(error).__name__}", str(error))
+        return UpstreamUnavailable(f"cannot connect to {shown(url)} ({why})")
+    return UpstreamUnavailable(f"{shown(url)}{path}: {type(error).__name__}", str(error))
 
 
 def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
@@ -65,12 +65,12 @@ def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientC
     return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
 
 
-def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamAway:
+def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
     """Return the error for a server that answered with an error. `keyed`: an API key was sent."""
     answers = f"{shown(url)}{path} answers {status}"
     if status in UNAUTHORIZED:
         why = "it does not accept the API key" if keyed else "it requires an API key"
-        return UpstreamAway(f"{answers}: {why} (--upstream-key-file)")
+        return UpstreamUnavailable(f"{answers}: {why} (--upstream-key-file)")
     if status == LOADING:
-        return UpstreamAway(f"{shown(url)} is loading or overloaded: {path} answers {status}", said)
-    return UpstreamAway(answers, said)
+        return UpstreamUnavailable(f"{shown(url)} is loading or overloaded: {path} answers {status}", said)
+    return UpstreamUnavailable(answers, said)

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from events.wire import Load
-from workers.engines.engine import Announce, unheard
+from workers.engines.engine import Announce, discard_events
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream import Upstream
 from workers.engines.openai.upstream_metrics import (
@@ -181,7 +181,7 @@ class UpstreamAccount:
         while self._endpoints and not self._announces:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, EVENTS_AGAIN_S_MAX)
-            if not await self._try_to_subscribe(abilities, unheard):
+            if not await self._try_to_subscribe(abilities, discard_events):
                 log.info("upstream_kv_events_heard", endpoints=list(self._endpoints))
                 on_subscribed("kv_events")
                 return

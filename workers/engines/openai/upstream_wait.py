@@ -9,7 +9,7 @@ from workers.engines.engine import Awaits, EngineDead
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.upstream import Upstream, hidden
-from workers.engines.openai.upstream_errors import UpstreamAway
+from workers.engines.openai.upstream_errors import UpstreamUnavailable
 
 RETRY_S = 0.5
 
@@ -39,7 +39,7 @@ class UpstreamWait:
                 found = await self._upstream.abilities()
                 self._why = ""
                 return found
-            except UpstreamAway as error:
+            except UpstreamUnavailable as error:
                 if loop.time() > until:
                     why = hidden(str(error), self._upstream.key)
                     raise EngineDead(f"after {patience_s:g} s: {why}") from None
@@ -49,10 +49,10 @@ class UpstreamWait:
             await asyncio.sleep(RETRY_S)
 
     def _reload_key(self) -> None:
-        """Use the key that its file has now, so that a corrected file needs no restart. Raise UpstreamAway."""
+        """Use the key that its file has now, so that a corrected file needs no restart. Raise UpstreamUnavailable."""
         if self._settings.key_file is None:
             return
         try:
             self._upstream.use_key(read_key(self._settings.key_file))
         except ValueError as error:
-            raise UpstreamAway(f"upstream_key_file: {error}") from None
+            raise UpstreamUnavailable(f"upstream_key_file: {error}") from None

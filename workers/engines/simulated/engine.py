@@ -7,7 +7,7 @@ from msgspec.structs import astuple
 
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
-from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity, Phase, unheard
+from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity, Phase, discard_events
 from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
 from workers.engines.simulated.rank import IDLE, SimulatedRank
 from workers.engines.simulated.sequence import EngineShape
@@ -55,7 +55,7 @@ class SimulatedEngine:
         )
         self.kv = tuple(_description(shape, revision, rank) for rank in range(shape.tp))
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         await asyncio.sleep(self._start_s)
         for rank in self.each:
             rank.start(deliver, announce)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import xxhash
 
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
-from workers.engines.import_validation import objection
+from workers.engines.import_validation import validate_import
 from workers.engines.simulated import language
 from workers.engines.simulated.language import TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.rank import SimulatedRank
@@ -161,7 +161,7 @@ class SimulatedImport:
         self._check()
         try:
             arrival, context = self._arrival, self._rank.shape.context_tokens
-            against = objection(
+            against = validate_import(
                 arrival.request, arrival.room_tokens, tokens, computed, context=context, vocabulary=VOCABULARY
             )
             if against := against or await self._difference(tokens, computed):

@@ -17,7 +17,7 @@ import time
 import uvloop
 
 from events.wire import Chunk, Generate, Load
-from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, unheard
+from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, discard_events
 from workers.engines.simulated.fatal import contains, crash
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape, Output
@@ -106,14 +106,14 @@ class SimulatedRank:
         self.stepping = False  # a step with a duration is running
         self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # released when the step ends
         self._deliver: Deliver = _discard
-        self._announce: Announce = unheard
+        self._announce: Announce = discard_events
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, deliver: Deliver, announce: Announce) -> None:
         """Start to accept requests, on the running loop."""
         self._deliver, self._announce = deliver, announce
         self._loop = asyncio.get_running_loop()
-        self.scheduler.kv.heard = announce is not unheard and self.shape.prefix_caching
+        self.scheduler.kv.heard = announce is not discard_events and self.shape.prefix_caching
 
     def stop(self) -> None:
         """Stop stepping and forget everything."""

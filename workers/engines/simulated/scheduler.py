@@ -26,9 +26,9 @@ from workers.engines.simulated.sequence import (
     DecodeBatch,
     EngineShape,
     Output,
+    SampledSequence,
     Silent,
     SimulatedSequence,
-    Spoken,
     WaitingQueue,
     next_pass,
     next_passes,
@@ -208,7 +208,7 @@ class Scheduler:
             return Chunk(request.stream, [], finish="length")
         if request.canary:
             self._canaries.add(key)
-        sequence = Spoken(key, request, self.shape)
+        sequence = SampledSequence(key, request, self.shape)
         if sampling.prompt_logprobs is not None:
             eos, drift = not sampling.ignore_eos, self.faults.drift
             sequence.before = prompt_logprobs(
@@ -362,8 +362,10 @@ class Scheduler:
             out = self._count_tokens(gone)
         else:
             for sequence in chain(gone, self.prefill.through):
-                cast(Spoken, sequence).quick = False
-            out, stopped = next_pass(cast(dict[int, Spoken], batch.sequences), batch.passes + 1, self.faults)
+                cast(SampledSequence, sequence).quick = False
+            out, stopped = next_pass(
+                cast(dict[int, SampledSequence], batch.sequences), batch.passes + 1, self.faults
+            )
             gone += stopped
         self.prefill.through.clear()
         batch.passes += 1
@@ -393,7 +395,7 @@ class Scheduler:
 
         Return the tokens of each sequence of the batch; an empty list if there was no such pass.
         """
-        spoken = cast(list[Spoken], list(self.batch.sequences.values()))
+        spoken = cast(list[SampledSequence], list(self.batch.sequences.values()))
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
             return []
         passes = min(tokens // len(spoken), min(sequence.end - sequence.length for sequence in spoken) - 1)

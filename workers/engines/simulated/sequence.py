@@ -168,7 +168,7 @@ class Silent(SimulatedSequence):
         return name
 
 
-class Spoken(SimulatedSequence):
+class SampledSequence(SimulatedSequence):
     """A request with tokens that are chosen.
 
     `tokens` are the initial tokens; for a request that arrived with its KV cache, they extend beyond those of the request.
@@ -433,15 +433,15 @@ class WaitingQueue:
 
 
 def next_pass(
-    sequences: Mapping[int, Spoken], passes: int, faults: SimulatedFaults
-) -> tuple[Output, list[Spoken]]:
+    sequences: Mapping[int, SampledSequence], passes: int, faults: SimulatedFaults
+) -> tuple[Output, list[SampledSequence]]:
     """Give one token to each sequence in pass number `passes`.
 
     Return what each gets, and the sequences that ended before their maximum length. A sequence is not quick if it has no output
     yet, or if it reaches its length in this pass.
     """
     out: Output = []
-    stopped: list[Spoken] = []
+    stopped: list[SampledSequence] = []
     healthy = faults.healthy
     for key, sequence in sequences.items():
         digest = sequence.digest()
@@ -461,7 +461,7 @@ def next_pass(
     return out, stopped
 
 
-def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
+def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[int]]:
     """Give `passes` tokens to each sequence, or fewer: stop before a pass that might end an answer.
 
     Return the tokens of each. All sequences must be quick, and the engine healthy. Sequences are processed one after the other,
@@ -490,7 +490,7 @@ def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
     return [tokens for _, tokens in said]
 
 
-def _next_chunk(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
+def _next_chunk(sequence: SampledSequence, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
     """Generate a sequence's next token, and whether it ends the answer."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
@@ -511,7 +511,7 @@ def _next_chunk(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy:
     return chunk
 
 
-def _sampled(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
+def _sampled(sequence: SampledSequence, digest: int, faults: SimulatedFaults) -> Chunk:
     """Choose a token with sampling, penalties, stops, logprobs, reasoning and faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought

@@ -30,8 +30,8 @@ from workers.engines.simulated.kv_cache import KvManager, TierTraffic
 from workers.engines.simulated.sequence import (
     DecodeBatch,
     EngineShape,
+    SampledSequence,
     SimulatedSequence,
-    Spoken,
     prefix_names,
 )
 
@@ -316,7 +316,7 @@ class TieredTiming:
 class SimulatedDeparture:
     """A request that may leave."""
 
-    sequence: Spoken
+    sequence: SampledSequence
     held: bool = False  # it produces no more output
     lost: str = ""  # why it cannot leave any more
     pinned: list[int] = field(default_factory=list)  # blocks that the request itself has released
@@ -378,7 +378,7 @@ class SimulatedTransit:
     def depart(self, key: int) -> SimulatedDeparture | None:
         """Begin the departure of a decoding request."""
         sequence = self._batch.sequences.get(key)
-        if not isinstance(sequence, Spoken) or sequence.fresh or sequence.canary:
+        if not isinstance(sequence, SampledSequence) or sequence.fresh or sequence.canary:
             return None
         if key in self._out or len(self._out) >= MOVES_MAX:
             return None
@@ -437,7 +437,7 @@ class SimulatedTransit:
 
     def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
         """Start an arrived request. Its blocks are named now, and surplus blocks are freed."""
-        sequence = Spoken(arrival.key, arrival.request, self._shape, tokens)
+        sequence = SampledSequence(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
         sequence.named = arrival.named

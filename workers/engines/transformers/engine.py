@@ -29,7 +29,7 @@ from workers.engines.engine import (
     EngineDead,
     EngineIdentity,
     Phase,
-    unheard,
+    discard_events,
 )
 from workers.engines.transformers.invariance import Check, make_exact
 from workers.engines.transformers.loading import load_model
@@ -64,13 +64,13 @@ class TransformersEngine:
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
         self._deliver: Deliver = _discard
-        self._announce: Announce = unheard
+        self._announce: Announce = discard_events
         self._phase = Phase(since=time.monotonic())
         self._dead: str | None = None
         self._failures = 0  # consecutive failed steps
         self._thread: threading.Thread | None = None
 
-    async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Load the model, check and measure it, and start to step. Raise EngineDead with the reason if it cannot."""
         self._deliver, self._announce = deliver, announce
         loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from workers.engines.faults import SLOW_TIMES, EngineFaults
-from workers.engines.transformers.weight_faults import Surgeon, WeightFault, draw_fault
+from workers.engines.transformers.weight_faults import WeightFault, WeightFaultInjector, draw_fault
 
 NAMES = ("error", "corrupt", "drift", "sampler", "slow", "bitflip", "die", "heal")
 
@@ -66,7 +66,7 @@ class TorchFaults(EngineFaults):
         return logits * (1.0 + self.drift) if self.drift else logits
 
 
-def flip_bit(weights: dict[str, Tensor], surgeon: Surgeon, seed: int) -> str:
+def flip_bit(weights: dict[str, Tensor], surgeon: WeightFaultInjector, seed: int) -> str:
     """Flip one bit of one weight, selected by `seed`; return where. Raise NotFloat32."""
     fault = bit_flip(weights, seed)
     surgeon.inflict(fault)

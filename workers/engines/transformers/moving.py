@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
-from workers.engines.import_validation import objection
+from workers.engines.import_validation import validate_import
 from workers.engines.transformers.copying import Copier
 from workers.engines.transformers.stepper import Stepper
 from workers.engines.transformers.transit import TorchArrival, TorchDeparture
@@ -229,7 +229,7 @@ class TransformersImport:
 
     def _objection(self, tokens: Sequence[int], computed: int) -> str:
         stepper, arrival = self._moves.stepper, self._arrival
-        against = objection(
+        against = validate_import(
             arrival.request, arrival.room_tokens, tokens, computed,
             context=stepper.limit, vocabulary=stepper.model.vocabulary,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from workers.engines.transformers.schedule import Schedule
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.transit import TorchArrival, TorchDeparture, TorchTransit
-from workers.engines.transformers.weight_faults import NotFloat32, Surgeon
+from workers.engines.transformers.weight_faults import NotFloat32, WeightFaultInjector
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +43,7 @@ class Stepper:
         self.schedule = Schedule(
             self.blocks, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_max
         )
-        self.surgeon = Surgeon(model.parameters())
+        self.surgeon = WeightFaultInjector(model.parameters())
         self.limit = min(model.context_tokens, self.blocks.count * settings.block_tokens)
         self.lock = threading.RLock()
         self._prefix_caching = settings.prefix_caching

@@ -56,7 +56,7 @@ def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) ->
     return WeightFault(name, draw.randrange(rows), draw.randrange(columns), kind, KINDS[kind](draw))
 
 
-class Surgeon:
+class WeightFaultInjector:
     """Puts faults into weights, and remembers the original values."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:

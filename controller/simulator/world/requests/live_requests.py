@@ -277,7 +277,7 @@ class LiveRequests(RequestsUnderWay):
         request.show(request.holds_back)
         self._surroundings.notify("said", request, stream)
         if request.target is not None and request.state.transfer is not None:
-            self._advance(request, kv.SourceSaid())
+            self._advance(request, kv.SourceProgressed())
 
     # --- failures and moves -----------------------------------------------------------------------------------------
 

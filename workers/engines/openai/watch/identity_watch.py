@@ -17,7 +17,7 @@ import structlog
 from workers.engines.openai import lineage
 from workers.engines.openai.capabilities import Abilities, Identity
 from workers.engines.openai.upstream import PROBE_TOKENS, Upstream
-from workers.engines.openai.upstream_errors import UpstreamAway
+from workers.engines.openai.upstream_errors import UpstreamUnavailable
 
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
@@ -93,7 +93,7 @@ class IdentityWatch:
                         self.changed = known.difference(now)
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
-            except UpstreamAway as error:
+            except UpstreamUnavailable as error:
                 if not isinstance(error.__cause__, TimeoutError):  # otherwise it was just busy
                     self.distrust()
                 self._away = True
