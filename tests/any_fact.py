@@ -1,4 +1,4 @@
-"""Random facts of any kind, for property tests: arbitrary fields, with few names so that they interact."""
+"""Random facts of any kind, for property tests: arbitrary fields, few names so that they interact."""
 
 from dataclasses import fields
 from datetime import UTC, datetime

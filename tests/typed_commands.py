@@ -1,4 +1,4 @@
-"""Runs `holdfast` commands as a user types them, each in its own process, with their imports preloaded.
+"""Runs `holdfast` commands as a user types them, each in its own process, with imports preloaded.
 
 The processes are forked from one that has imported the commands' modules and has done nothing else. That saves half a second
 of imports per command.

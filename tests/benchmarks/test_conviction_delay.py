@@ -1,4 +1,4 @@
-"""The delay from a fault to its conviction: the controller's order of questions, without sampled slots."""
+"""The delay from a fault to its conviction: the controller's question order, without sampled slots."""
 
 import pytest
 
