@@ -69,7 +69,8 @@ EMITTERS: Mapping[str, str] = {
 }
 """Emitter of each observation, and how often it emits one. The leading controller emits all decisions."""
 
-NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a dataclass field with a trailing comment
+TRAILING = r"^    (\w+): (?:[^#\n]*\(\n(?: {8}[^#\n]*\n)*(?:    \)| {8}))?[^#\n]*  # (.+)$"  # a field and its comment
+ABOVE = r"^    # (.+)\n    (\w+): [^#\n]*$"  # the last line of a comment, above a field that has no other
 LEADER = "the leading controller, when it is due"
 SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)  # types used as fields
 
@@ -138,9 +139,10 @@ def _type_text(annotation: object) -> str:
 
 
 def notes_of(shape: type) -> dict[str, str]:
-    """Return the trailing comment of each field of the class and its bases. The formatter may have wrapped the type."""
+    """Return the comment of each field of the class and its bases: behind it, whatever lines it takes, or above it."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
-        for match in re.finditer(NOTED, inspect.getsource(cls), re.MULTILINE):
-            found[match.group(1)] = match.group(2)
+        source = inspect.getsource(cls)
+        found |= {name: note for note, name in re.findall(ABOVE, source, re.MULTILINE)}
+        found |= dict(re.findall(TRAILING, source, re.MULTILINE))
     return found

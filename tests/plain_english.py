@@ -1,8 +1,10 @@
-"""Finds breaches of the language rules that a program can find; `python tests/plain_english.py PATH…` lists them.
+"""Lists breaches of the language rules that can be checked: `python tests/plain_english.py PATH…`.
 
-The rules: software is "it" (no pronoun for persons, except in the lines of `tests/people_lines.txt`, which speak of people), no
-docstring ends in a question mark, no sentence of a document or docstring is longer than 40 words, no table cell of a document is
-longer than 160 characters, and the first line of a module's docstring is at most 100 characters long.
+- Software is "it": no pronoun for persons. Exempt are the lines of `tests/people_lines.txt`, which speak of people, and the
+  public field `who` of a fact.
+- No docstring ends in a question mark. The first line of a module's docstring has at most 100 characters.
+- No sentence of a document or docstring has more than 40 words.
+- No table cell of a document has more than 160 characters.
 """
 
 import ast
@@ -18,7 +20,8 @@ WORDS_MAX = 40
 CELL_MAX = 160
 FIRST_LINE_MAX = 100
 PRONOUN = re.compile(
-    r"(?<![a-z])(who|whom|whose|whoever|he|him|his|himself|she|nobody|somebody|everybody|anybody|anyone|everyone)(?![a-z])",
+    r"(?<![a-z.])(who|whom|whose|whoever|he|him|his|himself|she|nobody|somebody|everybody|anybody|anyone|everyone)"
+    r"(?![a-z]|=|: str)",
     re.IGNORECASE,
 )
 READ = {".py", ".md", ".yaml", ".yml", ".toml", ".jinja", ".js", ".css", ".html", ".tsx", ".cjs", ".sh", ".mako", ".ini",

@@ -4,10 +4,7 @@ import pytest
 from plain_english import ALLOWED, ROOT, breaches, files, sentences
 
 ALLOWED_MAX = 80  # lines that speak of people
-NOT_YET = (  # their words are older than these rules
-    *("controller", "events", "workers", "migrations", "benchmarks", "tests", "grafana", "deploy", "docs"),
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".importlinter", ".ci"),
-)
+NOT_YET = ("docs/", "CONTRIBUTING.md")  # their words are older than these rules
 
 
 def test_what_people_read_is_plain_english() -> None:

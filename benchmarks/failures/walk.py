@@ -36,7 +36,7 @@ from controller.commands.printing import event_line
 from controller.deciders.fleet import Fleet, evolve
 from controller.demo.clients import Received, Users
 from controller.demo.fleet import DemoFleet, NotAsExpected
-from controller.processes.operator_client import Operator, OperatorRefused, who
+from controller.processes.operator_client import Operator, OperatorRefused, operator_name
 from controller.trace.replay.endpoint import ReplayTarget
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -192,7 +192,7 @@ class Walk:
 
     async def _ask(self, operator: Operator, verb: str, body: dict[str, Any]) -> bool:
         try:
-            await operator.ask(verb, body | {"by": who()}, ASK_S)
+            await operator.ask(verb, body | {"by": operator_name()}, ASK_S)
         except HoldfastError as error:
             what = verb if verb != "chaos" else str(body["fault"])
             kind = "refused" if isinstance(error, OperatorRefused) else "no answer"

@@ -122,9 +122,6 @@ def operator_name() -> str:
     return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
-who = operator_name  # the former name, still imported by benchmarks/failures
-
-
 async def read_all(data: Path, after: int = 0) -> list[Recorded]:
     """Return every event of the fleet's journal above sequence `after`. Raise NoFleet or JournalUnavailable."""
     from events.journal.nats import NatsJournal

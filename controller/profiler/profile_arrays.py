@@ -1,4 +1,4 @@
-"""DecisionNumbering measured points into the arrays that a simulated engine reads (NPZ).
+"""Converts measured points into the arrays that a simulated engine reads (NPZ).
 
     prefill_isl[n]  ─▶ prefill_ttft_ms[n]                                  prompt tokens, first token
     decode_active_kv_tokens[a] × decode_context_length[c] ─▶ decode_itl[a, c]     ms between two tokens

@@ -12,15 +12,14 @@ its port is, which the system keeps open as long as the process exists, hung or 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
 
 import structlog
 
-from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.fleet import Worker
 from controller.ports import Clock
 from controller.runtime.beats import Beats, Life
 from controller.runtime.host_processes import HostProcesses
-from events.fact import Observation
+from controller.runtime.liveness import FactRecorder, FleetSource
 from events.observations import WorkerLingered
 
 LOOK_S = 5.0
@@ -29,21 +28,6 @@ BEAT_FRESH_S = 3.0
 TOGETHER = 64  # ports probed concurrently
 
 log = structlog.get_logger(__name__)
-
-
-class FleetSource(Protocol):
-    """The part of a FleetView that this module needs."""
-
-    @property
-    def fleet(self) -> Fleet: ...
-
-
-class FactRecorder(Protocol):
-    """The part of a journal that this module needs."""
-
-    source: str
-
-    def observe(self, fact: Observation) -> str: ...
 
 
 class Lingering:

@@ -14,7 +14,7 @@ from events.nats.urls import SUFFIX, account
 SEED_BYTES = 32
 ADMITTED_WITHIN_S = 5.0  # after which the broker refuses us for a while
 POLL_S = 0.02
-DEFAULT_KINDS = ".pub"  # beside a seed: the broker accepts it
+ADMITTED_SUFFIX = ".pub"  # beside a seed: the broker accepts it
 KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can send its facts to the intake
 INTAKE = ".intake"  # beside a seed: the broker lets it publish facts to the intake only
 
@@ -55,7 +55,7 @@ def join(folder: Path, name: str) -> None:
     if not kept(folder, name):
         return
     until = time.monotonic() + ADMITTED_WITHIN_S
-    while not (folder / f"{name}{DEFAULT_KINDS}").exists() and time.monotonic() < until:
+    while not (folder / f"{name}{ADMITTED_SUFFIX}").exists() and time.monotonic() < until:
         time.sleep(POLL_S)
 
 

@@ -33,8 +33,8 @@ FLAGS = (
 def refused(fleet: DemoFleet) -> dict[str, int]:
     """Return the number of the broker's refusals so far, by account."""
     said = (fleet.data / "nats" / "nats-server.log").read_bytes()
-    known = BrokerUsers(fleet.data / "secrets" / "nats").who()
-    return {one.who: one.times for one in refusals(said, known)}
+    known = BrokerUsers(fleet.data / "secrets" / "nats").names_by_key()
+    return {one.client: one.times for one in refusals(said, known)}
 
 
 async def test_a_fleet_has_all_permissions_it_needs_and_a_forger_has_none(tmp_path: Path) -> None:

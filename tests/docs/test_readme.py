@@ -1,4 +1,4 @@
-"""The README stays short, and answers first what Holdfast is, how to start it, and what its peers do not do."""
+"""The README stays short, and first says what Holdfast is, how to start it, and what peers lack."""
 
 import re
 from pathlib import Path

@@ -19,12 +19,12 @@ from controller.migration.planned_move import (
     step,
 )
 
-DEFAULT_KINDS = (7, 8, 9)  # the source's tokens when it stopped
+SENT = (7, 8, 9)  # the source's tokens when it stopped
 EVENTS: dict[str, Event] = {
     "reserved": TargetReserved(),
     "target declined": MigrationDeclined("target", "no room"),
     "source declined": MigrationDeclined("source", "it is over"),
-    "committed": TargetCommitted(DEFAULT_KINDS),
+    "committed": TargetCommitted(SENT),
     "said": SourceProgressed(),
     "target lost": Lost("gone"),
     "given up": GivenUp("too late"),
@@ -34,8 +34,8 @@ EVENTS: dict[str, Event] = {
 BEFORE: dict[State, Transfer] = {
     "asked": Transfer(),
     "shipping": Transfer("shipping"),
-    "committed": Transfer("committed", DEFAULT_KINDS),
-    "switched": Transfer("switched", DEFAULT_KINDS),
+    "committed": Transfer("committed", SENT),
+    "switched": Transfer("switched", SENT),
     "stayed": Transfer("stayed"),
     "replayed": Transfer("replayed"),
 }
@@ -70,9 +70,7 @@ MOVES: dict[tuple[State, str], tuple[State, tuple[Act, ...]]] = {
 @pytest.mark.parametrize("state", BEFORE)
 def test_every_event_in_every_state(state: State, event: str) -> None:
     before = BEFORE[state]
-    after, acts = step(
-        before, EVENTS[event], DEFAULT_KINDS[:1]
-    )  # the source's last tokens are still in flight
+    after, acts = step(before, EVENTS[event], SENT[:1])  # the source's last tokens are still in flight
     assert (after.state, acts) == MOVES.get((state, event), (state, ()))
     assert bool(after.why) == (after.state == "stayed" and not before.over and event != "over")
 
@@ -81,15 +79,15 @@ def test_every_event_in_every_state(state: State, event: str) -> None:
     ("said", "state", "acts", "why"),
     [
         ((), "committed", (), ""),
-        (DEFAULT_KINDS[:2], "committed", (), ""),
-        (DEFAULT_KINDS, "switched", ("switch",), ""),
-        ((*DEFAULT_KINDS, 10), "stayed", ("cancel", "stay"), "the source has continued meanwhile"),
+        (SENT[:2], "committed", (), ""),
+        (SENT, "switched", ("switch",), ""),
+        ((*SENT, 10), "stayed", ("cancel", "stay"), "the source has continued meanwhile"),
         ((7, 0), "stayed", ("cancel", "stay"), "source and target report different tokens"),
         ((7, 8, 0), "stayed", ("cancel", "stay"), "source and target report different tokens"),
         ((7, 8, 0, 10), "stayed", ("cancel", "stay"), "source and target report different tokens"),
     ],
 )
-@pytest.mark.parametrize("event", [TargetCommitted(DEFAULT_KINDS), SourceProgressed()])
+@pytest.mark.parametrize("event", [TargetCommitted(SENT), SourceProgressed()])
 def test_a_move_switches_when_the_sources_own_tokens_equal_the_committed_ones(
     event: Event, said: Sequence[int], state: State, acts: tuple[Act, ...], why: str
 ) -> None:

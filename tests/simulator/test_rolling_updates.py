@@ -10,7 +10,7 @@ from controller.simulator.world.scenario import draw
 from events.decisions import GoldenRetired, HealthChanged
 
 WORKERS, MINUTES = 5, 30.0
-DEFAULT_KINDS, NOT_TOLD, LAST = (
+TOLD, NOT_TOLD, LAST = (
     11,
     5,
     17,
@@ -38,7 +38,7 @@ def test_without_reported_lineage_old_goldens_are_outvoted_and_all_workers_retur
 
 
 def test_with_reported_lineage_the_first_updated_workers_are_held_and_none_is_convicted() -> None:
-    played = world(DEFAULT_KINDS)
+    played = world(TOLD)
     result = played.run()
     assert result.violation is None
     assert result.faults["weights"] and played.faults.updates.reports_lineage

@@ -1,4 +1,4 @@
-"""How a worker's process ends, and which side records it: itself for 0 and FAILED, else its supervisor."""
+"""How a worker's process ends, and which side records it: itself for 0 and FAILED, else `up`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""DecisionNumbering changes of the device watch into facts about a worker, and ends the worker with a lost GPU."""
+"""Reports changes of the device watch as facts about a worker, and ends the worker with a lost GPU."""
 
 import asyncio
 from collections.abc import Callable

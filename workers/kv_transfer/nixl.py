@@ -176,7 +176,7 @@ class NixlRemote:
 
 
 class _failing:
-    """DecisionNumbering any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
+    """Convert any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
 
     def __enter__(self) -> None:
         pass

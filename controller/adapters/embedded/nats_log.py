@@ -45,7 +45,7 @@ class LogTail:
 class Refused:
     """The refusals of one client since the last call."""
 
-    who: str  # a user, or `STRANGER`
+    client: str  # a user, or `STRANGER`
     tried: str  # the first refused request
     times: int
 

@@ -63,9 +63,9 @@ class BrokerUsers:
     def admitted(self) -> None:
         """Record beside each seed that the broker admits its user: a process with a new seed waits for that."""
         for name in keys.users(self.folder):
-            (self.folder / f"{name}{keys.DEFAULT_KINDS}").write_text(keys.public(self.folder, name) + "\n")
+            (self.folder / f"{name}{keys.ADMITTED_SUFFIX}").write_text(keys.public(self.folder, name) + "\n")
 
-    def who(self) -> dict[str, str]:
+    def names_by_key(self) -> dict[str, str]:
         """Return the users' names by public key, as the broker's log identifies them."""
         known = {keys.public(self.folder, name): name for name in keys.users(self.folder)}
         return {**self._withdrawn, **known}

@@ -107,9 +107,9 @@ class FleetBroker:
     def _report_refusals(self, server: EmbeddedServer) -> None:
         with contextlib.suppress(OSError):  # a full disk: the next call reads the log again
             if REFUSAL in (news := self._log.news(server)):
-                for one in refusals(news, self._users.who()):
-                    warn(f"the broker refused {one.who} {one.times} times; first attempt: to {one.tried}")
-                    self._tell(IntrusionRefused(who=one.who, tried=one.tried, times=one.times))
+                for one in refusals(news, self._users.names_by_key()):
+                    warn(f"the broker refused {one.client} {one.times} times; first attempt: to {one.tried}")
+                    self._tell(IntrusionRefused(who=one.client, tried=one.tried, times=one.times))
 
     async def stop(self) -> None:
         """Stop the embedded server gracefully."""

@@ -1,4 +1,4 @@
-"""DecisionNumbering an operator's request about goldens into a fact, or refuses it.
+"""Turns an operator's request about goldens into a fact, or refuses it.
 
 `controller.deciders.golden` decides on the fact.
 """

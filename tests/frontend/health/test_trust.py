@@ -104,7 +104,7 @@ def test_a_worker_in_doubt_is_not_trusted(why: str) -> None:
 def test_a_worker_that_has_never_been_healthy_or_is_unknown_is_not_trusted() -> None:
     with pytest.raises(SourceDistrusted):
         TrustedSource(fold().workers["w1"])
-    with pytest.raises(SourceDistrusted, match="nothing is known"):
+    with pytest.raises(SourceDistrusted, match="the source is unknown"):
         TrustedSource(None)
 
 

@@ -44,9 +44,9 @@ def test_the_account_of_a_process_of_many_workers_is_withdrawn(
 ) -> None:
     users = BrokerUsers(tmp_path)
     users.make(["worker-w0+8", "worker-x0", "worker-x1"])
-    before = users.who()
+    before = users.names_by_key()
     worker = "w3" if "w" in named[7:] else named[7:]
     assert users.withdraw(named, worker) == out
-    assert users.who() == before, "later log lines about them still have their names"
+    assert users.names_by_key() == before, "later log lines about them still have their names"
     left = {"worker-w0+8", "worker-x0", "worker-x1"} - set(out)
     assert left == {name for name in keys.users(tmp_path) if name.startswith("worker-")}

@@ -151,7 +151,7 @@ def test_nixl_without_its_extra_names_the_package_to_install() -> None:
 def test_a_worker_that_joins_creates_its_missing_seed_and_waits_until_it_is_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "secrets" / "nats"
     folder.mkdir(parents=True)
-    (folder / f"worker-x0+2{keys.DEFAULT_KINDS}").touch()  # the marker that the fleet creates
+    (folder / f"worker-x0+2{keys.ADMITTED_SUFFIX}").touch()  # the marker that the fleet creates
     (tmp_path / "fleet.json").write_text(json.dumps({"nats_url": with_keys("nats://c:1", folder)}))
     settings = load_settings({"data": str(tmp_path), "name": "x0", "count": 2}, {})
     assert keys.users(folder) == [], "reading the settings creates nothing"

@@ -7,6 +7,7 @@ registration has `exact=False`.
 
 import asyncio
 import contextlib
+import secrets
 import time
 from dataclasses import replace
 from functools import partial
@@ -32,13 +33,12 @@ from workers.engines.engine import (
     Unbreakable,
     discard_events,
 )
-from workers.engines.openai.cache_epochs import CacheEpochs
 from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.concurrency_limit import Places
 from workers.engines.openai.exchange import Exchange
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
-from workers.engines.openai.kv_names import read_salt
+from workers.engines.openai.kv_names import CANARY_SALT, read_salt, salt_of
 from workers.engines.openai.requests import UpstreamRequests
 from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
 from workers.engines.openai.upstream_reports import UpstreamAccount
@@ -335,3 +335,32 @@ def objection(request: Generate, known: Abilities, context_tokens: int) -> str |
     if len(request.tokens) >= context_tokens:
         return f"invalid_request: {len(request.tokens)} tokens leave no room in a context of {context_tokens}"
     return None
+
+
+class CacheEpochs:
+    """Salts that keep requests away from spoilt blocks in an upstream's prefix cache, which cannot be emptied from here.
+
+    A request may only reuse what was computed since the last conviction of this worker, in whichever of its instances: each
+    epoch has its own salt. While the worker is distrusted and no later epoch has begun, a request reuses nothing and leaves
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._trusted = True
+        self._epoch = 0  # the last epoch seen
+        self._spoilt = -1  # the last epoch that may contain wrong blocks
+
+    def trust(self, trusted: bool) -> None:
+        """Stop the reuse of everything computed so far. Until trusted again, requests leave nothing, like canaries."""
+        self._trusted = trusted
+        if not trusted:
+            self._spoilt = self._epoch
+
+    def salted(self, request: Generate) -> Generate:
+        """Return a request with the salt of its epoch. Canaries already have one."""
+        if request.canary:
+            return request
+        self._epoch = max(self._epoch, request.cache_epoch)
+        apart = not self._trusted or self._epoch <= self._spoilt
+        salt = CANARY_SALT + secrets.token_hex(16) if apart else salt_of(self._epoch, request.cache_salt)
+        return msgspec.structs.replace(request, cache_salt=salt)
