@@ -37,7 +37,7 @@ Stream StreamingWriter TransferSink WorkerCommands WorkerConfig WorkerConnection
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    return [row for row in ROW.findall(PAGE) if row[0] != "word" and not row[0].startswith("-")]
+    return [row for row in ROW.findall(PAGE) if row[0] != "term" and not row[0].startswith("-")]
 
 
 def named() -> set[tuple[str, str]]:
@@ -71,7 +71,7 @@ def test_every_class_with_an_established_name_is_on_the_page() -> None:
 
 def test_every_word_has_a_meaning_and_the_peers_terms() -> None:
     assert len(rows()) > 80
-    assert len(rows()) == len(re.findall(r"^\| (?!word|-)", PAGE, re.MULTILINE)), "four cells a row"
+    assert len(rows()) == len(re.findall(r"^\| (?!term|-)", PAGE, re.MULTILINE)), "four cells a row"
     for word, means, _, peers in rows():
         assert len(means) > 10 and not means.endswith("."), word
         assert peers == "–" or any(peer in peers for peer in PEERS), f"{word}: {peers}"
