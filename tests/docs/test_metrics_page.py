@@ -27,7 +27,7 @@ def test_no_metric_is_exposed_twice_with_different_labels() -> None:
 
 def test_metrics_named_in_the_text_exist() -> None:
     names = {entry.name for entries in roles().values() for entry in entries}
-    prose = PAGE.read_text().partition("## All of them")[0]
+    prose = PAGE.read_text().partition("## All metrics")[0]
     for name in re.findall(r"\b(?:dynamo|holdfast)_[a-z_]+[a-z]\b", prose):
         assert name in names or name in ("holdfast_", "dynamo_"), name
 
