@@ -33,7 +33,7 @@ def test_the_page_shows_the_table_of_links() -> None:
 def test_the_page_shows_transfer_times() -> None:
     links: list[LinkName] = ["nvswitch", "nvlink_direct", "pcie_gen5", "infiniband", "pcie_gen4"]
     ways = [*map(Lane, links), Lane("tcp", sharers=8)]
-    for tokens, *shown in rows("The two times"):
+    for tokens, *shown in rows("Predicted times"):
         for lane, text in zip(ways, shown, strict=False):
             to = MigrationTarget(name="g", profile=PROFILE, free_blocks=0, lanes=(lane,) * 8)
             cost = estimate(MovingPolicy(), SEVENTY_B, to, int(tokens.replace(",", "")))
