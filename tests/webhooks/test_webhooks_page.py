@@ -58,12 +58,12 @@ def section(title: str) -> str:
 
 
 def test_the_default_kinds_match_the_page() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", section("What is told"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", section("Default kinds"), re.MULTILINE)
     assert [kind for row in rows for kind in re.findall(r"`(\w+)`", row)] == [*DEFAULT_KINDS]
 
 
 def test_the_limits_on_the_page_match_the_settings() -> None:
-    said, settings = section("What is promised"), NotifierSettings()
+    said, settings = section("Delivery guarantees"), NotifierSettings()
     (away,) = re.findall(r"^\| none, 3xx, (.*?) \|", said, re.MULTILINE)
     assert {int(status) for status in away.split(", ")} == AWAY
     assert settings.tries_max == 8 and "after 8 tries" in said
