@@ -9,7 +9,7 @@ from runbooks import PAGES, named, shown, words
 from controller.cli import parser_for
 from grafana.rules import ALERTS
 
-HEADINGS = ["What it means", "User impact", "First look", "What to do", "It is over when"]
+HEADINGS = ["Meaning", "User impact", "Diagnosis", "Mitigation", "Resolution"]
 ALL = sorted(PAGES)
 
 
