@@ -7,6 +7,7 @@ A test compares all files with the output of this module.
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from events.decisions import HealthStatus
 BEGIN = "<!-- generated: kinds (python -m controller.commands.write_docs) -->"
 END = "<!-- end of generated -->"
 VERSION = "v1"
+CELL_MAX = 150  # characters; a longer type is written below its table
 
 
 def markdown() -> str:
@@ -27,11 +29,22 @@ def markdown() -> str:
     for title, decided in (("Observations", False), ("Decisions", True)):
         lines += [f"### {title}", "", "| kind | emitted by | promise |", "|---|---|---|"]
         chosen = [entry for entry in entries() if entry.decided is decided]
-        lines += [f"| [`{e.kind}`](#{e.kind}) | {e.emitter} | {_cell(e.promise)} |" for e in chosen]
+        lines += [
+            f"| [`{e.kind}`](#{e.kind}) | {e.emitter} | {_cell(_first_sentence(e.promise))} |" for e in chosen
+        ]
         lines.append("")
     lines += ["### Schemas", "", "Every body is a JSON object. An optional field may be missing.", ""]
     for entry in entries():
-        lines += [f"#### {entry.kind}", "", f"`{entry.subject}`", "", *_table(entry.fields), ""]
+        lines += [
+            f"#### {entry.kind}",
+            "",
+            entry.promise,
+            "",
+            f"`{entry.subject}`",
+            "",
+            *_table(entry.fields),
+            "",
+        ]
     for shape in SHAPES:
         text = " ".join(inspect.cleandoc(shape.__doc__ or "").split())
         lines += [f"#### {shape.__name__}", "", text, "", *_table(tuple(fields_of(shape))), ""]
@@ -84,11 +97,18 @@ def _written(schema: dict[str, Any]) -> str:
 
 
 def _table(fields: tuple[FieldEntry, ...]) -> list[str]:
-    rows = [
-        f"| `{f.name}` | `{_cell(f.type)}` | {'yes' if f.optional else ''} | {_cell(f.note)} |"
-        for f in fields
-    ]
-    return ["| field | type | optional | note |", "|---|---|---|---|", *rows]
+    rows, below = [], []
+    for field in fields:
+        shown = f"`{_cell(field.type)}`"
+        if len(shown) > CELL_MAX:
+            below += ["", f"Type of `{field.name}`: `{field.type}`."]
+            shown = "see below"
+        rows.append(f"| `{field.name}` | {shown} | {'yes' if field.optional else ''} | {_cell(field.note)} |")
+    return ["| field | type | optional | note |", "|---|---|---|---|", *rows, *below]
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) ", text, maxsplit=1)[0]
 
 
 def _cell(text: str) -> str:

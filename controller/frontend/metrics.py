@@ -247,10 +247,7 @@ class BoundMetrics(MetricTable):
 
     refused = counter(
         "holdfast_bound_refusals",
-        "Requests and connections refused or closed at a limit, by limit: `api_key`, `text_length`, `long_texts`, "
-        "`long_text_wait`, "
-        "`body_bytes`, `bodies_bytes`, `body_parse`, `body_values`, `body_wait`, `connections`, `connections_of_address`, "
-        "`head_bytes`, `head_wait`.",
+        "Requests and connections refused or closed at a limit, by the name of the limit.",
         "bound",
     )
 

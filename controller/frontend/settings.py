@@ -335,9 +335,8 @@ class FrontendSettings(Strict):
     )
     admission_control: AdmissionControl = Field(
         default="none",
-        description="when requests are refused for load: token-capacity: while every worker exceeds a threshold; deadline: "
-        "when the "
-        "first token would come too late; none: never for load alone",
+        description="refuse requests for load: token-capacity: while every worker exceeds a threshold; deadline: if the first "
+        "token would be late; none: never",
     )
     ttft_deadlines: dict[str, Positive] = Field(
         default={},
