@@ -31,7 +31,7 @@ GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
 
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint call-paths dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint docs call-paths dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -157,7 +157,7 @@ $(ASYNCAPI)/.installed:
 		--fetch-retries=0 --fetch-timeout=20000 @asyncapi/parser@3.6.6
 	@touch $@
 
-asyncapi: $(ASYNCAPI)/.installed  ## AsyncAPI's own parser, for the test of docs/asyncapi.yaml
+asyncapi: $(ASYNCAPI)/.installed  ## AsyncAPI's own parser, for the test of docs/reference/asyncapi.yaml
 
 $(GRAFANA)/.types:
 	@echo "Installing Grafana's published types into $(GRAFANA) (once, 30 MB) …"
@@ -173,11 +173,15 @@ $(GRAFANA)/.drawing:
 	$(NPM) $(GRAFANA_TYPES) @grafana/ui@11.6.16 @grafana/data@11.6.16 react@18.3.1 react-dom@18.3.1 esbuild@0.25.12 upng-js@2.1.0
 	@touch $@ $(GRAFANA)/.types
 
-dashboards-draw: install prometheus chromium $(GRAFANA)/.drawing  ## redraw docs/dashboards/*.png: a rehearsed incident, drawn by Grafana's own components (2 minutes)
+dashboards-draw: install prometheus chromium $(GRAFANA)/.drawing  ## redraw docs/operations/dashboards/*.png: a rehearsed incident, drawn by Grafana's own components (2 minutes)
 	$(BIN)/python tests/grafana/draw_dashboards.py
 
 dashboards: install  ## regenerate grafana/dashboards, alerts and rules from their source
 	$(BIN)/python -m grafana.write
+
+docs: install  ## the documentation as a searchable site, in build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -b html . build/docs
+	@echo "file://$(CURDIR)/build/docs/index.html"
 
 bench: install  ## run the benchmarks of benchmarks/README.md
 	$(BIN)/python -m benchmarks

@@ -7,8 +7,8 @@ With `durable` the broker stores the read position of the program of that name. 
 requests the next one, so after a crash the loop continues with the event that it was processing. Make your processing
 idempotent by the event's `id`. Without `durable` nothing is stored: the loop begins where `since` says.
 
-A message that is not an event of this version's kinds (docs/events.md) is skipped. While the broker is unreachable the loop
-waits.
+A message that is not an event of this version's kinds (docs/reference/events.md) is skipped. While the broker is unreachable
+the loop waits.
 """
 
 import asyncio

@@ -44,13 +44,13 @@ class Alert:
 
     @property
     def runbook(self) -> str:
-        """Name of its page in docs/runbooks. Both burn rates of a budget share one page."""
+        """Name of its page in docs/operations/runbooks. Both burn rates of a budget share one page."""
         return self.page or self.name.removesuffix("Fast").removesuffix("Slow")
 
     @property
     def runbook_url(self) -> str:
         """Path of its runbook, relative to the project's URL."""
-        return f"docs/runbooks/{self.runbook}.md"
+        return f"docs/operations/runbooks/{self.runbook}.md"
 
     @property
     def dashboard_url(self) -> str:

@@ -31,8 +31,8 @@ OTHERS_TEXT = (  # recorded, generated from elsewhere, or written by other proje
     "tests/fixtures/",
     "tests/events/facts/",
     "tests/frontend/openai/text/chat_templates/",
-    "docs/asyncapi.yaml",
-    "docs/schemas/",
+    "docs/reference/asyncapi.yaml",
+    "docs/reference/schemas/",
     "controller/frontend/openai/text/builtin_sim_tokenizer.json",
 )
 ALLOWED = ROOT / "tests" / "people_lines.txt"

@@ -216,7 +216,7 @@ def own_names(definition: ast.ClassDef) -> set[str]:
 
 
 def uses_of_a_forbidden_word() -> list[Found]:
-    """These were our own inventions; docs/glossary.md has the field's terms."""
+    """These were our own inventions; docs/reference/glossary.md has the field's terms."""
     found = [
         f"{name}: {word}"
         for name, _ in source("controller", "workers", "tests")

@@ -260,7 +260,7 @@ class WorkerServer:
             return f"overloaded: {STREAMS_PER_CONNECTION_MAX} streams on one connection"
         return ""
 
-    # --- planned moves: docs/kv-transfer.md
+    # --- planned moves: docs/concepts/kv-transfer.md
 
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
         """Reserve room for a stream that will arrive with its KV cache, or answer why not."""

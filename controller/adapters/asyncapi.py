@@ -15,10 +15,10 @@ DESCRIPTION = """Every fact of a Holdfast fleet, and the operator's control subj
 
 Facts are CloudEvents 1.0 in binary mode on the JetStream stream FLEET: the headers `ce-id` (a UUIDv7, also
 `Nats-Msg-Id`), `ce-type` (`holdfast.` and the kind), `ce-source`, `ce-time`, `source-number`, and where they apply
-`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/events.md says what each kind guarantees.
-Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal. A command has an `id`, chosen by
-the sender, and a `deadline`, an instant by the broker's clock, which `$JS.API.STREAM.INFO.FLEET` returns as `ts`. It is carried
-out once and before its deadline, or refused.
+`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/reference/events.md lists the
+guarantees of each kind. Control subjects are core NATS requests with JSON bodies; an answer with `error` is a
+refusal. A command has an `id`, chosen by the sender, and a `deadline`, an instant by the broker's clock, which
+`$JS.API.STREAM.INFO.FLEET` returns as `ts`. It is carried out once and before its deadline, or refused.
 """
 
 
@@ -37,7 +37,8 @@ def document() -> str:
         f"{subjects.DEAD}.{{webhook}}",
         schema=DeadLetter,
         title="dead_letter",
-        description="An event that a webhook did not accept, on stream DEAD_LETTERS: docs/webhooks.md. Emitted by the notifier.",
+        description="An event that a webhook did not accept, on stream DEAD_LETTERS (docs/guides/webhooks.md). Emitted by "
+        "the notifier.",
     )
     made: Any = AsyncAPI(broker, title="Holdfast", version="1", description=DESCRIPTION).to_specification()
     parts = (

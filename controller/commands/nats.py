@@ -53,7 +53,7 @@ def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]
         default="conf",
         help="conf: the `authorization` block with nkeys; json: names and subjects only, for `nsc` or passwords",
     )
-    text = "print how a program connects to the broker to read events (see docs/consumers.md)"
+    text = "print how a program connects to the broker to read events (see docs/guides/consumers.md)"
     reader = kinds.add_parser("reader", help=text, description=text, allow_abbrev=False)
     reader.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     reader.add_argument(

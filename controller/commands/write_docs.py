@@ -1,6 +1,8 @@
 """Generates the documents of the events from the catalogue, so that they are never stale.
 
-    python -m controller.commands.write_docs    rewrites docs/asyncapi.yaml, docs/schemas and the generated part of docs/events.md
+    python -m controller.commands.write_docs
+
+rewrites asyncapi.yaml, schemas/ and the generated part of events.md in docs/reference.
 
 A test compares all files with the output of this module.
 """
@@ -24,7 +26,7 @@ CELL_MAX = 150  # characters; a longer type is written below its table
 
 
 def markdown() -> str:
-    """Return the generated part of docs/events.md."""
+    """Return the generated part of docs/reference/events.md."""
     lines = []
     for title, decided in (("Observations", False), ("Decisions", True)):
         lines += [f"### {title}", "", "| kind | emitted by | promise |", "|---|---|---|"]
@@ -126,7 +128,7 @@ def renewed(page: str) -> str:
 
 def main() -> None:
     """Rewrite the generated documents."""
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[2] / "docs" / "reference"
     (docs / "asyncapi.yaml").write_text(document())
     for name, text in schemas().items():
         where = docs / "schemas" / name

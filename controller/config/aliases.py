@@ -1,6 +1,6 @@
 """Alternative names of settings from the design seeds, accepted wherever settings are read.
 
-docs/seed-map.md lists them. A seed's setting that is fixed here is accepted with its fixed value only.
+docs/concepts/seed-map.md lists them. A seed's setting that is fixed here is accepted with its fixed value only.
 """
 
 from collections.abc import Mapping, Sequence

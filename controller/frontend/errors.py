@@ -16,7 +16,7 @@ REFUSALS = NO_WORKER.union(  # of requests rejected before dispatch for a reason
     ("capacity_shed", "not_accepting", "draining", "starting", "tokenizer_missing"),
     ("request_poisonous", "deadline_unattainable"),
 )
-CODES = OVERLOAD.union(  # codes that programs may rely on; docs/api.md lists each
+CODES = OVERLOAD.union(  # codes that programs may rely on; docs/reference/api.md lists each
     REFUSALS,
     # the request is invalid
     ("invalid_http", "invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),

@@ -1,7 +1,7 @@
 """The metrics of a frontend: names of the seeds (`dynamo_frontend_*`) and our own (`holdfast_*`).
 
 One table per subject, in the order of a scrape. A new metric is one row here; `python tests/docs/metrics_page.py` then writes
-it into docs/metrics.md.
+it into docs/reference/metrics.md.
 """
 
 from prometheus_client import CollectorRegistry

@@ -13,7 +13,7 @@ def check_open_port(settings: FrontendSettings) -> None:
         return
     raise BadSetting(
         f"the host {settings.host} lets clients of other hosts use the API without a key. Give --api-key-file FILE "
-        "(docs/security.md), listen on 127.0.0.1 behind a proxy that authenticates, or give --insecure"
+        "(docs/operations/security.md), listen on 127.0.0.1 behind a proxy that authenticates, or give --insecure"
     )
 
 

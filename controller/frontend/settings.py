@@ -28,7 +28,7 @@ _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
 class RouterSettings(Strict):
     """How a worker is chosen for a request.
 
-    The names are NVIDIA Dynamo's. docs/router.md explains the effect of each on the cost, and which defaults differ.
+    The names are NVIDIA Dynamo's. docs/concepts/router.md explains the effect of each on the cost, and which defaults differ.
     """
 
     mode: Mode = Field(
@@ -302,7 +302,7 @@ class FrontendSettings(Strict):
     admin_api: bool = Field(default=False, description="serve /busy_threshold on the API port too")
     console: bool = Field(
         default=True,
-        description="serve the operators' console at /console on the admin port (docs/console.md)",
+        description="serve the operators' console at /console on the admin port (docs/guides/console.md)",
     )
     console_actions: bool = Field(
         default=False,

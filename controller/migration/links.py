@@ -64,7 +64,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """The table of links. docs/moving.md gives the source of each number."""
+    """The table of links. docs/guides/planned-moves.md gives the source of each number."""
 
     nvlink_direct: LinkSpec = LinkSpec(bytes_per_s=450e9, latency_s=3.4e-6, efficiency=0.84)
     nvswitch: LinkSpec = LinkSpec(bytes_per_s=900e9, latency_s=3.4e-6, efficiency=0.84)

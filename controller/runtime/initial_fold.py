@@ -114,7 +114,7 @@ async def _raise_dropped(journal: Journal, after: int) -> Snapshot:
     first = await journal.first_seq()
     raise JournalDropped(
         f"the journal begins at {first}: what follows {after} is lost, and the journal holds no snapshot to start from. "
-        "Bounds were set by hand, or no controller has run for long (docs/state-store.md)"
+        "Bounds were set by hand, or no controller has run for long (docs/reference/state-store.md)"
     )
 
 

@@ -9,7 +9,7 @@ A profile contains none of the trace's requests.
     outputs, arrivals output lengths; how many requests arrived at once, and the gaps in between
 
 Everything is a count of observations. The profile does not contain which time, output length and prompt belonged to one
-request, nor their order. docs/traces.md describes what that loses, and what can still be guessed.
+request, nor their order. docs/guides/traces.md describes what that loses, and what can still be guessed.
 """
 
 import gzip

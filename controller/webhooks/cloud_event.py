@@ -16,7 +16,7 @@ from events.fact import Fact
 from events.follow import FollowedEvent
 
 TYPE = "application/cloudevents+json"
-SCHEMA = "urn:holdfast:event:v1:"  # followed by the kind: docs/schemas/v1
+SCHEMA = "urn:holdfast:event:v1:"  # followed by the kind: docs/reference/schemas/v1
 
 
 def attributes(event: FollowedEvent) -> dict[str, Any]:

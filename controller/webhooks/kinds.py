@@ -33,5 +33,5 @@ def checked(kinds: Iterable[str]) -> tuple[str, ...]:
         if name not in codec.KINDS:
             near = get_close_matches(name, codec.KINDS, n=3, cutoff=0.5)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(f"unknown kind {name!r}: {meant}docs/events.md lists all kinds")
+            raise ValueError(f"unknown kind {name!r}: {meant}docs/reference/events.md lists all kinds")
     return wanted or DEFAULT_KINDS

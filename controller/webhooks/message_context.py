@@ -27,7 +27,7 @@ RUNBOOKS: Mapping[str, str] = {
     "request_abandoned": "HoldfastStreamsLost",
     "worker_lingered": "HoldfastWorkersLingering",
 }
-"""The page of docs/runbooks of each kind."""
+"""The page of docs/operations/runbooks of each kind."""
 _ERRORS = (o.ExposureUnknown, o.PanicBegan, o.RequestAbandoned, d.BreakerOpened, d.IncidentOpened)
 _WARNINGS = (
     o.GoldenDisputed,

@@ -90,7 +90,9 @@ class NotifierSettings(Strict):
     fleet: Annotated[str, Field(min_length=1, max_length=100)] = Field(
         "holdfast", description="name of this fleet in messages and in PagerDuty's dedup_key"
     )
-    runbooks_url: str = Field("", description="URL of the folder docs/runbooks, for links; empty: no links")
+    runbooks_url: str = Field(
+        "", description="URL of the folder docs/operations/runbooks, for links; empty: no links"
+    )
     console_url: str = Field("", description="URL of a console or dashboard, for links; empty: no link")
     timeout_s: Positive = Field(10.0, description="seconds to wait for a receiver's response")
     tries_max: Annotated[int, Field(ge=1, le=1_000)] = Field(
@@ -131,7 +133,7 @@ class NotifierSettings(Strict):
         """Raise BadSetting if there is no webhook, or a secret cannot be read. At run time the notifier would only wait."""
         if not self.webhooks:
             raise BadSetting(
-                "the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS, or --webhooks: see docs/webhooks.md"
+                "the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS, or --webhooks: see docs/guides/webhooks.md"
             )
         for webhook in self.webhooks:
             try:

@@ -14,7 +14,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "benchmarks
 
 
 def test_pages_name_only_existing_benchmarks() -> None:
-    pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md")]
+    pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = set(re.findall(r"python -m benchmarks (?!NAME)(\w+)", text))
     assert named and named <= benchmarks.KNOWN.keys()

@@ -1,4 +1,4 @@
-"""Generates the field tables of docs/api.md from the request body models:
+"""Generates the field tables of docs/reference/api.md from the request body models:
 
 python tests/docs/api_page.py
 """
@@ -14,7 +14,7 @@ from controller.frontend.openai.request_models import (
     CompletionBody,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 BEGIN = "<!-- generated: fields (python tests/docs/api_page.py) -->"
 END = "<!-- end of generated -->"
 CHAT, COMPLETIONS = ChatBody.model_fields, CompletionBody.model_fields

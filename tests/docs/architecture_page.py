@@ -1,4 +1,4 @@
-"""Draws the layers of the import contracts into docs/architecture.md:
+"""Draws the layers of the import contracts into docs/concepts/architecture.md:
 
 python tests/docs/architecture_page.py
 """
@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "concepts" / "architecture.md"
 BEGIN = "<!-- generated: layers (python tests/docs/architecture_page.py) -->"
 END = "<!-- end of generated -->"
 PICTURED = ("controller", "controller.frontend", "workers")

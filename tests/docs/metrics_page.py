@@ -1,4 +1,4 @@
-"""Generates the tables of docs/metrics.md from the product's metric registries:
+"""Generates the tables of docs/reference/metrics.md from the product's metric registries:
 
 python tests/docs/metrics_page.py
 """
@@ -21,7 +21,7 @@ from controller.webhooks.metrics import NotifierMetrics
 from events.journal.memory import MemoryJournal, MemoryStream
 from workers.admin.server import WorkerMetrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 BEGIN = "<!-- generated: metrics (python tests/docs/metrics_page.py) -->"
 END = "<!-- end of generated -->"
 

@@ -1,4 +1,4 @@
-"""Generates the tables of docs/settings.md from the settings of every role:
+"""Generates the tables of docs/reference/settings.md from the settings of every role:
 
 python tests/docs/settings_page.py
 """
@@ -22,7 +22,7 @@ from workers.cli import add_arguments
 from workers.config.settings import WorkerSettings, annotations
 from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 BEGIN = "<!-- generated: settings (python tests/docs/settings_page.py) -->"
 END = "<!-- end of generated -->"
 UP = {  # flags of `up` that set several settings, or have another name

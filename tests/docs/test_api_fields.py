@@ -1,4 +1,4 @@
-"""docs/api.md documents how every field of a body is handled."""
+"""docs/reference/api.md documents how every field of a body is handled."""
 
 from api_page import PAGE, renewed
 

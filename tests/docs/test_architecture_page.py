@@ -1,4 +1,4 @@
-"""docs/architecture.md: the diagram shows the contracts' layers, and the walks follow the imports."""
+"""The architecture page: its diagram shows the contracts' layers, and its walks follow the imports."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import pytest
 from architecture_page import renewed
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
 STEP = re.compile(
     r"^(?P<indent> *)(?:\d+\.|-) (?:(?P<arrow>[→←⇢⇒]) )?`(?P<file>[\w/]+\.py)`(?: \((?P<by>[^)]*)\))?: ",
     re.MULTILINE,

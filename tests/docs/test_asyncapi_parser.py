@@ -1,4 +1,4 @@
-"""AsyncAPI's own parser, which the Studio uses, accepts docs/asyncapi.yaml without diagnostics."""
+"""AsyncAPI's own parser, which the Studio uses, accepts our document without diagnostics."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from controller.catalogue import entries
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".asyncapi"
-DOCUMENT = ROOT / "docs" / "asyncapi.yaml"
+DOCUMENT = ROOT / "docs" / "reference" / "asyncapi.yaml"
 ERROR = 0  # a severity
 LISTED = {"asyncapi-latest-version"}
 """The accepted diagnostics: FastStream writes AsyncAPI 3.0.0, and 3.1.0 exists."""

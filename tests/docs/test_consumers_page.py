@@ -1,4 +1,4 @@
-"""The programs of docs/consumers.md run as the broker's user `reader`, and resume where they stopped."""
+"""The programs of docs/guides/consumers.md run as the user `reader`, and resume where they stopped."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from events.journal.nats import NatsJournal
 from events.nats.urls import as_user, with_keys
 from events.observations import CanaryFailed, RequestExposed, WorkerHeard
 
-PAGE = (Path(__file__).parents[2] / "docs" / "consumers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "consumers.md").read_text()
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 WITHIN_S = 20.0
 

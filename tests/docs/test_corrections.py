@@ -1,10 +1,10 @@
-"""docs/corrections.md has a line for each cited correction, and names the test that covers it."""
+"""docs/concepts/corrections.md has a line for each cited correction, and names its test."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "corrections.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "corrections.md").read_text()
 CITED = re.compile(r"\(((?:[NB]\d+)(?:(?:, |–)[NB]\d+)*)\)")
 TEST = re.compile(r"def (test_(?:[nb]\d\d_)+\w+)")
 ROW = re.compile(r"^\| <a id=\"([nb]\d+)\"></a>([NB]\d+) \| .+ \| .+ \| `(\w+)` \|$", re.MULTILINE)
@@ -15,7 +15,7 @@ def readers() -> list[Path]:
     code = [
         path for root in ("controller", "workers", "events", "tests") for path in (ROOT / root).rglob("*.py")
     ]
-    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name != "corrections.md"]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "corrections.md"]
     return [path for path in (*code, *pages, ROOT / "README.md") if path != Path(__file__)]
 
 

@@ -1,11 +1,11 @@
-"""docs/devices.md lists for each Xid and each fault class the action that the code takes."""
+"""docs/guides/device-watch.md lists for each Xid and each fault class the action that the code takes."""
 
 import re
 from pathlib import Path
 
 from workers.devices.taxonomy import LEVELS, XIDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "device-watch.md"
 ROW = re.compile(r"^\| `?(\w+)`? \| (.+) \| (\w+) \|$", re.MULTILINE)
 
 

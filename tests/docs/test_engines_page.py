@@ -1,4 +1,4 @@
-"""`holdfast up` and docs/engines.md offer every engine of the worker."""
+"""`holdfast up` and docs/guides/engines.md offer every engine of the worker."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from controller.processes.up_flags import FLAGS
 from workers.config.settings import WorkerSettings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "engines.md").read_text()
 
 
 def engines() -> set[str]:

@@ -1,4 +1,4 @@
-"""docs/events.md, docs/asyncapi.yaml and docs/schemas match the code."""
+"""docs/reference/events.md, docs/reference/asyncapi.yaml and docs/reference/schemas match the code."""
 
 import gzip
 import json
@@ -21,16 +21,16 @@ UNIT = re.compile(r"_(ms|s|rps|tokens)$|^pid$")
 
 
 def test_the_asyncapi_document_is_the_generated_one() -> None:
-    assert (DOCS / "asyncapi.yaml").read_text() == document(), AGAIN
+    assert (DOCS / "reference" / "asyncapi.yaml").read_text() == document(), AGAIN
 
 
 def test_the_catalogue_is_the_generated_one() -> None:
-    page = (DOCS / "events.md").read_text()
+    page = (DOCS / "reference" / "events.md").read_text()
     assert write_docs.renewed(page) == page, AGAIN
 
 
 def test_the_schemas_are_the_generated_ones() -> None:
-    folder = DOCS / "schemas"
+    folder = DOCS / "reference" / "schemas"
     kept = {str(page.relative_to(folder)): page.read_text() for page in folder.rglob("*.json")}
     assert kept == write_docs.schemas(), AGAIN
 
@@ -64,8 +64,8 @@ def test_events_written_by_a_release_pass_the_current_schemas(release: Path) -> 
 
 
 def test_every_kind_is_on_both_pages_with_every_field() -> None:
-    page = (DOCS / "events.md").read_text()
-    schemas = yaml.safe_load((DOCS / "asyncapi.yaml").read_text())["components"]["schemas"]
+    page = (DOCS / "reference" / "events.md").read_text()
+    schemas = yaml.safe_load((DOCS / "reference" / "asyncapi.yaml").read_text())["components"]["schemas"]
     for entry in catalogue.entries():
         assert f"#### {entry.kind}\n" in page
         assert entry.promise, f"{entry.kind} has no docstring"
@@ -76,7 +76,7 @@ def test_every_kind_is_on_both_pages_with_every_field() -> None:
 
 
 def test_the_types_of_fields_are_on_the_page() -> None:
-    page = (DOCS / "events.md").read_text()
+    page = (DOCS / "reference" / "events.md").read_text()
     types = {name for e in catalogue.entries() for f in e.fields for name in re.findall(r"[A-Z]\w+", f.type)}
     for name in types - {"Literal", "None", "Any"}:
         assert f"#### {name}\n" in page, f"a field is a {name}: {AGAIN}"
@@ -99,7 +99,7 @@ def test_every_observation_has_an_emitter() -> None:
 
 
 def test_the_operators_subjects_are_in_the_document() -> None:
-    channels = yaml.safe_load((DOCS / "asyncapi.yaml").read_text())["channels"]
+    channels = yaml.safe_load((DOCS / "reference" / "asyncapi.yaml").read_text())["channels"]
     addresses = {channel["address"] for channel in channels.values()}
     assert {
         f"control.{verb}" for verb in ("drain", "resume", "move", "restart", "status", "chaos")

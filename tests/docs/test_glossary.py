@@ -1,4 +1,4 @@
-"""docs/glossary.md names only what exists, and includes every class named with an established term."""
+"""The glossary names only what exists, and includes every class named with an established term."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "glossary.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text()
 ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 PEERS = (
     "llm-d",

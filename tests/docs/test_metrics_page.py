@@ -1,4 +1,4 @@
-"""docs/metrics.md documents every metric of every role."""
+"""docs/reference/metrics.md documents every metric of every role."""
 
 import re
 

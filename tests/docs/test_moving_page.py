@@ -1,4 +1,4 @@
-"""docs/moving.md repeats numbers of the code, which must be equal."""
+"""docs/guides/planned-moves.md repeats numbers of the code, which must be equal."""
 
 import re
 from dataclasses import fields
@@ -10,7 +10,7 @@ from controller.migration.cost import KvShape, MigrationTarget, MovingPolicy, es
 from controller.migration.links import Lane, LinkName, LinkTable
 from events.observations import Profile
 
-PAGE = (Path(__file__).parents[2] / "docs" / "moving.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "planned-moves.md").read_text()
 SEVENTY_B = KvShape(layers=80, kv_heads=8, head_size=128, bytes_per_element=2, tp=8)
 PROFILE = Profile(kv_blocks=1, block_tokens=16, max_batch=1, prefill_tokens_per_s=5000.0, tpot_ms=())
 

@@ -85,7 +85,7 @@ def _named(page: str) -> set[str]:
 
 
 def test_the_map_of_the_code_names_every_package() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
     text = page.partition("## The map of the code\n")[2].partition("\n## ")[0]
     roots = [ROOT / name for name in ("controller", "workers", "events")]
     folders = [init.parent for root in roots for init in root.glob("*/__init__.py")]

@@ -59,5 +59,5 @@ def test_the_table_of_peers_has_its_date_and_all_peers() -> None:
 
 
 def test_every_command_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text()
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert {name for name in COMMANDS if not re.search(rf"`(holdfast )?{name}\b", page)} == set()

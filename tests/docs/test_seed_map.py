@@ -1,4 +1,4 @@
-"""docs/seed-map.md maps each class of the seeds to this project; every target must exist."""
+"""docs/concepts/seed-map.md maps each class of the seeds to this project; every target must exist."""
 
 import importlib
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "seed-map.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "seed-map.md"
 ROWS = re.findall(r"^\| `([A-Za-z_.: /-]+)` \| (.+?) \| .*\|$", PAGE.read_text(), re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""docs/settings.md has every setting of every role, its flags, and the seeds' names."""
+"""docs/reference/settings.md has every setting of every role, its flags, and the seeds' names."""
 
 import pytest
 from settings_page import PAGE, entries, renewed

@@ -1,4 +1,4 @@
-"""docs/traces.md repeats flags and figures of the code, which must be equal."""
+"""docs/guides/traces.md repeats flags and figures of the code, which must be equal."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ import pytest
 from controller.trace import chat, cli
 from controller.trace.synthesis import SynthesisKnobs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "traces.md").read_text()
 
 
 def rows(heading: str, header: str) -> list[list[str]]:

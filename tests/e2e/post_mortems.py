@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/post-mortems.md, docs/console.md and docs/what-if.md.
+"""Makes the pictures of the pages on post-mortems, the console and what-if.
 
-Those of docs/post-mortems.md show three rehearsed faults, each with its report in a browser.
+Those of docs/guides/post-mortems.md show three rehearsed faults, each with its report in a browser.
 
 python tests/e2e/post_mortems.py             # four minutes; needs a chromium (make chromium)
 python tests/e2e/post_mortems.py console     # the console's alone
@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "post-mortems"
+FOLDER = ROOT / "docs" / "guides" / "post-mortems"
 FAULTS = {"corrupt": 2.0, "kill": None, "hang": None}
 WIDTH, HEIGHT = 1200, 1000
 CALM_S, ENDS_WITHIN_S = 3.0, 60.0
-CONSOLE = ROOT / "docs" / "console" / "fleet.png"
+CONSOLE = ROOT / "docs" / "guides" / "console" / "fleet.png"
 CONSOLE_HEIGHT = 1250
-SWEEP = ROOT / "docs" / "what-if" / "sweep.png"
+SWEEP = ROOT / "docs" / "guides" / "what-if" / "sweep.png"
 
 
 async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """The commands in the runbooks, and their output on the fleet of `rehearsal`.
 
-python tests/e2e/runbooks.py     # breaks a fleet for half a minute, and writes the commands' output into docs/runbooks
+python tests/e2e/runbooks.py     # breaks a fleet for half a minute, and writes the commands' output into docs/operations/runbooks
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "runbooks").glob("*.md"))}
+PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "operations" / "runbooks").glob("*.md"))}
 BLOCK = re.compile(r"```console\n\$ (.+)\n((?:.*\n)*?)```")
 WRITTEN = re.compile(r"`(holdfast [^`]+)`")  # in a sentence
 LINES_MAX, COLUMNS = 12, 120

@@ -1,6 +1,6 @@
 """A fleet in front of external servers: whatever one of them does wrong, every stream stays complete.
 
-The servers are the tests' own, modelled on vLLM; the real ones are tested on request (`docs/engines.md`).
+The servers are the tests' own, modelled on vLLM; the real ones are tested on request (`docs/guides/engines.md`).
 """
 
 import asyncio

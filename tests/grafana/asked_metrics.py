@@ -1,4 +1,4 @@
-"""The metrics and labels that a PromQL query uses, and those that docs/metrics.md documents."""
+"""The metrics and labels that a PromQL query uses, and those that docs/reference/metrics.md documents."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from typing import Any
 
 import promql_parser as promql
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 OF_TARGETS = {"role", "process", "instance", "job", "le"}
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return each metric of docs/metrics.md with its kind and its labels, merged over all roles."""
+    """Return each metric of docs/reference/metrics.md with its kind and its labels, merged over all roles."""
     found: dict[str, tuple[str, set[str]]] = {}
     for name, kind, labels in re.findall(
         r"^\| `(\w+)` \| (\w+) \| ([^|]*) \|", METRICS.read_text(), re.MULTILINE

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/observability.md from a rehearsed incident.
+"""Draws the pictures of docs/operations/observability.md from a rehearsed incident.
 
 A fleet fails for half a minute while a real Prometheus scrapes it. Each dashboard's queries are sent to that Prometheus and to
 the fleet's Postgres, and Grafana's own components draw the results (`grafana/drawing.tsx`).
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs" / "dashboards"
+PICTURES = ROOT / "docs" / "operations" / "dashboards"
 TOOLS = ROOT / ".grafana" / "node_modules"
 WIDTH, BYTES_MAX = 1280, 250_000
 COLORS = 48

@@ -109,7 +109,7 @@ def test_every_metric_and_label_exists(where: str, ask: str) -> None:
     assert found or "vector(" in ask
     for selector in found:
         metric = base(selector.name)
-        assert metric in KNOWN, f"{selector.name} is not in docs/metrics.md"
+        assert metric in KNOWN, f"{selector.name} is not in docs/reference/metrics.md"
         labels = {matcher.name for matcher in selector.matchers.matchers}
         assert labels <= KNOWN[metric][1] | OF_TARGETS, (
             f"{metric} has no {labels - KNOWN[metric][1] - OF_TARGETS}"

@@ -12,7 +12,7 @@ from grafana.model import Dashboard
 from grafana.write import BOARDS
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
-PAGE = (ROOT / "docs" / "observability.md").read_text()
+PAGE = (ROOT / "docs" / "operations" / "observability.md").read_text()
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)

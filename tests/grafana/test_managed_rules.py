@@ -37,7 +37,7 @@ def test_a_rule_fires_for_each_series_of_its_expression(alert: Any) -> None:
     assert "$value " not in json.dumps(rule["annotations"]) and "$value}" not in json.dumps(
         rule["annotations"]
     )
-    assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{alert.runbook}.md"
+    assert rule["annotations"]["runbook_url"] == f"docs/operations/runbooks/{alert.runbook}.md"
 
 
 def test_the_data_source_is_the_provisioned_one() -> None:

@@ -277,7 +277,7 @@ async def test_the_right_to_change_events_is_revoked(database_url: str) -> None:
 
 
 def test_every_table_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "state-store.md").read_text()
     for name in (*tables.metadata.tables, "fleet_now", "model_capacity"):
         assert f"| `{name}`" in text, name
     for column in projection.EVENT_COLUMNS:
@@ -286,7 +286,7 @@ def test_every_table_is_documented() -> None:
 
 
 async def test_the_documented_queries_work(database_url: str) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "state-store.md").read_text()
     queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
     assert len([q for q in queries if q.strip()]) == 4
     for query in queries:

@@ -34,7 +34,7 @@ def test_default_kinds_apply_unless_others_are_named() -> None:
 def test_an_unknown_kind_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="did you mean breaker_opened"):
         checked(["breakers_opened"])
-    with pytest.raises(ValueError, match=r"unknown kind 'x': docs/events\.md"):
+    with pytest.raises(ValueError, match=r"unknown kind 'x': docs/reference/events\.md"):
         checked(["x"])
 
 

@@ -137,7 +137,7 @@ def test_every_kind_has_the_shape_that_each_receiver_expects(fact: Fact) -> None
     if page is not None:
         jsonschema.validate(json.loads(page), PAGERDUTY)
     body = json.loads(cloud_event.written(said))
-    schema = json.loads((ROOT / "docs" / "schemas" / "v1" / f"{fact.kind()}.json").read_text())
+    schema = json.loads((ROOT / "docs" / "reference" / "schemas" / "v1" / f"{fact.kind()}.json").read_text())
     jsonschema.validate(body["data"], schema)
     assert schema["$id"] == body["dataschema"]
     assert cloud_event.event_of(body) == said
@@ -237,7 +237,7 @@ def test_the_default_kinds_exist_and_have_sentences() -> None:
 def test_runbooks_exist() -> None:
     assert set(RUNBOOKS) <= set(codec.KINDS)
     for page in RUNBOOKS.values():
-        assert (ROOT / "docs" / "runbooks" / f"{page}.md").exists()
+        assert (ROOT / "docs" / "operations" / "runbooks" / f"{page}.md").exists()
     assert FleetWording().runbook(event(breaker())) == "" and WORDING.runbook(event(heard(1))) == ""
 
 

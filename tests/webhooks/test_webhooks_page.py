@@ -1,4 +1,4 @@
-"""docs/webhooks.md: its example receiver runs, and its tables match the code."""
+"""docs/guides/webhooks.md: its example receiver runs, and its tables match the code."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from controller.webhooks.retry_policy import AWAY
 from controller.webhooks.settings import NotifierSettings
 from events.dead_letters import BYTES_MAX, LETTERS_MAX
 
-PAGE = (Path(__file__).parents[2] / "docs" / "webhooks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "webhooks.md").read_text()
 LINES_MAX = 18
 OTHER_KEY = KEY.replace("whsec_AAEC", "whsec_AAED")
 

@@ -1,7 +1,7 @@
 """Models of request bodies, and the tables of refused and ignored fields.
 
-`/openapi.json` is generated from the models. A field that is not in a model is looked up in the tables, from which docs/api.md
-is generated:
+`/openapi.json` is generated from the models. A field that is not in a model is looked up in the tables, from which
+docs/reference/api.md is generated:
 
     REFUSED_BY_…   would change the answer but is not supported: refused by name, except with values that change nothing
     IGNORED        changes no answer: accepted

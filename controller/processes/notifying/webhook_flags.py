@@ -17,13 +17,13 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--webhook": {
         **EACH,
         "metavar": "[NAME=]URL",
-        "help": "URL to send events to (docs/webhooks.md), or @FILE for a file that contains it; repeatable",
+        "help": "URL to send events to (docs/guides/webhooks.md), or @FILE for a file that contains it; repeatable",
     },
     "--webhook-kinds": {
         **EACH,
         "metavar": "K,K",
-        "help": "kinds of events to send (docs/events.md), or all; once for all webhooks, or once for each (default: those that "
-        "need attention)",
+        "help": "kinds of events to send (docs/reference/events.md), or all; once for all webhooks, or once for each "
+        "(default: those that need attention)",
     },
     "--webhook-template": {
         **EACH,

@@ -22,7 +22,7 @@ from events.journal.port import Journal
 
 ABOUT = (
     "what would have happened under another policy: decides the recorded observations again and compares the result "
-    "with what was decided. Settings are named as in docs/settings.md, such as breaker.wait_min, health.failures_max, "
+    "with what was decided. Settings are named as in docs/reference/settings.md, such as breaker.wait_min, health.failures_max, "
     "canary.interval"
 )
 

@@ -3,7 +3,7 @@
 A fault in one row of the embeddings is visible only to requests that use that row. Four questions of thirty-two tokens touch a
 few hundred rows; users touch them all. With slices of 512 tokens, four questions read 2,048 rows. That is all of a small
 vocabulary, and the most used part of a large one, since byte-pair tokenizers number tokens by how often they merged.
-Measured in `docs/silent-corruption.md`.
+Measured in `docs/concepts/silent-corruption.md`.
 
 Questions still compete by their margins, but within their slice: the first of an order cover every slice.
 """

@@ -206,7 +206,7 @@ class MixedFleet:
         """Replace a part by another release of it."""
         if name == "projector" and version == "old":
             await self.stop(name)
-            await migrate.downgrade(self._database, to="0001")  # as docs/upgrade.md says
+            await migrate.downgrade(self._database, to="0001")  # as docs/operations/upgrade.md says
         else:
             await self.stop(name)
         await self.start(name, version)

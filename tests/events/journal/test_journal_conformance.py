@@ -156,7 +156,7 @@ async def test_a_controller_that_has_not_read_the_last_decision_is_fenced(make: 
 
 
 async def test_what_identifies_an_event(make: Make) -> None:
-    """As in docs/events.md: source and number of observations, the number of decisions, and the id of all events."""
+    """As in docs/reference/events.md: source and number of observations, the number of decisions, and the id of all events."""
     first, second = await make("controller:c1"), await make("controller:c1")
     for journal in (first, second, first):
         journal.observe(drain())

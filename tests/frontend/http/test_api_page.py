@@ -1,4 +1,4 @@
-"""docs/api.md lists exactly the error codes that a client can get."""
+"""docs/reference/api.md lists exactly the error codes that a client can get."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from controller.frontend.errors import CODES
 from controller.frontend.request.failures import KINDS
 from controller.router.selection import filter as pick
 
-PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
 NEVER_SENT = {"cancelled", "no_worker"}  # the client has left; the base class of the others
 
 

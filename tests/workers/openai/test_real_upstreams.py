@@ -5,7 +5,7 @@
     HOLDFAST_TEST_LLAMACPP_URLS=URL,URL pytest -m llamacpp tests/workers/openai/test_real_upstreams.py   two running servers
     HOLDFAST_TEST_VLLM_URLS=URL,URL pytest -m vllm tests/workers/openai/test_real_upstreams.py             the same
 
-The results are in docs/engines.md.
+The results are in docs/guides/engines.md.
 """
 
 import asyncio

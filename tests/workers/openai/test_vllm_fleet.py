@@ -1,6 +1,6 @@
 """Opt-in (make test-vllm): a fleet in front of two real vLLM servers, one of which fails.
 
-Every answer is compared with the undisturbed one. Waiting times of users are printed, and recorded in docs/engines.md.
+Every answer is compared with the undisturbed one. Waiting times of users are printed, and recorded in docs/guides/engines.md.
 """
 
 import asyncio
