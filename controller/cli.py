@@ -4,34 +4,35 @@ Exit codes: 0 success, 1 failure, 2 usage error, 3 finding (`replay verify`, or 
 """
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from controller.config.flag_groups import COMMON, group_flags, short_help
 from controller.config.variables import refuse_unknown
 from controller.terminal_text import safe_output
 from events.errors import Finding, HoldfastError, UsageError
 from events.process.imports import without
 
-Run = Callable[[argparse.Namespace], int]
 USAGE = 2
 FINDING = 3
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "planner", "notifier", "frontend", "worker")
-DRAWING = (
-    "up",
-    "demo",
-    "top",
-    "status",
-    "plan",
-)  # these move the cursor and escape untrusted text themselves
+DRAWING = ("up", "demo", "top", "status", "plan")  # move the cursor, and escape untrusted text themselves
+PRINTING = ("settings", "completion")  # these log nothing
+CONFIGURED = (*ROLES, "up", "settings")  # commands with --config
+CONFIG = "TOML file with settings, and for `up` its flags; environment and flags override it (docs/reference/commands.md)"
 CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
 
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports usage errors in one sentence, with the `--help` of the command that failed."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reject unknown arguments here. argparse would pass them to the parent command's parser."""
@@ -40,18 +41,23 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
+    def format_help(self) -> str:
+        """Return the help: of a command with many flags, only the common ones."""
+        common = COMMON.get(self.get_default("command"))
+        return short_help(self, common) if common else super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2 (usage)."""
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
 class VersionAction(argparse.Action):
-    """Prints the version and exits."""
+    """Prints version and commit, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import version
+        from controller.commands.version import version_text
 
-        print(f"holdfast {version('holdfast')}")
+        print(version_text())
         parser.exit(0)
 
 
@@ -88,24 +94,54 @@ def _wanted(arguments: Sequence[str]) -> str | None:
 
 def _main(arguments: list[str]) -> int:
     wanted = _wanted(arguments)
-    if wanted in COMMANDS:
-        with without("rich", "greenlet"):  # structlog imports both if they are installed
-            import structlog  # noqa: F401
-    parser = parser_for({wanted} if wanted else ())
+    try:
+        parser, arguments = _prepared(wanted, arguments)
+    except UsageError as error:
+        _say_why(error)
+        return USAGE
     if not arguments:
         parser.print_help(sys.stderr)
         return USAGE
     args = parser.parse_args(arguments)
-    if wanted not in ROLES:  # they set up their own logs
-        from events.process import logs
-
-        logs.quiet()
+    if wanted not in PRINTING:
+        with without("rich", "greenlet"):  # structlog imports both if they are installed
+            from events.process import logs
+        if wanted not in ROLES:  # they set up their own logs
+            logs.quiet()
     if wanted in CLOSED:
         os.umask(0o077)  # files that they and their children create are private to the user
     if wanted in DRAWING or wanted in ROLES:
         return _guarded(args)
     with safe_output():  # names and reasons from workers and clients are untrusted
         return _guarded(args)
+
+
+def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[str]]:
+    """Return the parser, and the arguments with those that the configuration file adds. Raise UsageError."""
+    path = _config_file(arguments) if wanted in CONFIGURED else None
+    if path is None or wanted is None:
+        return parser_for({wanted} if wanted else ()), arguments
+    from controller.commands.configuration import config_file
+
+    table = config_file.apply(path, os.environ, (wanted,) if wanted in ROLES else config_file.TABLES)
+    parser = parser_for({wanted})  # its defaults come from the environment
+    if wanted == "up":
+        from controller.processes.up_flags import VARIABLES, flags_by_key, setting_of
+
+        at, flags = arguments.index(wanted) + 1, flags_by_key(parser.commands[wanted])
+        given = [*arguments, *(flag for flag, variable in VARIABLES.items() if variable in os.environ)]
+        arguments[at:at] = config_file.arguments(path, table, flags, setting_of, given)
+    return parser, arguments
+
+
+def _config_file(arguments: Sequence[str]) -> Path | None:
+    """Return the file that --config names."""
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag == "--config" and value:
+            return Path(value)
+        if flag.startswith("--config="):
+            return Path(flag.partition("=")[2])
+    return None
 
 
 def parser_for(names: Container[str]) -> Parser:
@@ -116,26 +152,53 @@ def parser_for(names: Container[str]) -> Parser:
         epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 success, 1 failure, 2 usage error, 3 finding.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="print version and commit, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for name, (text, prepare) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name in names:
-            command.set_defaults(run=prepare(command))
+    parser.commands = commands.choices
+    for name, one in COMMANDS.items():
+        command = commands.add_parser(name, help=one.help, description=one.help, allow_abbrev=False)
+        if name not in names:
+            continue
+        command.set_defaults(command=name)
+        if one.data:
+            data_flag(command)
+        if name in CONFIGURED:
+            command.add_argument("--config", type=Path, metavar="FILE", help=CONFIG)
+        _loaded(one.flags)(command)
+        if name in COMMON:
+            group_flags(command)
     return parser
 
 
 def _guarded(args: argparse.Namespace) -> int:
     try:
         refuse_unknown(os.environ)
-        run: Run = args.run
-        return run(args)
+        return _run(args)
     except UsageError as error:
         _say_why(error)
         return USAGE
     except HoldfastError as error:
         _say_why(error)
         return FINDING if isinstance(error, Finding) else 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = COMMANDS[args.command]
+    with nullcontext() if command.aiohttp else without("aiohttp"):
+        run = _loaded(command.run)
+    result = run(args)
+    if isinstance(result, int):
+        return result
+    import asyncio
+
+    return int(asyncio.run(result))
+
+
+def _loaded(place: str) -> Callable[..., Any]:
+    """Import `module:function`."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _say_why(error: HoldfastError) -> None:
@@ -155,269 +218,190 @@ def data_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _up(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):  # nats-py imports it for WebSocket brokers only
-        from controller.processes import up, up_flags
-
-    data_flag(parser)
-    up_flags.add_arguments(parser)
-    return up.run_cli
-
-
-def _demo(parser: argparse.ArgumentParser) -> Run:
-    from controller.demo import cli as demo
-
-    demo.add_arguments(parser)
-    return demo.run_cli
-
-
-def _role(role: str) -> Callable[[argparse.ArgumentParser], Run]:
-    def prepare(parser: argparse.ArgumentParser) -> Run:
-        from controller.processes import roles
-
-        data_flag(parser)
-        return roles.prepare(role, parser)
-
-    return prepare
-
-
-def _worker(parser: argparse.ArgumentParser) -> Run:
-    from workers import cli as worker
-
-    worker.add_arguments(parser)
-
-    def run(args: argparse.Namespace) -> int:
-        worker.leave(worker.run_cli(args))  # exits even if an engine thread is stuck in a step
-        return 0
-
-    return run
-
-
-def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
-    def prepare(parser: argparse.ArgumentParser) -> Run:
-        with without("aiohttp"):
-            from controller.commands import operator_commands
-
-        data_flag(parser)
-        return operator_commands.prepare(name, parser)
-
-    return prepare
-
-
-def _replay(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import operator_commands
-
-    data_flag(parser)
-    return operator_commands.prepare_replay(parser)
-
-
-def _request(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import operator_commands
-
-    data_flag(parser)
-    return operator_commands.prepare_request(parser)
-
-
-def _journal(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import journal
-
-    data_flag(parser)
-    return journal.prepare(parser, Parser)
-
-
-def _fleet(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import fleet
-
-    data_flag(parser)
-    return fleet.prepare(parser, Parser)
-
-
-def _golden(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands.goldens import commands
-
-    data_flag(parser)
-    return commands.prepare(parser, Parser)
-
-
-def _database(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import database
-
-    data_flag(parser)
-    return database.prepare(parser, Parser)
-
-
-def _nats(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import nats
-
-    data_flag(parser)
-    return nats.prepare(parser, Parser)
-
-
-def _route(parser: argparse.ArgumentParser) -> Run:
-    from controller.commands import route
-
-    data_flag(parser)
-    return route.prepare(parser)
-
-
-def _simulate(parser: argparse.ArgumentParser) -> Run:
-    from controller.simulator import cli as simulate
-
-    simulate.add_arguments(parser)
-    return simulate.run_cli
-
-
-def _trace(parser: argparse.ArgumentParser) -> Run:
-    from controller.trace import cli as trace
-
-    trace.add_arguments(parser)
-    return trace.run_cli
-
-
-def _plan(parser: argparse.ArgumentParser) -> Run:
-    from controller.commands import plan
-
-    data_flag(parser)
-    return plan.prepare(parser)
-
-
-def _cost(parser: argparse.ArgumentParser) -> Run:
-    from controller.commands import cost
-
-    return cost.prepare(parser)
-
-
-def _scale(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import scale
-
-    data_flag(parser)
-    return scale.prepare(parser)
-
-
-def _profile(parser: argparse.ArgumentParser) -> Run:
-    from controller.profiler import cli as profiler
-
-    profiler.add_arguments(parser)
-    return profiler.run_cli
-
-
-def _model(parser: argparse.ArgumentParser) -> Run:
+def tiny_model(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand of `holdfast model`."""
     from workers.engines import tiny
 
-    kinds = parser.add_subparsers(title="models", metavar="KIND", required=True, parser_class=Parser)
-    command = kinds.add_parser(
-        "tiny", help="create a tiny seeded Llama for tests and rehearsals", allow_abbrev=False
-    )
-    tiny.add_arguments(command)
-    return tiny.run_cli
+    kinds = parser.add_subparsers(title="models", metavar="KIND", required=True)
+    text = "create a tiny seeded Llama for tests and rehearsals"
+    tiny.add_arguments(kinds.add_parser("tiny", help=text, allow_abbrev=False))
 
 
-def _settings(parser: argparse.ArgumentParser) -> Run:
-    from controller.commands import show_settings
-
-    return show_settings.prepare(parser)
-
-
-def _webhooks(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import webhooks
-
-    data_flag(parser)
-    return webhooks.prepare(parser, Parser)
-
-
-def _scrape_config(parser: argparse.ArgumentParser) -> Run:
-    from controller.commands import scrape_config
-
-    data_flag(parser)
-    return scrape_config.prepare(parser)
-
-
-def _top(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):
-        from controller.commands import top
-
-    data_flag(parser)
-    return top.prepare(parser)
-
-
-def _completion(parser: argparse.ArgumentParser) -> Run:
+def completion_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of `holdfast completion`."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to generate the script for")
 
-    def run(args: argparse.Namespace) -> int:
-        import shtab
 
-        print(shtab.complete(parser_for(COMMANDS), shell=args.shell))
-        return 0
+def completion(args: argparse.Namespace) -> int:
+    """Print the completion script of a shell."""
+    import shtab
 
-    return run
+    print(shtab.complete(parser_for(COMMANDS), shell=args.shell))
+    return 0
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
-    "up": (
+class CliCommand(NamedTuple):
+    """One command: its help, and the functions that add its flags and run it, as `module:function`. They are imported when they
+    are needed, so that `--help` imports nothing heavy."""
+
+    help: str
+    flags: str
+    run: str
+    data: bool = True  # whether it has --data
+    aiohttp: bool = False  # whether it needs aiohttp, which nats-py imports for WebSocket brokers only
+
+
+OPERATING = "controller.commands.flags.operating:"
+INSPECTING = "controller.commands.flags.inspecting:"
+OPERATOR = "controller.commands.operator_commands:"
+ROLE = ("controller.processes.roles:add_arguments", "controller.processes.roles:run", True, True)
+
+COMMANDS: dict[str, CliCommand] = {
+    "up": CliCommand(
         "run a whole fleet on this host: broker, database, controller, projector, planner, frontends, workers",
-        _up,
+        "controller.processes.up_flags:add_arguments",
+        "controller.processes.up:run",
     ),
-    "demo": ("inject every known fault into a fleet under load, and show the impact on its users", _demo),
-    "status": ("show the current state of the fleet", _operator("status")),
-    "top": ("watch the fleet and its latest events in a terminal", _top),
-    "events": ("show the events on the journal", _operator("events")),
-    "drain": ("stop sending new requests to a worker; running ones finish there or move", _operator("drain")),
-    "resume": ("return a drained worker to service", _operator("resume")),
-    "route": ("ask a frontend which worker would get a prompt, and why", _route),
-    "move": (
+    "demo": CliCommand(
+        "inject every known fault into a fleet under load, and show the impact on its users",
+        "controller.demo.flags:add_arguments",
+        "controller.demo.cli:run",
+        data=False,
+        aiohttp=True,
+    ),
+    "status": CliCommand(
+        "show the current state of the fleet", OPERATING + "status", "controller.commands.status:run"
+    ),
+    "top": CliCommand(
+        "watch the fleet and its latest events in a terminal",
+        OPERATING + "top",
+        "controller.commands.top:run",
+    ),
+    "events": CliCommand("show the events on the journal", OPERATING + "events", OPERATOR + "show_events"),
+    "drain": CliCommand(
+        "stop sending new requests to a worker; running ones finish there or move",
+        OPERATING + "drain",
+        OPERATOR + "drain",
+    ),
+    "resume": CliCommand("return a drained worker to service", OPERATING + "resume", OPERATOR + "resume"),
+    "route": CliCommand(
+        "ask a frontend which worker would get a prompt, and why",
+        OPERATING + "route",
+        "controller.commands.route:run",
+    ),
+    "move": CliCommand(
         "move the running requests of a worker to other workers, with their KV cache",
-        _operator("move"),
+        OPERATING + "move",
+        OPERATOR + "move",
     ),
-    "restart": ("restart workers gracefully, one after another", _operator("restart")),
-    "chaos": ("inject a fault into a worker, or heal it", _operator("chaos")),
-    "replay": ("show past events, past states and the reasons for decisions, from the journal", _replay),
-    "request": (
+    "restart": CliCommand(
+        "restart workers gracefully, one after another", OPERATING + "restart", OPERATOR + "restart_workers"
+    ),
+    "chaos": CliCommand("inject a fault into a worker, or heal it", OPERATING + "chaos", OPERATOR + "chaos"),
+    "replay": CliCommand(
+        "show past events, past states and the reasons for decisions, from the journal",
+        "controller.replay.flags:add_arguments",
+        "controller.commands.replay:run",
+    ),
+    "request": CliCommand(
         "show the history of one request: its workers, its moves, and which worker produced which tokens",
-        _request,
+        "controller.replay.flags:add_request_arguments",
+        "controller.commands.replay:run",
     ),
-    "journal": ("inspect messages on the journal that are not events, and quarantine events", _journal),
-    "golden": (
+    "journal": CliCommand(
+        "inspect messages on the journal that are not events, and quarantine events",
+        INSPECTING + "journal",
+        "controller.commands.journal:run",
+    ),
+    "golden": CliCommand(
         "show, approve, retire, record, export and import goldens: the expected answers to canaries",
-        _golden,
+        INSPECTING + "golden",
+        "controller.commands.goldens.commands:run",
     ),
-    "fleet": (
+    "fleet": CliCommand(
         "show which event kinds and decider versions each process supports, and which are in force",
-        _fleet,
+        INSPECTING + "fleet",
+        "controller.commands.fleet:run",
     ),
-    "database": ("manage the schema and the accounts of the database", _database),
-    "nats": ("print users and permissions for an external broker", _nats),
-    "webhooks": ("test a webhook, and list or resend events that a webhook did not accept", _webhooks),
-    "simulate": ("run the deciders through faults in virtual time", _simulate),
-    "trace": ("analyze recorded requests, generate similar ones, and replay them as load", _trace),
-    "plan": ("show how many workers each model should have, now or on a recorded day", _plan),
-    "cost": ("compare transfer with re-prefill on your hardware, and estimate failures and spares", _cost),
-    "scale": (
+    "database": CliCommand(
+        "manage the schema and the accounts of the database",
+        INSPECTING + "database",
+        "controller.commands.database:run",
+    ),
+    "nats": CliCommand(
+        "print users and permissions for an external broker",
+        INSPECTING + "nats",
+        "controller.commands.nats:run",
+    ),
+    "webhooks": CliCommand(
+        "test a webhook, and list or resend events that a webhook did not accept",
+        INSPECTING + "webhooks",
+        "controller.commands.webhooks:run",
+    ),
+    "simulate": CliCommand(
+        "run the deciders through faults in virtual time",
+        "controller.simulator.cli:add_arguments",
+        "controller.simulator.cli:run_cli",
+        data=False,
+    ),
+    "trace": CliCommand(
+        "analyze recorded requests, generate similar ones, and replay them as load",
+        "controller.trace.cli:add_arguments",
+        "controller.trace.cli:run_cli",
+        data=False,
+        aiohttp=True,
+    ),
+    "plan": CliCommand(
+        "show how many workers each model should have, now or on a recorded day",
+        "controller.commands.flags.planning:plan",
+        "controller.commands.plan:run",
+    ),
+    "cost": CliCommand(
+        "compare transfer with re-prefill on your hardware, and estimate failures and spares",
+        "controller.commands.cost:add_arguments",
+        "controller.commands.cost:run",
+        data=False,
+    ),
+    "scale": CliCommand(
         "set the number of workers of a model, overriding the planner, or return control to the planner",
-        _scale,
+        OPERATING + "scale",
+        "controller.commands.scale:run",
     ),
-    "profile": (
+    "profile": CliCommand(
         "measure the speed of a running engine, so that simulated engines can reproduce it",
-        _profile,
+        "controller.profiler.flags:add_arguments",
+        "controller.profiler.cli:run",
+        data=False,
+        aiohttp=True,
     ),
-    "model": ("create a model to run", _model),
-    "settings": ("print every setting and its effective value", _settings),
-    "scrape-config": ("print a Prometheus configuration for a running fleet", _scrape_config),
-    "completion": ("print a shell completion script", _completion),
-    "controller": ("run a controller", _role("controller")),
-    "projector": ("run a projector", _role("projector")),
-    "planner": ("run a planner, which decides how many workers each model should have", _role("planner")),
-    "notifier": ("run a notifier, which sends events to webhooks", _role("notifier")),
-    "frontend": ("run a frontend", _role("frontend")),
-    "worker": ("run a worker", _worker),
+    "model": CliCommand(
+        "create a model to run", "controller.cli:tiny_model", "workers.engines.tiny:run_cli", data=False
+    ),
+    "settings": CliCommand(
+        "print every setting and its effective value",
+        INSPECTING + "settings",
+        "controller.commands.show_settings:run",
+        data=False,
+    ),
+    "scrape-config": CliCommand(
+        "print a Prometheus configuration for a running fleet",
+        "controller.commands.scrape_config:add_arguments",
+        "controller.commands.scrape_config:run",
+    ),
+    "completion": CliCommand(
+        "print a shell completion script",
+        "controller.cli:completion_flags",
+        "controller.cli:completion",
+        data=False,
+    ),
+    "controller": CliCommand("run a controller", *ROLE),
+    "projector": CliCommand("run a projector", *ROLE),
+    "planner": CliCommand("run a planner, which decides how many workers each model should have", *ROLE),
+    "notifier": CliCommand("run a notifier, which sends events to webhooks", *ROLE),
+    "frontend": CliCommand("run a frontend", *ROLE),
+    "worker": CliCommand(
+        "run a worker", "workers.cli:add_arguments", "workers.cli:run", data=False, aiohttp=True
+    ),
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pydantic import Field, model_validator
 
 from controller.setting_types import Age, Size, Strict
-from events.journal.bounds import AGE_MIN, BYTES_MIN, JournalBounds
+from events.journal.retention import AGE_MIN, BYTES_MIN, JournalBounds
 
 
 class JournalSettings(Strict):

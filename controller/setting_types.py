@@ -30,9 +30,9 @@ def _age(value: Any) -> Any:
 Positive = Annotated[float, Field(gt=0)]
 # Bounded, so that products of a few of these stay finite.
 NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_size)]
+Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
 """Bytes: a number, or text such as "10GiB"."""
-Age = Annotated[timedelta, BeforeValidator(_age)]
+Age = Annotated[timedelta, BeforeValidator(_age, json_schema_input_type=float | str)]
 """A duration: seconds, or text such as "30d"."""
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from events.errors import HoldfastError, UsageError
 from events.process.imports import without
@@ -79,6 +79,11 @@ def _run(flags: Mapping[str, Any]) -> int:
     return uvloop.run(run_worker(settings, kept))
 
 
+def run(args: argparse.Namespace) -> NoReturn:
+    """Run a worker and end the process."""
+    leave(run_cli(args))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker from the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="holdfast worker", description=__doc__, allow_abbrev=False)
@@ -86,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_cli(parser.parse_args(argv))
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process with `code`: immediately if the worker failed, and even if an engine thread is stuck in a step."""
     with contextlib.suppress(OSError, ValueError):  # the readers of stdout and stderr may be gone
         sys.stdout.flush()

@@ -13,13 +13,12 @@ from controller.simulator.rates import HOURS_PER_YEAR, PRESETS, mtbf_hours
 from events.errors import UsageError
 from events.observations import Profile
 
-Run = Callable[[argparse.Namespace], int]
 TOKENS = (256, 1024, 4096, 16_384, 65_536, 131_072)
 GIB = 1 << 30
 
 
-def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the flags. Return the function that runs the command."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (kind, default, metavar, text) in flags.items():
@@ -31,7 +30,6 @@ def prepare(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--rates", choices=sorted(PRESETS), default="seed-3pct", help=text)
     text = "output format (default: text)"
     parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help=text)
-    return _run
 
 
 def _shown(default: Any) -> str:
@@ -40,7 +38,8 @@ def _shown(default: Any) -> str:
     return "from --rates" if default is None else f"{default:g}"
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Print both comparisons. Raise UsageError."""
     try:
         found = {"move": moving(args), "fleet": failing(args)}
     except ValueError as error:

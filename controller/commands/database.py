@@ -3,67 +3,18 @@
 import argparse
 import asyncio
 import os
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from controller.adapters.postgres.schema import HEAD, SCHEMA
-from controller.read_model.grants import OWNER, READER, WRITER, script
+from controller.read_model.grants import script
 from events.errors import HoldfastError
 
 Run = Callable[[argparse.Namespace], int]
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 
 
 class NoDatabase(HoldfastError):
     """The database of the fleet is not known yet: the fleet is still starting. Try again."""
-
-
-def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]) -> Run:
-    """Add the subcommands, parsed by `kind`. Return the function that runs them."""
-    kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = kinds.add_parser(
-            name, help=text, description=text, allow_abbrev=False
-        )
-        made.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        made.set_defaults(database=name)
-        return made
-
-    command(
-        "reader", "print the URL for read access to the fleet's database (Grafana, psql, your own programs)"
-    )
-    grants = command(
-        "grants", "print the SQL that creates the accounts and their rights in your own database"
-    )
-    for role, default in (("owner", OWNER), ("writer", WRITER), ("reader", READER)):
-        grants.add_argument(
-            f"--{role}",
-            type=_account,
-            default=default,
-            metavar="NAME",
-            help=f"name of the {role} account (default: {default})",
-        )
-    command("migrate", "migrate the tables to this release, with the account in HOLDFAST_DATABASE_URL")
-    down = command(
-        "downgrade",
-        "revert migrations before installing an older release, with the account of `migrate`",
-    )
-    down.add_argument(
-        "--to",
-        required=True,
-        metavar="REVISION",
-        help="migration to return to, e.g. 0001; `base` drops every table, which the journal can rebuild",
-    )
-    return lambda args: _COMMANDS[args.database](args)
-
-
-def _account(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid account name")
-    return text
 
 
 def _found(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,3 +62,8 @@ _COMMANDS: dict[str, Run] = {
     "migrate": _migrate,
     "downgrade": _downgrade,
 }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one subcommand. Raise HoldfastError."""
+    return _COMMANDS[args.database](args)

@@ -1,35 +1,14 @@
 """`holdfast fleet versions | allow`: event kinds and decider versions that processes support."""
 
 import argparse
-import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from controller.columns import fitted
 from controller.processes.operator_client import Operator, operator_name
 
-Run = Callable[[argparse.Namespace], int]
 
-
-def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
-    """Add the subcommands and their flags."""
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="fleet", required=True, parser_class=parser_class
-    )
-    versions = "show which event kinds and decider version each process supports, and which are in force"
-    allow = "put everything that this release supports in force; processes that do not support it stop"
-    for name, text in (("versions", versions), ("allow", allow)):
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        command.add_argument(
-            "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-        )
-    return lambda args: asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Send the request to the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
     operator = await Operator.connect(args.data)
     try:

@@ -5,7 +5,6 @@ knows, or at a decision out of turn. The next decision number follows from the s
 """
 
 import argparse
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,10 +30,6 @@ from events.versions import Known
 FINDING = 3
 REACH_S = 3.0
 WRITE_S = 5.0
-SINCE = (
-    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or a time span ago (10m)"
-)
-Run = Callable[[argparse.Namespace], int]
 OnFaultChange = Callable[[str], None]
 
 
@@ -56,35 +51,8 @@ class Place:
     newer: bool = False  # a newer version may fold it
 
 
-def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
-    """Add the subcommands and their flags. Return the function that runs them."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
-    text = "list messages that are not Holdfast events, and the event at which readers stop (exit code 3)"
-    command = commands.add_parser("inspect", help=text, description=text, allow_abbrev=False)
-    command.add_argument("--since", metavar="WHEN", help=f"first message to show: {SINCE}")
-    command.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    command.set_defaults(journal="inspect")
-    text = "exclude an event at which readers stop: all readers skip it permanently"
-    command = commands.add_parser("quarantine", help=text, description=text, allow_abbrev=False)
-    command.add_argument(
-        "seq", metavar="SEQ", type=_sequence, help="sequence of the event, as shown by `inspect`"
-    )
-    command.add_argument("--why", metavar="TEXT", required=True, help="reason to record on the journal")
-    command.set_defaults(journal="quarantine")
-    for command in commands.choices.values():  # --data is accepted before and after the command
-        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return lambda args: asyncio.run(_run(args))
-
-
-def _sequence(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sequence (1, 2 …)")
-    return int(text)
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
+    """Run one subcommand. Raise HoldfastError."""
     async with _connected(args.data) as journal:
         first = (await journal.stream_state()).first_seq
         if args.journal == "inspect":

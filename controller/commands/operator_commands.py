@@ -1,4 +1,4 @@
-"""The operator's commands: status, events, drain, resume, move, restart, chaos, replay."""
+"""The operator's commands: events, drain, resume, move, restart, chaos."""
 
 import argparse
 import asyncio
@@ -7,84 +7,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.commands import restart, status
+from controller.commands import restart
 from controller.commands.printing import event_line
 from controller.commands.unknown_kinds import UnknownKinds
-from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, operator_name
 from controller.read_model.worker_names import workers_of
 from controller.runtime.bounded_read import held
 from events import codec
-from events.chaos import ENDS, FAULTS, TAKE_ARGUMENT, TAKE_RANK
+from events.chaos import ENDS, TAKE_ARGUMENT, TAKE_RANK
 from events.errors import UsageError
 from events.fact import Recorded, Skipped
 
-Run = Callable[[argparse.Namespace], int]
 LOOK_S = 1.0  # interval of checking the connection while following
-
-
-def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
-    """Add one command's flags. Return the function that runs it."""
-    add = parser.add_argument
-    if name in ("status", "events"):
-        add("-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)")
-    if name == "status":
-        status.add_arguments(parser)
-    if name in ("drain", "resume", "move"):
-        add("worker", metavar="WORKER", help="name of the worker")
-    if name == "drain":
-        add(
-            "--deadline",
-            type=positive,
-            metavar="S",
-            help="seconds until running requests move (default: the policy's)",
-        )
-    if name == "move":
-        add("--to", default="", metavar="W", help="target worker (default: the best one for each request)")
-    if name == "restart":
-        add("worker", metavar="WORKER", nargs="?", help="name of the worker")
-        add("--rolling", action="store_true", help="restart all workers, one after another")
-        add(
-            "--within",
-            type=positive,
-            default=restart.WITHIN_S,
-            metavar="S",
-            help=f"seconds for each worker to stop and start again (default: {restart.WITHIN_S:g})",
-        )
-    if name == "events":
-        add("--follow", action="store_true", help="keep printing events as they arrive")
-        add("--worker", metavar="W", help="show only events about this worker")
-        add("--kind", metavar="K", help="show only events of this kind, e.g. canary_failed")
-    if name == "chaos":
-        add("fault", choices=FAULTS, help="fault to inject; heal ends all faults of the worker")
-        add("worker", metavar="WORKER", help="name of the worker")
-        add(
-            "argument",
-            nargs="?",
-            type=positive,
-            metavar="X",
-            help="corrupt: one token in X; slow: factor X; error: X requests; drift: by X; xid, nvlink: Xid X",
-        )
-        add(
-            "--for",
-            dest="duration_s",
-            type=positive,
-            metavar="S",
-            help="seconds until the fault ends by itself (default: until healed)",
-        )
-        add(
-            "--rank",
-            type=_rank,
-            metavar="R",
-            help="rank that gets the fault (error, corrupt, drift, slow), or its simulated device (xid, nvlink) (default: 0)",
-        )
-    return lambda args: asyncio.run(COMMANDS[name](args))
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank (0, 1 …)")
-    return int(text)
 
 
 async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +29,8 @@ async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> di
         await operator.close()
 
 
-async def _events(args: argparse.Namespace) -> int:
+async def show_events(args: argparse.Namespace) -> int:
+    """Print the events on the journal. Raise UsageError or HoldfastError."""
     from events.journal.nats import NatsJournal
 
     if args.kind and args.kind not in codec.KINDS:
@@ -165,7 +100,8 @@ def is_wanted(event: Recorded, args: argparse.Namespace) -> bool:
     return not args.worker or args.worker in workers_of(fact)
 
 
-async def _drain(args: argparse.Namespace) -> int:
+async def drain(args: argparse.Namespace) -> int:
+    """Drain a worker. Raise HoldfastError."""
     answer = await _with(
         args, "drain", {"worker": args.worker, "deadline_s": args.deadline, "by": operator_name()}
     )
@@ -173,19 +109,22 @@ async def _drain(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _resume(args: argparse.Namespace) -> int:
+async def resume(args: argparse.Namespace) -> int:
+    """Return a drained worker to service. Raise HoldfastError."""
     answer = await _with(args, "resume", {"worker": args.worker, "by": operator_name()})
     print(answer.get("says", f"{args.worker} returns to service after its next passed canary"))
     return 0
 
 
-async def _move(args: argparse.Namespace) -> int:
+async def move(args: argparse.Namespace) -> int:
+    """Move the running requests of a worker. Raise HoldfastError."""
     answer = await _with(args, "move", {"worker": args.worker, "to": args.to, "by": operator_name()})
     print(answer.get("says", f"the running requests of {args.worker} will move"))
     return 0
 
 
-async def _chaos(args: argparse.Namespace) -> int:
+async def chaos(args: argparse.Namespace) -> int:
+    """Inject a fault into a worker, or heal it. Raise UsageError or HoldfastError."""
     if args.argument is not None and args.fault not in TAKE_ARGUMENT:
         raise UsageError(f"{args.fault} accepts no number; {', '.join(TAKE_ARGUMENT)} do")
     if args.rank is not None and args.fault not in TAKE_RANK:
@@ -199,7 +138,8 @@ async def _chaos(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _restart(args: argparse.Namespace) -> int:
+async def restart_workers(args: argparse.Namespace) -> int:
+    """Restart one worker, or all of them. Raise UsageError or HoldfastError."""
     if args.rolling == bool(args.worker):
         raise UsageError("give either a WORKER, or --rolling for all workers")
     operator = await Operator.connect(args.data)
@@ -209,39 +149,3 @@ async def _restart(args: argparse.Namespace) -> int:
     finally:
         await operator.close()
     return 0
-
-
-COMMANDS = {
-    "status": status.run,
-    "events": _events,
-    "drain": _drain,
-    "resume": _resume,
-    "move": _move,
-    "restart": _restart,
-    "chaos": _chaos,
-}
-
-
-def prepare_request(parser: argparse.ArgumentParser) -> Run:
-    """Add the flags of `holdfast request`, which runs on the same code as `replay`."""
-    from controller.replay import cli
-
-    cli.add_request_arguments(parser)
-    return _replay
-
-
-def prepare_replay(parser: argparse.ArgumentParser) -> Run:
-    """Add the subcommands of `holdfast replay`."""
-    from controller.replay import cli
-
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    cli.add_arguments(commands)
-    for command in commands.choices.values():  # --data is accepted before and after the command
-        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return _replay
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from controller.commands import replay
-
-    return replay.run_cli(args, find(args.data))

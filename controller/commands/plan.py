@@ -3,11 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from controller.commands.flags.planning import BOUNDS, FIT
 from controller.commands.plan_now import show
 from controller.planner.fleet_model import DayFigures
 from controller.planner.forecast import check_installed
@@ -30,108 +30,20 @@ from controller.trace.rows import TraceReader, TraceRow
 from events.errors import UsageError
 from events.observations import Profile
 
-FIT = "fit"
 FIRST_MINUTES = 5  # a rehearsal starts with the workers that these minutes need
 ARRIVALS_MAX = 5_000_000
 DAYS_MAX = 31
 
 
-BOUNDS = {
-    "start_s": "seconds until a new worker serves",
-    "workers_min": "minimum number of workers",
-    "workers_max": "maximum number of workers",
-    "changes_per_hour": "maximum changes per hour",
-    "step_max": "maximum workers per change, or a quarter of the workers if that is more",
-    "missed": "share of answers that may be late",
-}
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return found
-
-
-def _scale(text: str) -> float | str:
-    return FIT if text == FIT else _positive(text)
-
-
-def _curve(text: str) -> tuple[tuple[int, float], ...]:
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        found = tuple((int(n), float(ms)) for n, ms in pairs)
-    except ValueError:
-        found = ()
-    rising = all(a[0] < b[0] for a, b in pairwise(found))
-    if not found or not rising or found[0][0] < 1 or any(not 0 < ms < 1e6 for _, ms in found):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a rising list of sequences=milliseconds, such as 1=25,32=40"
-        )
-    return found
-
-
-FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--trace": {"type": Path, "metavar": "FILE",
-                "help": "recorded day to rehearse: Mooncake JSONL or Azure CSV (default: show the running planner's plan)"},
-    "--fleet": {"type": _whole, "metavar": "N",
-                "help": "workers of the fixed fleet to compare with (default: as many as needed)"},
-    "--scale": {"type": _scale, "default": 1.0, "metavar": "F|fit",
-                "help": "factor on the number of requests; fit: as many as --fleet can serve"},
-    "--profile": {"type": Path, "metavar": "FILE",
-                  "help": "measured speed of a worker, a .npz file of `holdfast profile`"},
-    "--prefill-tokens-per-s": {"type": _positive, "metavar": "N",
-                               "help": "prompt tokens that a worker reads per second (default: 4000)"},
-    "--tpot-curve": {"type": _curve, "metavar": "N=MS,…",
-                     "help": "milliseconds per token with N sequences (default: 1=25,32=40)"},
-    "--max-batch": {"type": _whole, "default": 32, "metavar": "N",
-                    "help": "sequences that a worker runs at once (default: 32)"},
-    "--kv-blocks": {"type": _whole, "default": 40_000, "metavar": "N", "help": "KV blocks per worker (default: 40000)"},
-    "--block-tokens": {"type": _whole, "default": 16, "metavar": "N", "help": "tokens per block (default: 16)"},
-    "--gpus": {"type": _whole, "default": 1, "metavar": "N", "help": "GPUs per worker (default: 1)"},
-    "--slo-ttft-ms": {"type": _positive, "default": 500.0, "metavar": "MS",
-                      "help": "objective for the first token in milliseconds (default: 500)"},
-    "--slo-tpot-ms": {"type": _positive, "default": 30.0, "metavar": "MS",
-                      "help": "objective for each later token in milliseconds (default: 30)"},
-}  # fmt: skip
-
-
-def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the flags. Return the function that runs the command."""
-    for flag, options in FLAGS.items():
-        parser.add_argument(flag, **options)
-    defaults = PlannerPolicy()
-    for name, text in BOUNDS.items():
-        value, flag = getattr(defaults, name), f"--{name.replace('_', '-')}"
-        parser.add_argument(
-            flag, type=type(value), default=value, metavar="N", help=f"{text} (default: {value:g})"
-        )
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    flags = (*FLAGS, *(f"--{name.replace('_', '-')}" for name in BOUNDS))
-    default_of = {flag: parser.get_default(flag[2:].replace("-", "_")) for flag in flags}
-
-    def checked(args: argparse.Namespace) -> int:
-        given = [flag for flag in default_of if getattr(args, flag[2:].replace("-", "_")) != default_of[flag]]
-        if given and args.trace is None:
-            raise UsageError(f"{', '.join(given)}: needs a recorded day, given by --trace FILE")
-        return run(args)
-
-    return checked
-
-
 def run(args: argparse.Namespace) -> int:
     """Query the running planner, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, default in args.only_with_trace.items()
+        if getattr(args, name) != default
+    ]
+    if given and args.trace is None:
+        raise UsageError(f"{', '.join(given)}: needs a recorded day, given by --trace FILE")
     if args.trace is None:
         return show(args.data, args.output)
     check_installed()

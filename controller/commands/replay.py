@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 import sys
-from typing import Any
 
 import structlog
 
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreForbidden, StoreRefused, StoreUnavailable
 from controller.processes import collector
+from controller.processes.operator_client import find
 from controller.replay import cli
 from events.journal.nats import NatsJournal
 
@@ -17,8 +17,9 @@ REACH_S = 3.0
 ALL_OF_IT = ("verify", "rebuild", "what-if")  # commands that read the whole journal
 
 
-def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
-    """Run one replay command on the fleet at `found` (see `operator_client.find`). Return its exit code."""
+def run(args: argparse.Namespace) -> int:
+    """Run one replay command on a fleet's history, or on `holdfast request`'s part of it. Return its exit code."""
+    found = find(args.data)
     if not structlog.is_configured():
         structlog.configure(
             logger_factory=structlog.PrintLoggerFactory(sys.stderr)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from controller.commands.flags.operating import RESTART_S
 from controller.processes.console import say
 from controller.processes.operator_client import Operator, operator_name
 from events.errors import HoldfastError
 from events.nats.bus import NoAnswer
 
-WITHIN_S = 180.0  # per worker: its shutdown grace and its successor's start
 LOOK_S = 0.1
 
 Status = dict[str, Any]
@@ -29,7 +29,7 @@ class NotRestarted(HoldfastError):
     """A worker did not return, or the fleet cannot spare it."""
 
 
-async def restart(operator: Operator, names: Sequence[str], within_s: float = WITHIN_S) -> None:
+async def restart(operator: Operator, names: Sequence[str], within_s: float = RESTART_S) -> None:
     """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer, which leaves later workers untouched."""
     for name in names:
         old = await _spared(operator, name, within_s)

@@ -9,21 +9,18 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from controller.frontend.request.routing_overrides import OVERRIDABLE
-from controller.processes.up_flags import ROUTER, add_router_flags, check_frontend_flags
+from controller.processes.up_flags import ROUTER, check_frontend_flags
 from events.errors import HoldfastError, UsageError
 from events.process.own_port import opened
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
 LINE_CHARS_MAX = 1_000  # width of the table; a terminal may wrap it, nothing is truncated
-Run = Callable[[argparse.Namespace], int]
-
 # Columns of the table: heading, and name of the term in the frontend's answer.
 COLUMNS = (
     ("to read", "active_prefill_tokens"),
@@ -46,21 +43,8 @@ COLUMNS = (
 )
 
 
-def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's flags. Return the function that runs it."""
-    add = parser.add_argument
-    add("--explain", action="store_true", help="show the cost of each worker, term by term")
-    add("--model", default="", metavar="M", help="model of the request (default: the only served model)")
-    add("--prompt", metavar="TEXT", help="prompt as text")
-    add("--tokens", metavar="FILE", help="file with the prompt's token ids (-: standard input)")
-    add("--cache-salt", default="", metavar="SALT", help="cache_salt of the request")
-    add("--frontend", default="", metavar="NAME", help="frontend to query (default: any)")
-    add("-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)")
-    add_router_flags(parser, only=OVERRIDABLE)
-    return lambda args: asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
+    """Print the choice. Raise UsageError or HoldfastError."""
     if (args.prompt is None) == (args.tokens is None):
         raise UsageError("give either --prompt TEXT or --tokens FILE")
     check_frontend_flags(args)

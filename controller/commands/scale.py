@@ -1,8 +1,6 @@
 """`holdfast scale`: sets the number of workers of a model, or returns control to the planner."""
 
 import argparse
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from controller.commands.plan_now import fetch_plan
@@ -16,24 +14,6 @@ from events.versions import Known
 
 REACH_S = 5.0
 WRITE_S = 5.0
-WORKERS_MAX = 10_000
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= WORKERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 to {WORKERS_MAX}")
-    return int(text)
-
-
-def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the flags. Return the function that runs the command."""
-    parser.add_argument("model", metavar="MODEL", help="model to scale")
-    parser.add_argument(
-        "workers", metavar="N", nargs="?", type=_workers, help="number of workers that it shall have"
-    )
-    parser.add_argument("--release", action="store_true", help="return control to the planner")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record on the journal")
-    return lambda args: asyncio.run(run(args))
 
 
 async def run(args: argparse.Namespace) -> int:

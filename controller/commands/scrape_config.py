@@ -2,18 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from controller.processes.observability.scrape_targets import file_sd, http_sd, target_groups
 from events.errors import HoldfastError
 from events.process.presence import Presence, present
 
-Run = Callable[[argparse.Namespace], int]
 
-
-def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's flags. Return the function that runs it."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
     add = parser.add_argument
     add(
         "--file-sd",
@@ -25,10 +23,10 @@ def prepare(parser: argparse.ArgumentParser) -> Run:
         "-o", "--output", choices=("yaml", "json"), default="yaml",
         help="yaml: the configuration; json: only the targets, in the format of http_sd and file_sd (default: yaml)",
     )  # fmt: skip
-    return _run
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Print the configuration, or write the targets. Raise HoldfastError."""
     found = present(args.data)
     groups = target_groups(found)
     if not groups:

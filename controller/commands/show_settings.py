@@ -3,23 +3,16 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from controller.config.sections import effective, masked
 from controller.config.variables import PREFIX, WORKER_PREFIX
+from events.errors import HoldfastError
 from workers.config.settings import WorkerSettings
 from workers.config.settings_check import load_settings
 
 SECRETS = ("upstream_key",)
-
-
-def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the command's flags. Return the function that runs it."""
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    return _run
 
 
 def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
@@ -38,7 +31,15 @@ def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
         )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Print the settings. Raise BadSetting."""
+    if args.schema:
+        from controller.commands.configuration.schema import schema
+
+        print(json.dumps(schema(), indent=1, ensure_ascii=False))
+        return 0
+    if args.write:
+        return _write(args.write)
     found = list(rows(os.environ))
     if args.output == "json":
         print(json.dumps({name: value for name, value, _ in found}, indent=1, default=str))
@@ -46,4 +47,18 @@ def _run(args: argparse.Namespace) -> int:
     widest = max(len(name) for name, _, _ in found)
     for name, value, variable in found:
         print(f"{name:<{widest}}  {value!s:<28} {variable}")
+    return 0
+
+
+def _write(place: str) -> int:
+    from controller.commands.configuration.template import template
+
+    if place == "-":
+        print(template(), end="")
+        return 0
+    try:
+        with open(place, "x") as file:
+            file.write(template())
+    except OSError as error:
+        raise HoldfastError(f"cannot write {place}: {error.strerror}") from error
     return 0

@@ -10,26 +10,11 @@ import sys
 from typing import Any
 
 from controller.commands.printing import print_processes, print_status
-from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
 from events.errors import HoldfastError
 from events.process.presence import present
 
-WATCH_S = 2.0
 AGAIN = "\x1b[H\x1b[2J"  # move the cursor home and clear the screen
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own flags."""
-    parser.add_argument(
-        "-w",
-        "--watch",
-        type=positive,
-        nargs="?",
-        const=WATCH_S,
-        metavar="S",
-        help=f"repeat every S seconds until Ctrl-C (default: {WATCH_S:g}); with -o json, one line each time",
-    )
 
 
 async def run(args: argparse.Namespace) -> int:

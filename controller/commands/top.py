@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -14,32 +14,15 @@ from rich.live import Live
 from controller.columns import columns
 from controller.commands.status import fetch_status
 from controller.commands.top_view import FleetSeen, picture
-from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
 from controller.replay.recent import TOLD_MAX
 from controller.runtime.bounded_read import held
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
-EVERY_S = 1.0
 AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
 ONCE_LINES = 40  # height of the picture with --once
 CATCH_UP_S = 0.5  # existing events arrive within this time
-
-
-def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the command's own flags. Return the function that runs it."""
-    parser.add_argument(
-        "--every",
-        type=positive,
-        default=EVERY_S,
-        metavar="S",
-        help=f"seconds between redraws (default: {EVERY_S:g})",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print one picture and exit (default without a terminal)"
-    )
-    return lambda args: asyncio.run(run(args))
 
 
 async def run(args: argparse.Namespace) -> int:

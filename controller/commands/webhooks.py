@@ -32,53 +32,8 @@ from events.journal.broker import BrokerRefused
 from events.nats.connection import BrokerConnection
 from events.process.imports import without_ca_certificates
 
-Run = Callable[[argparse.Namespace], int]
 REACH_S = 3.0
-TEMPLATES = ("cloudevents", "slack", "pagerduty")
 SAMPLE = "incident-0"
-
-
-def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
-    """Add the subcommands and their flags. Return the function that runs them."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
-    text = "send a sample event (an incident that opens, and for PagerDuty also closes), and print the answer"
-    test = commands.add_parser("test", help=text, description=text, allow_abbrev=False)
-    _to(test)
-    test.set_defaults(run_webhooks=_test)
-    text = "list the events that webhooks did not accept, oldest first, with the reason"
-    dead = commands.add_parser("dead", help=text, description=text, allow_abbrev=False)
-    dead.add_argument("--webhook", default="", metavar="NAME", help="list only those of this webhook")
-    dead.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    dead.set_defaults(run_webhooks=_dead)
-    text = "send the events again that webhooks did not accept, oldest first; accepted ones leave the list"
-    resend = commands.add_parser("resend", help=text, description=text, allow_abbrev=False)
-    _to(resend)
-    resend.add_argument("--webhook", default="", metavar="NAME", help="send only those of this webhook")
-    resend.set_defaults(run_webhooks=_resend)
-    for command in (test, dead, resend):
-        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return lambda args: int(args.run_webhooks(args))
-
-
-def _to(command: argparse.ArgumentParser) -> None:
-    """Add the flags that describe the request: URL, template and secret."""
-    command.add_argument(
-        "url", metavar="URL", help="URL of the webhook, or @FILE for a file that contains it"
-    )
-    command.add_argument(
-        "--template",
-        choices=TEMPLATES,
-        default="cloudevents",
-        help="format of the request (default: cloudevents)",
-    )
-    command.add_argument(
-        "--secret-file",
-        default="",
-        metavar="FILE",
-        help="file with the signing secret, or PagerDuty's routing key",
-    )
 
 
 def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
@@ -90,7 +45,7 @@ def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
     except ValidationError as error:
         raise BadSetting(describe(error, "webhook")) from error
     try:
-        return webhook, webhook.secret(), gather(NotifierSettings, "notifier", {}).wording()
+        return webhook, webhook.secret(), FleetWording.of(gather(NotifierSettings, "notifier", {}))
     except ValueError as error:
         raise BadSetting(f"invalid secret of the webhook: {error}") from error
 
@@ -114,11 +69,7 @@ def samples(template: str, now: datetime) -> list[FollowedEvent]:
     ]  # fmt: skip
 
 
-def _test(args: argparse.Namespace) -> int:
-    return asyncio.run(_tested(args))
-
-
-async def _tested(args: argparse.Namespace) -> int:
+async def _test(args: argparse.Namespace) -> int:
     webhook, secret, wording = _webhook(args)
     accepted = True
     async with _sender() as send:
@@ -141,11 +92,7 @@ async def _tested(args: argparse.Namespace) -> int:
 # --- dead letters -----------------------------------------------------------------------------------------------------
 
 
-def _dead(args: argparse.Namespace) -> int:
-    return asyncio.run(_listed(args))
-
-
-async def _listed(args: argparse.Namespace) -> int:
+async def _dead(args: argparse.Namespace) -> int:
     letters = 0
     async with _letters(args.data) as dead:
         async for seq, letter in dead.all(args.webhook):
@@ -168,11 +115,7 @@ def _print(seq: int, letter: DeadLetter) -> None:
     print(fitted(f"  event {letter.event.get('id')}, of {happened} UTC"))
 
 
-def _resend(args: argparse.Namespace) -> int:
-    return asyncio.run(_sent_again(args))
-
-
-async def _sent_again(args: argparse.Namespace) -> int:
+async def _resend(args: argparse.Namespace) -> int:
     webhook, secret, wording = _webhook(args)
     accepted = kept = 0
     async with _letters(args.data) as dead, _sender() as send:
@@ -245,3 +188,11 @@ async def _sender() -> AsyncIterator[Send]:
         yield send
     finally:
         await sender.close()
+
+
+_COMMANDS = {"test": _test, "dead": _dead, "resend": _resend}
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Run one subcommand. Raise HoldfastError."""
+    return await _COMMANDS[args.webhooks](args)

@@ -1,8 +1,8 @@
-"""Generates the documents of the events from the catalogue, so that they are never stale.
+"""Generates the documents of the events and of the configuration file, so that they are never stale.
 
     python -m controller.commands.write_docs
 
-rewrites asyncapi.yaml, schemas/ and the generated part of events.md in docs/reference.
+rewrites asyncapi.yaml, config.schema.json, schemas/ and the generated part of events.md in docs/reference.
 
 A test compares all files with the output of this module.
 """
@@ -17,11 +17,13 @@ import msgspec
 
 from controller.adapters.asyncapi import document
 from controller.catalogue import SHAPES, CatalogueEntry, FieldEntry, entries, fields_of
+from controller.commands.configuration.schema import schema
 from events.decisions import HealthStatus
 
 BEGIN = "<!-- generated: kinds (python -m controller.commands.write_docs) -->"
 END = "<!-- end of generated -->"
 VERSION = "v1"
+CONFIG_SCHEMA = "config.schema.json"
 CELL_MAX = 150  # characters; a longer type is written below its table
 
 
@@ -62,6 +64,11 @@ def schemas() -> dict[str, str]:
     schema, and a body of a newer release against an older schema, which allows unknown fields.
     """
     return {f"{VERSION}/{entry.kind}.json": _written(_schema(entry)) for entry in entries()}
+
+
+def config_schema() -> str:
+    """Return the JSON Schema of the configuration file."""
+    return _written(schema())
 
 
 def _schema(entry: CatalogueEntry) -> dict[str, Any]:
@@ -134,6 +141,7 @@ def main() -> None:
         where = docs / "schemas" / name
         where.parent.mkdir(parents=True, exist_ok=True)
         where.write_text(text)
+    (docs / CONFIG_SCHEMA).write_text(config_schema())
     page = docs / "events.md"
     page.write_text(renewed(page.read_text()))
 

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -184,10 +184,16 @@ def _value(annotation: Any, text: Any) -> Any:
     return text
 
 
-def describe(error: ValidationError, section: str, model: type[BaseModel] | None = None) -> str:
-    """Return one sentence that names the wrong settings, their values and what is expected. `model` adds their flags."""
+def describe(
+    error: ValidationError,
+    section: str,
+    model: type[BaseModel] | None = None,
+    only: Callable[[Mapping[str, Any]], bool] = lambda one: True,
+) -> str:
+    """Return one sentence that names the wrong settings, their values and what is expected. `model` adds their flags. `only`:
+    restrict to these errors."""
     flags = {} if model is None else {place: names[0] for place, names, _ in flagged(model)}
-    return "; ".join(_sentence(dict(e), section, flags) for e in error.errors())
+    return "; ".join(_sentence(dict(e), section, flags) for e in error.errors() if only(dict(e)))
 
 
 def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:

@@ -20,9 +20,8 @@ from controller.demo.clients import Users
 from controller.demo.fleet import DemoFleet, NotAsExpected
 from controller.demo.script import SCRIPT, SPARES, WORKERS, Act
 from controller.processes.children import shell_status
-from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
-from controller.processes.up_flags import add_router_flags, check_frontend_flags, frontend_variables
+from controller.processes.up_flags import check_frontend_flags, frontend_variables
 from controller.terminal_text import escape_controls
 from events.errors import HoldfastError, UsageError
 
@@ -31,39 +30,7 @@ ITL_MS = 20.0
 HOME = Path(".holdfast")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's flags."""
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="data folder of the fleet (default: a new folder in .holdfast, removed at the end)",
-    )
-    parser.add_argument(
-        "--seconds", type=positive, default=60.0, metavar="N", help="seconds of load (default: 60)"
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="recorded trace (JSON lines) to replay instead of the built-in profile",
-    )
-    parser.add_argument(
-        "--speedup",
-        type=positive,
-        default=3.0,
-        metavar="X",
-        help="factor by which the trace is replayed faster (default: 3)",
-    )
-    parser.add_argument("--engine", choices=("simulated", "transformers"), default="simulated")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for --engine transformers")
-    add_router_flags(parser)
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the new folder, to read its journal afterwards"
-    )
-
-
-def run_cli(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 if every stream survived intact, otherwise 1. Raise UsageError if it is too short."""
     check_frontend_flags(args)
     if args.seconds < 10:

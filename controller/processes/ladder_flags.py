@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from controller.config.variables import PREFIX
-from controller.deciders.degradation import ANY_MODEL, DegradationPolicy
 from controller.deciders.tiers import Tiers
 from controller.processes.flag_types import positive
 from events.errors import UsageError
@@ -17,6 +16,7 @@ from events.errors import UsageError
 POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
 SLOS = f"{POLICY}SLOS"
 COUNT_MAX = 8192
+ANY_MODEL = "*"  # as the degradation decider has it, which is slow to import
 
 
 def _count(text: str) -> int:
@@ -126,6 +126,8 @@ def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tupl
 
 
 def _check_tiers(tiers: str | None, default: str | None) -> None:
+    from controller.deciders.degradation import DegradationPolicy
+
     names = Tiers().names if tiers is None else tuple(tiers.split(","))
     try:
         DegradationPolicy(priority_tiers=names, tier_default=default or Tiers().default)

@@ -5,20 +5,16 @@ import asyncio
 import gc
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from controller import logs
 from controller.config.flags import add_flags, gather
 from controller.config.sections import section
 from controller.processes.collector import COLLECT_AT
 from events.errors import BadSetting, HoldfastError
-from events.fleet_key import VARIABLE, FleetKey
 from events.nats.urls import as_user
 from events.process.imports import without_ca_certificates
 from workers.exits import LINGER_S, exit_within
 
-Run = Callable[[argparse.Namespace], int]
 CONNECTS_TO_WORKERS = ("controller", "frontend")
 REQUIRES_DATABASE = ("projector", "planner")
 MODULES = {
@@ -27,10 +23,10 @@ MODULES = {
 }  # modules that are not named after the role
 
 
-def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
-    """Add a role's flags. Return the function that runs it, which may raise BadSetting or what the role's process raises."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the role that is the parser's command."""
     gc.set_threshold(*COLLECT_AT)  # objects of the following imports are never freed
-    model = section(role)
+    role = parser.get_default("command")
     parser.add_argument("--name", default=role, help=f"name of this process (default: {role})")
     parser.add_argument(
         "--nats-url",
@@ -47,34 +43,41 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     if role in CONNECTS_TO_WORKERS:
         text = "file with the fleet key, which workers must have too (default: none, no check)"
         parser.add_argument(
-            "--fleet-key-file", default=os.environ.get(VARIABLE, ""), metavar="FILE", help=text
+            "--fleet-key-file",
+            default=os.environ.get("HOLDFAST_FLEET_KEY_FILE", ""),
+            metavar="FILE",
+            help=text,
         )
-    add_flags(parser, model)
+    add_flags(parser, section(role))
 
-    def run(args: argparse.Namespace) -> int:
-        logs.configure()
-        settings = gather(model, role, vars(args))
-        if role in REQUIRES_DATABASE and not args.database_url:
-            raise BadSetting(f"the {role} needs --database-url or HOLDFAST_DATABASE_URL")
-        if not args.nats_url and not getattr(settings, "static", None):
-            raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
-        key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
-        # NumPy starts a BLAS thread per core. Routing multiplies no matrices, and this takes a tenth of a frontend's start.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        with without_ca_certificates():  # for aiohttp, which these roles import to serve and request HTTP
-            module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")
-        start = getattr(module, f"run_{role}")
-        work = start(
-            settings,
-            nats_url=as_user(args.nats_url, role),
-            database_url=args.database_url or None,
-            data=args.data,
-            name=args.name,
-            **({"key": key} if role in CONNECTS_TO_WORKERS else {}),
-        )
-        return _run(work)
 
-    return run
+def run(args: argparse.Namespace) -> int:
+    """Run a role until it ends. Raise BadSetting, or what the role's process raises."""
+    from controller import logs
+    from events.fleet_key import FleetKey
+
+    logs.configure()
+    role = args.command
+    settings = gather(section(role), role, vars(args))
+    if role in REQUIRES_DATABASE and not args.database_url:
+        raise BadSetting(f"the {role} needs --database-url or HOLDFAST_DATABASE_URL")
+    if not args.nats_url and not getattr(settings, "static", None):
+        raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
+    key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
+    # NumPy starts a BLAS thread per core. Routing multiplies no matrices, and this takes a tenth of a frontend's start.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with without_ca_certificates():  # for aiohttp, which these roles import to serve and request HTTP
+        module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")
+    start = getattr(module, f"run_{role}")
+    work = start(
+        settings,
+        nats_url=as_user(args.nats_url, role),
+        database_url=args.database_url or None,
+        data=args.data,
+        name=args.name,
+        **({"key": key} if role in CONNECTS_TO_WORKERS else {}),
+    )
+    return _run(work)
 
 
 def _run(work: object) -> int:

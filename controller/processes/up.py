@@ -31,7 +31,8 @@ from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.servers.fleet_prometheus import FleetPrometheus
-from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_timeout_s
+from controller.processes.up_checks import check
+from controller.processes.up_flags import PATIENT, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.broker_users import worker_user
@@ -52,7 +53,7 @@ CLOSE_S = 3.0  # extra time of a frontend after its grace
 LIVES_BEFORE_GIVING_UP = 5  # starts of one part before the fleet was ever ready
 
 
-def run_cli(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run a fleet until it is stopped."""
     check(args)
     descriptors.require(len(names(args) + spare_names(args)) + descriptors.SPARE, "start fewer workers")

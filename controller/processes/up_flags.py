@@ -1,26 +1,21 @@
-"""Flags of `holdfast up`, and the checks of their combinations."""
+"""Flags of `holdfast up`, and their translation to settings of its processes."""
 
 import argparse
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX, WORKER_PREFIX
-from controller.frontend.http.api_keys import ApiKeys
-from controller.frontend.http.tls import Tls
-from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
 from controller.processes.flag_types import not_negative, port, positive
-from controller.processes.ladder_flags import add_ladder_flags, ladder_variables, tier_names
-from controller.processes.notifying.webhook_flags import add_webhook_flags, check_webhooks
-from events.errors import UsageError
-from events.journal.bounds import JournalBounds
-from events.process.key_file import read_key
+from controller.processes.ladder_flags import OBJECTIVES, add_ladder_flags, ladder_variables
+from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
+from controller.processes.notifying.webhook_flags import add_webhook_flags
+from events.journal.retention import JournalBounds
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
@@ -196,6 +191,25 @@ VARIABLES: Mapping[str, str] = {
     "--model": f"{WORKER_PREFIX}MODEL",
 }
 """Variables that take precedence over a default of `up`, because the part itself would read them."""
+SETTINGS: Mapping[str, str] = {
+    "--data": "data",
+    "--host": "frontend.host",
+    "--port": "frontend.port",
+    "--request-plane": "frontend.request_plane",
+    "--engine": "worker.engine",
+    "--model": "worker.model",
+    "--itl-ms": "worker.itl_ms",
+    "--canary-interval": "controller.canary.interval_s",
+    "--breaker-wait": "controller.policy.breaker.wait_min",
+    "--breaker-backoff": "controller.policy.breaker.backoff",
+    "--spares-on-return": "controller.policy.spares.on_return",
+    **dict.fromkeys(OBJECTIVES, "controller.policy.degradation.slos"),
+    "--priority-tiers": "controller.policy.degradation.priority_tiers",
+    "--tier-default": "controller.policy.degradation.tier_default",
+    **dict.fromkeys(WEBHOOK_FLAGS, "notifier.webhooks"),
+    "--chaos": "controller.chaos",
+}
+"""The settings that flags of another name set. --planner-mode is none of them: `off` is no mode of a planner."""
 TRUE = ("1", "true", "yes", "on", "y", "t")  # as pydantic reads them
 
 ACCEPT = "continue with the journal as it is, although this directory or its database remembers another one"
@@ -215,6 +229,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     chaos = os.environ.get(f"{PREFIX}CONTROLLER__CHAOS", "").lower() in TRUE
     parser.add_argument("--chaos", action="store_true", default=chaos, help=CHAOS)
+
+
+def setting_of(action: argparse.Action) -> str | None:
+    """Return the setting that does the same as a flag of `up`. None if there is none."""
+    if action.dest in OWN or action.dest.startswith(f"{ROUTER}."):
+        return f"frontend.{action.dest}"
+    return f"controller.{action.dest}" if "." in action.dest else SETTINGS.get(action.option_strings[0])
+
+
+def flags_by_key(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the flags of `up` by their key in the table `up` of a configuration file."""
+    # argparse exposes a parser's flags only in this private attribute
+    named = {action.option_strings[0][2:].replace("-", "_"): action for action in parser._actions}
+    return {key: action for key, action in named.items() if key not in ("config", "help_all", "")}
 
 
 def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
@@ -256,102 +284,3 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
 def check_frontend_flags(args: argparse.Namespace) -> None:
     """Raise BadSetting for a value that frontends would reject."""
     gather(FrontendSettings, "frontend", {}, frontend_variables(args))
-
-
-def check_front_port(args: argparse.Namespace) -> FrontendSettings:
-    """Return the frontends' settings from flags and environment. Raise BadSetting if the port is open to other hosts without API
-    keys, or if a key file or certificate cannot be used."""
-    variables = {name: value for name, value in os.environ.items() if name.startswith(f"{PREFIX}FRONTEND__")}
-    variables |= frontend_variables(args) | {f"{PREFIX}FRONTEND__HOST": args.host}
-    settings = gather(FrontendSettings, "frontend", {}, variables)
-    check_open_port(settings)
-    for file in filter(None, (settings.api_key_file, settings.admin_key_file)):
-        ApiKeys(file)
-    if settings.tls_cert:
-        Tls(settings.tls_cert, settings.tls_key)
-    return settings
-
-
-def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -> None:
-    """Raise UsageError for a deadline of an unknown tier, which no request would ever get."""
-    tiers = tier_names(args, os.environ)
-    if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
-        raise UsageError(f"--ttft-deadlines: unknown tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if the flags contradict one another."""
-    check_frontend_flags(args)
-    check_deadline_tiers(args, check_front_port(args))
-    journal_bounds(args)
-    ladder_variables(args, os.environ)
-    check_webhooks(args, os.environ)
-    if args.workers_per_process > 1 and args.engine != "simulated":
-        raise UsageError(f"--workers-per-process requires --engine simulated, not --engine {args.engine}")
-    if args.workers_per_process > PER_PROCESS_MAX:
-        raise UsageError(
-            f"--workers-per-process {args.workers_per_process}: the maximum is {PER_PROCESS_MAX}"
-        )
-    if args.engine == "transformers" and args.model is None:
-        raise UsageError(
-            "--engine transformers needs --model DIR; `holdfast model tiny DIR` creates a small one"
-        )
-    if args.engine == "openai" and not args.upstream:
-        raise UsageError("--engine openai needs --upstream URL, once for each server")
-    if args.engine == "openai" and args.model is None:
-        raise UsageError("--engine openai needs --model DIR, the folder with the model's tokenizer.json")
-    if args.model is not None and not args.model.is_dir():
-        raise UsageError(f"the model folder {args.model} does not exist")
-    if args.model is not None and args.engine == "simulated":
-        raise UsageError(
-            "--model requires --engine transformers or openai; the simulated engine has no model"
-        )
-    if args.spare_threshold is not None and args.spares != AUTO:
-        raise UsageError("--spare-threshold requires --spares auto")
-    if args.engine == "openai" and (args.spares == AUTO or args.spares >= len(args.upstream)):
-        servers = len(args.upstream)
-        raise UsageError(
-            f"--spares {args.spares}: with --engine openai the spares are among the {servers} servers, and one must serve"
-        )
-    if args.upstream and args.engine != "openai":
-        raise UsageError(f"--upstream requires --engine openai, not --engine {args.engine}")
-    if wrong := [url for url in args.upstream if not _is_http(url)]:
-        raise UsageError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
-    _check_key_files(args)
-    for flag, given in (
-        ("--upstream-kv-events", args.upstream_kv_events),
-        ("--upstream-kv-replay", args.upstream_kv_replay),
-    ):
-        if given and len(given) != len(args.upstream):
-            raise UsageError(
-                f"{flag} is given {len(given)} times, --upstream {len(args.upstream)} times: give it once for each"
-            )
-
-
-def _check_key_files(args: argparse.Namespace) -> None:
-    files, servers = args.upstream_key_file, len(args.upstream)
-    if files and args.engine != "openai":
-        raise UsageError(f"--upstream-key-file requires --engine openai, not --engine {args.engine}")
-    if len(files) not in (0, 1, servers):
-        raise UsageError(
-            f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: give it once for all, or once for each"
-        )
-    if args.revision and args.engine != "openai":
-        raise UsageError(f"--revision requires --engine openai, not --engine {args.engine}")
-    if len(args.revision) not in (0, 1, servers):
-        raise UsageError(
-            f"--revision is given {len(args.revision)} times, --upstream {servers} times: give it once for all, or once for each"
-        )
-    for file in files:
-        try:
-            read_key(file)
-        except ValueError as error:
-            raise UsageError(f"--upstream-key-file {error}") from error
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        return False

@@ -15,57 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from controller.profiler.flags import KEY, Sweep
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.profile_arrays import TooFewPoints, arrays
-from controller.profiler.sweep import Measuring, OnMeasurement, Sweep
+from controller.profiler.sweep import Measuring, OnMeasurement
 from controller.profiler.target import CannotMeasure, ProfiledEngine
 from controller.profiler.worker_target import WorkerTarget
 from events.errors import HoldfastError, UsageError
-
-KEY = "OPENAI_API_KEY"
-DEFAULTS = Sweep()
-NUMBER_MAX = 1_000_000
 
 
 class ProfileUnwritable(HoldfastError):
     """The profile cannot be written."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    add = parser.add_argument
-    add(
-        "url",
-        metavar="URL",
-        help="//…), or a worker (tcp://host:port)",
-    )
-    add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
-    add("--model", default="", help="model to measure if the server has several")
-    add("--key", default="", help=f"API key of the server (default: {KEY} of the environment)")
-    for flag, name, text in (
-        ("--isl", "lengths", "prompt lengths, in tokens"),
-        ("--context", "contexts", "context lengths of the answers in a batch, in tokens"),
-        ("--concurrency", "batches", "batch sizes"),
-    ):
-        default = ",".join(map(str, getattr(DEFAULTS, name)))
-        add(flag, type=_numbers, default=None, metavar="N,N…", dest=name, help=f"{text} (default: {default})")
-    add(
-        "--repeats",
-        type=_count,
-        default=DEFAULTS.repeats,
-        metavar="N",
-        help="measurements of each point (default: 3)",
-    )
-    add(
-        "--tokens",
-        type=_count,
-        default=DEFAULTS.tokens,
-        metavar="N",
-        help="tokens of each answer of a batch (default: 48)",
-    )
-
-
-def run_cli(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure the engine, write and print the profile; return the exit code.
 
     Raise UsageError if the file cannot be written there, CannotMeasure if too little of the engine could be measured.
@@ -88,19 +51,6 @@ def run_cli(args: argparse.Namespace) -> int:
         print(f"fixed cost of a pass: {float(made['pass_ms']):.2f} ms")
     print(f"written: {args.output}")
     return 0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 128,512,2048")
-    return tuple(sorted({_count(part.strip()) for part in parts}))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > len(str(NUMBER_MAX)) or not 1 <= int(text) <= NUMBER_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {NUMBER_MAX:,}")
-    return int(text)
 
 
 def _target(args: argparse.Namespace) -> ProfiledEngine:

@@ -16,11 +16,11 @@ measurement of many points, and never all measurements of one.
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from controller.profiler.flags import BESIDE, Sweep
 from controller.profiler.profile_arrays import BesidePoint, DecodePoint, PrefillPoint
 from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledStream, TargetRefused
 
@@ -29,38 +29,9 @@ WARM_UPS = 2
 TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while all are answered
 LONGER = 4  # factor on the tokens if the batch was not together for long enough
 TOKENS_MAX = 2048
-BESIDE = 3  # factor on the measurements of other points: they are short, and differences of times
 ROW = 4  # events measured together
 BURSTS = 0.25  # a median below this share of the mean is that of events within a burst
 APART_S = 0.0005  # maximum distance of events of one step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """What to measure."""
-
-    lengths: Sequence[int] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
-    contexts: Sequence[int] = (64, 256, 1024, 4096)
-    repeats: int = 3
-    tokens: int = 48  # of each answer of a batch
-
-    def within(self, context_tokens: int | None) -> "Sweep":
-        """Return the part that fits into an engine's context."""
-        if context_tokens is None:
-            return self
-        return Sweep(
-            lengths=[n for n in self.lengths if n < context_tokens],
-            batches=self.batches,
-            contexts=[n for n in self.contexts if n + self.tokens < context_tokens],
-            repeats=self.repeats,
-            tokens=self.tokens,
-        )
-
-    @property
-    def steps(self) -> int:
-        """Maximum number of measurements."""
-        return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
 
 
 class NotTogether(TargetRefused):

@@ -8,7 +8,6 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 from controller.columns import fitted
 from controller.ports import Archive
@@ -35,53 +34,6 @@ Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Echo], Awa
 
 class NeedsStore(HoldfastError):
     """This command needs the state store, which is unreachable or not configured: set HOLDFAST_DATABASE_URL."""
-
-
-def add_arguments(commands: Any) -> None:
-    """Add the replay commands to an argparse subparsers object."""
-    command = _command(commands, "timeline", "what happened, as sentences with times")
-    command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
-    command.add_argument("--worker", metavar="W", help="only events about this worker")
-    command.add_argument("--request", metavar="ID", help="only events about this request")
-    command.add_argument("--since", metavar="WHEN", help=moment_parser.FORMATS)
-    command.add_argument(
-        "--all", action="store_true", help="include routine events: passed canaries, served requests"
-    )
-    command = _command(commands, "at", "the state of the fleet at a past moment")
-    command.add_argument("when", metavar="TIME|SEQ", help=moment_parser.FORMATS)
-    command = _command(commands, "why", "the causes of an event, back to the first observation")
-    command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
-    report_cli.add_arguments(commands)
-    whatif_cli.add_arguments(commands)
-    command = _command(
-        commands,
-        "verify",
-        "fold and decide the journal again and compare with the store (exit status 3: a difference)",
-    )
-    command.add_argument(
-        "--since", metavar="WHEN", help=f"start at the last snapshot before: {moment_parser.FORMATS}"
-    )
-    _command(commands, "rebuild", "project the whole journal into a new projection, then replace the old one")
-
-
-def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `holdfast request`."""
-    parser.add_argument("request", metavar="ID", help="the X-Request-Id of its answer")
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    parser.set_defaults(replay="request")
-
-
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, allow_abbrev=False
-    )
-    command.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
-    command.set_defaults(replay=name)
-    return command
 
 
 async def execute(

@@ -16,13 +16,11 @@ import structlog
 from controller.ports import Clock
 from events import subjects
 from events.intrusion.reported_load import counts
-from events.intrusion.send_budget import SubjectBudgets, TrafficLimit, traffic
+from events.intrusion.send_budget import HEARTBEATS, SubjectBudgets, TrafficLimit
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
 NAMES_MAX = 100_000  # workers and frontends remembered; more than that is a fault of the sender
-
-USUAL = traffic(per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0)  # per worker, which sends one a second
 
 Life = tuple[str, str]  # worker, instance
 
@@ -62,7 +60,7 @@ class FrontendLinks:
 class Beats:
     """Receives heartbeats and link reports."""
 
-    def __init__(self, clock: Clock, limit: TrafficLimit = USUAL) -> None:
+    def __init__(self, clock: Clock, limit: TrafficLimit = HEARTBEATS) -> None:
         """`limit`: the traffic that one worker may publish."""
         self._clock = clock
         self._budgets = SubjectBudgets(limit, NAMES_MAX)

@@ -8,9 +8,8 @@ from pydantic import Field, model_validator
 
 from controller.deciders.fleet import FleetPolicy
 from controller.journal_settings import JournalSection
-from controller.runtime.beats import USUAL
 from controller.setting_types import Positive, Strict
-from events.intrusion.send_budget import MIB, Rate, TrafficLimit, traffic
+from events.intrusion.send_budget import HEARTBEATS, MIB, Rate, TrafficLimit, traffic
 
 
 class ConfiguredCanary(Strict):
@@ -130,10 +129,10 @@ class ControllerBudgets(Strict):
     fact_mb_burst: Positive = 4.0  # MiB of facts at once
     fact_mb_per_day: Positive = 64.0  # MiB of facts per day; beyond it the worker is ejected
     fact_kb_max: int = Field(default=64, ge=16)  # KiB of one fact; a registration has about 2
-    beats_per_s: Positive = USUAL.messages.per_s  # heartbeats; a worker sends one a second
-    beats_burst: Positive = USUAL.messages.burst  # heartbeats at once
-    beat_mb_per_s: Positive = USUAL.size.per_s / MIB  # MiB of heartbeats
-    beat_mb_burst: Positive = USUAL.size.burst / MIB  # MiB of heartbeats at once
+    beats_per_s: Positive = HEARTBEATS.messages.per_s  # heartbeats; a worker sends one a second
+    beats_burst: Positive = HEARTBEATS.messages.burst  # heartbeats at once
+    beat_mb_per_s: Positive = HEARTBEATS.size.per_s / MIB  # MiB of heartbeats
+    beat_mb_burst: Positive = HEARTBEATS.size.burst / MIB  # MiB of heartbeats at once
 
     @property
     def facts(self) -> TrafficLimit:

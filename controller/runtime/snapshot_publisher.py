@@ -14,8 +14,9 @@ from controller.read_model.snapshot import parts
 from controller.runtime.initial_fold import snapshots
 from events import codec
 from events.errors import HoldfastError
-from events.journal.bounds import JournalBounds, SnapshotPosition, due
+from events.journal.bounds import SnapshotPosition, due
 from events.journal.port import Journal
+from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
 from events.observations import SnapshotKept
 from events.order import Order

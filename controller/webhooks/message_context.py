@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from controller.webhooks.settings import NotifierSettings
 from events import decisions as d
 from events import observations as o
 from events.fact import Decision
@@ -49,6 +50,11 @@ class FleetWording:
     fleet: str = "holdfast"
     runbooks_url: str = ""  # the folder of the runbooks; empty: no links to them
     console_url: str = ""  # URL of a console or dashboard
+
+    @classmethod
+    def of(cls, settings: NotifierSettings) -> "FleetWording":
+        """Return the wording that the settings describe."""
+        return cls(fleet=settings.fleet, runbooks_url=settings.runbooks_url, console_url=settings.console_url)
 
     def runbook(self, event: FollowedEvent) -> str:
         """Return the URL of an event's runbook; empty if there is none."""

@@ -14,7 +14,6 @@ from controller.setting_types import Positive, Strict
 from controller.webhooks import secrets
 from controller.webhooks.kinds import checked
 from controller.webhooks.link_local import refusal
-from controller.webhooks.message_context import FleetWording
 from controller.webhooks.retry_policy import RetryPolicy
 from events.errors import BadSetting
 
@@ -149,10 +148,6 @@ class NotifierSettings(Strict):
             wait_min_s=self.wait_min_s,
             wait_max_s=self.wait_max_s,
         )
-
-    def wording(self) -> FleetWording:
-        """Return the fleet's name and links for messages."""
-        return FleetWording(fleet=self.fleet, runbooks_url=self.runbooks_url, console_url=self.console_url)
 
 
 def named(text: str) -> tuple[str, str]:

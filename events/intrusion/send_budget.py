@@ -29,6 +29,10 @@ def traffic(per_s: float, burst: float, mb_per_s: float, mb_burst: float) -> Tra
     return TrafficLimit(messages=Rate(per_s=per_s, burst=burst), size=size)
 
 
+HEARTBEATS = traffic(per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0)
+"""The default limit of the heartbeats of one worker, which sends one per second."""
+
+
 class SendBudget:
     """One sender's token bucket. It begins full."""
 

@@ -21,25 +21,12 @@ from typing import Any
 
 from events import subjects
 from events.journal.broker import ask
+from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
 from events.nats.connection import BrokerConnection
 
 SHARE = 1 / 8  # of a bound, after which the next snapshot is due
 LEFT_SHARE = 1 / 2  # of a new bound: a snapshot must be within this newest share of what remains
-BYTES_MIN = 8 * 1024 * 1024  # a smaller bound would hold little but snapshots
-AGE_MIN = timedelta(minutes=10)
-
-
-@dataclass(frozen=True, slots=True)
-class JournalBounds:
-    """The limits of the stream; None: no limit."""
-
-    bytes: int | None = None
-    age: timedelta | None = None
-
-    def __bool__(self) -> bool:
-        """Return whether there is any limit."""
-        return self.bytes is not None or self.age is not None
 
 
 @dataclass(frozen=True, slots=True)

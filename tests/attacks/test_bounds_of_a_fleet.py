@@ -15,8 +15,9 @@ from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
 from controller.runtime.snapshot_publisher import newest_kept
 from events.journal import bounds
-from events.journal.bounds import JournalBounds, SnapshotPosition
+from events.journal.bounds import SnapshotPosition
 from events.journal.nats import NatsJournal
+from events.journal.retention import JournalBounds
 from events.observations import WorkerLeft
 
 FLAGS = ("--workers", "2", "--canary-interval", "0.5", "--breaker-wait", "1", "--journal-max-bytes", "8MiB")

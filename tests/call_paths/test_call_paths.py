@@ -35,6 +35,7 @@ from controller.adapters.clock import VirtualClock
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import FleetPolicy
 from controller.replay import cli
+from controller.replay.flags import add_arguments
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import ProberDependencies
@@ -209,7 +210,7 @@ async def test_projection(recorder: CallRecorder, database_url: str) -> None:
 async def test_what_if(recorder: CallRecorder) -> None:
     history = History().start().corruption()
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser.add_subparsers(required=True))
+    add_arguments(parser)
     args = parser.parse_args(["what-if", "--set", "health.failures_max=1"])
     lines: list[str] = []
 

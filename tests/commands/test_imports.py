@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from controller.cli import COMMANDS
+
 SCRIPT = """
 import contextlib, sys, threading
 from pathlib import Path
@@ -17,6 +19,26 @@ tasks = Path("/proc/self/task")
 assert not tasks.exists() or len(list(tasks.iterdir())) == threading.active_count(), "a library has started threads"
 print(*sys.modules)
 """
+HEAVY = {
+    *(
+        "aiohttp",
+        "asyncpg",
+        "faststream",
+        "nats",
+        "numpy",
+        "plotly",
+        "rich",
+        "sqlalchemy",
+        "structlog",
+        "uvloop",
+    ),
+    *(
+        "controller.commands.status",
+        "controller.processes.up",
+        "events.journal.nats",
+    ),
+}
+WITH_MODELS = {"up", "demo", "route", "frontend", "controller", "projector", "planner", "notifier"}
 NOWHERE = ("--nats-url", "nowhere")  # a process of that role imports everything, then rejects the URL
 
 
@@ -24,7 +46,7 @@ NOWHERE = ("--nats-url", "nowhere")  # a process of that role imports everything
     ("command", "needed", "left_out"),
     [
         (("status", "--data", "/nowhere"), "nats", ("aiohttp", "pydantic", "numpy")),
-        (("up", "--help"), "nats", ("aiohttp", "numpy", "sqlalchemy")),
+        (("up", "--upstream", "nowhere"), "nats", ("aiohttp", "numpy", "sqlalchemy")),
         (
             ("controller", *NOWHERE),
             "aiohttp",
@@ -43,3 +65,13 @@ def test_a_process_imports_only_what_it_needs(
     loaded = set(ran.stdout.split())
     assert needed in loaded, ran.stderr
     assert not loaded & {*left_out, "rich", "pygments", "greenlet"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(command: str) -> None:
+    code = [sys.executable, "-X", "importtime", "-m", "controller.cli", command, "--help"]
+    ran = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.startswith(f"usage: holdfast {command} ")
+    loaded = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "controller.config.variables" in loaded
+    assert not loaded & (HEAVY if command in WITH_MODELS else HEAVY | {"pydantic"})

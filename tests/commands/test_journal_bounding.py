@@ -10,8 +10,8 @@ from fleet_history import History
 from controller.processes.recovery.journal_bounds import JournalBounding, words
 from controller.read_model.snapshot import parts
 from events.journal import stream
-from events.journal.bounds import JournalBounds
 from events.journal.nats import NatsJournal
+from events.journal.retention import JournalBounds
 from events.observations import DrainRequested
 
 Eventually = Callable[..., Awaitable[None]]

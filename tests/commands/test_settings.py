@@ -14,7 +14,7 @@ from controller.config.variables import refuse_unknown
 from controller.deciders.capacity import Slo
 from controller.deciders.tiers import Tiers
 from controller.frontend.settings import FrontendSettings
-from controller.processes import ladder_flags, up_flags
+from controller.processes import ladder_flags, up_checks, up_flags
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.process_plan import plan
 from controller.runtime.settings import ControllerSettings
@@ -186,7 +186,7 @@ def _up(tmp_path: Path, role: str, *flags: str) -> dict[str, str]:
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     args = parser.parse_args(flags)
-    up_flags.check(args)
+    up_checks.check(args)
     (environment,) = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == role]
     return dict(environment)
 
@@ -225,7 +225,7 @@ def test_spares_are_additional_workers_marked_as_spares(tmp_path: Path) -> None:
          {"HOLDFAST_WORKER_UPSTREAM": "http://h:3"}),
     ):  # fmt: skip
         args = parser.parse_args(flags)
-        up_flags.check(args)
+        up_checks.check(args)
         children = {c.name: c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "worker"}
         assert list(children) == workers
         spares = {name for name, given in children.items() if given.get("HOLDFAST_WORKER_SPARE") == "true"}

@@ -51,7 +51,7 @@ async def watched(
 def test_the_default_interval_is_two_seconds() -> None:
     parser = parser_for({"status"})
     assert parser.parse_args(["status"]).watch is None
-    assert parser.parse_args(["status", "-w"]).watch == status.WATCH_S
+    assert parser.parse_args(["status", "-w"]).watch == 2
     assert parser.parse_args(["status", "--watch", "0.5"]).watch == 0.5
 
 

@@ -18,6 +18,7 @@ from controller import cli
 from controller.adapters.embedded.free_port import free_port
 from controller.commands import operator_commands
 from controller.commands.printing import print_status
+from controller.processes import up_flags
 from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.processes.operator_client import Unreachable, find
@@ -387,7 +388,7 @@ def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatc
     def interrupted(parser: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "up", ("", interrupted))
+    monkeypatch.setattr(up_flags, "add_arguments", interrupted)
     assert cli.main(["up"]) == 130
 
 

@@ -5,19 +5,18 @@ python tests/docs/settings_page.py
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from controller.catalogue import notes_of
+from controller.commands.configuration.described import below
 from controller.config.aliases import ALIASES, DYNAMO, FIXED
-from controller.config.flags import fields_of, flagged, is_section
+from controller.config.flags import flagged
 from controller.config.sections import section
 from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
 from controller.processes import up_flags
+from controller.processes.up_flags import SETTINGS
 from workers.cli import add_arguments
 from workers.config.settings import WorkerSettings, annotations
 from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
@@ -26,13 +25,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 BEGIN = "<!-- generated: settings (python tests/docs/settings_page.py) -->"
 END = "<!-- end of generated -->"
 UP = {  # flags of `up` that set several settings, or have another name
-    "controller.canary.interval_s": "--canary-interval",
-    "controller.policy.breaker.wait_min": "--breaker-wait",
-    "controller.policy.breaker.backoff": "--breaker-backoff",
-    "controller.policy.spares.on_return": "--spares-on-return",
-    "controller.policy.degradation.slos": "--slo-throughput, --slo-ttft-ms, --slo-tpot-ms, --max-batch-size",
-    "controller.policy.degradation.priority_tiers": "--priority-tiers",
-    "controller.policy.degradation.tier_default": "--tier-default",
+    setting: ", ".join(flag for flag, own in SETTINGS.items() if own == setting)
+    for setting in SETTINGS.values()
+    if setting.startswith("controller.p") or setting == "controller.canary.interval_s"
 }
 
 
@@ -55,22 +50,10 @@ def entries(role: str) -> Iterator[Entry]:
     model = section(role)
     flags = {place: " ".join(f"`{name}`" for name in names) for place, names, _ in flagged(model)}
     offered = _offered(up_flags.add_arguments)
-    for place, value, says in _below(model(), ""):
+    for place, value, says in below(model()):
         of_up = UP.get(f"{role}.{place}") or _of_up(place, offered)
         variable = f"{PREFIX}{role.upper()}__{place.replace('.', '__').upper()}"
         yield Entry(variable, _shown(value), flags.get(place, ""), _code(of_up), says)
-
-
-def _below(value: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (place, default, description) of every setting below a value."""
-    notes = notes_of(type(value))
-    for name in fields_of(type(value)):
-        below, place = getattr(value, name), f"{path}{name}"
-        if is_section(type(below)) and (is_dataclass(below) or isinstance(below, BaseModel)):
-            yield from _below(below, f"{place}.")
-            continue
-        described = type(value).model_fields[name].description if isinstance(value, BaseModel) else None
-        yield place, below, described or notes.get(name, "")
 
 
 def _of_worker() -> Iterator[Entry]:

@@ -3,6 +3,7 @@
 import pytest
 from settings_page import PAGE, entries, renewed
 
+from controller.commands import write_docs
 from controller.config.aliases import ALIASES, FIXED
 from controller.config.flags import flatten
 from controller.config.sections import section
@@ -32,3 +33,8 @@ def test_a_seeds_name_maps_to_an_existing_setting() -> None:
             assert f"{place.rpartition('.')[0]}.{own}" in known
         assert place not in known
     assert not known & FIXED.keys()
+
+
+def test_the_schema_of_the_configuration_file_is_the_generated_one() -> None:
+    kept = (PAGE.parent / write_docs.CONFIG_SCHEMA).read_text()
+    assert kept == write_docs.config_schema(), "run `python -m controller.commands.write_docs`"

@@ -16,9 +16,10 @@ import pytest
 from timed_server import LawfulServer
 
 from benchmarks.virtual_loop import VirtualLoop
+from controller.profiler.flags import BESIDE, Sweep
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.profile_arrays import DecodePoint, PrefillPoint, arrays
-from controller.profiler.sweep import BESIDE, Measuring, Sweep
+from controller.profiler.sweep import Measuring
 from controller.profiler.target import CannotMeasure
 from controller.profiler.worker_target import WorkerTarget
 from workers.config.settings_check import load_settings

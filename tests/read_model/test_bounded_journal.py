@@ -25,9 +25,9 @@ from controller.runtime.projection.projector import Projector
 from controller.runtime.snapshot_publisher import SnapshotKeeper, newest_kept
 from controller.runtime.view import FleetView
 from events.fact import Recorded
-from events.journal.bounds import JournalBounds
 from events.journal.memory import MemoryJournal
 from events.journal.port import JournalChanged
+from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
 from events.observations import SnapshotKept, WorkerHeard
 from events.order import Order

@@ -13,6 +13,7 @@ from store_databases import AnyStore, OpenStore
 from controller.adapters.memory_store import MemoryStore
 from controller.replay import cli, moment_parser, sentences, timeline, travel
 from controller.replay.event_lookup import NoSuchEvent
+from controller.replay.flags import add_arguments
 from controller.replay.moment_parser import BadMoment
 from controller.replay.travel import NotYet
 from controller.runtime.projection.projector import Projector
@@ -61,7 +62,7 @@ def journal(history: History) -> MemoryJournal:
 async def typed(history: History, store: AnyStore | None, *words: str) -> tuple[int, list[str]]:
     """Run a command line; return its exit code and what it printed."""
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser.add_subparsers(required=True))
+    add_arguments(parser)
     said: list[str] = []
     code = await cli.execute(parser.parse_args(words), journal(history), store, said.append)
     return code, said

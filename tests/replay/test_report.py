@@ -15,6 +15,7 @@ from fleet_history import EPOCH, History
 from controller.replay import cli, pages, timeline, travel
 from controller.replay.atomic_file import CannotWrite
 from controller.replay.event_lookup import NoSuchEvent
+from controller.replay.flags import add_arguments
 from controller.replay.pages import NoPlotly, plotly
 from controller.replay.report import window
 from controller.replay.report.window import NothingToTell
@@ -48,7 +49,7 @@ def journal(history: History) -> MemoryJournal:
 async def reported(history: History, *words: str) -> list[str]:
     """Run the command line, and return what it printed."""
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser.add_subparsers(required=True))
+    add_arguments(parser)
     said: list[str] = []
     args = parser.parse_args(["report", *words])
     assert await cli.execute(args, journal(history), None, said.append) == 0

@@ -9,7 +9,7 @@ import pytest
 from fleet_history import History
 from test_replay_commands import journal
 
-from controller.replay import cli
+from controller.replay import cli, flags
 from controller.replay.request_story import ExposedSpan, story_of
 from events.fact import Observation
 from events.observations import (
@@ -100,7 +100,7 @@ def test_a_story_is_summarized(facts: tuple[Observation, ...], said: list[str]) 
 
 async def typed(made: History, *words: str) -> str:
     parser = argparse.ArgumentParser()
-    cli.add_request_arguments(parser)
+    flags.add_request_arguments(parser)
     said: list[str] = []
     assert await cli.execute(parser.parse_args(words), journal(made), None, said.append) == 0
     return "\n".join(said)

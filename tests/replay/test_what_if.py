@@ -13,6 +13,7 @@ from fleet_history import History
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.replay import cli
+from controller.replay.flags import add_arguments
 from controller.replay.whatif import sweep
 from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
 from controller.replay.whatif.course import CourseTerms, take
@@ -387,7 +388,7 @@ async def test_requests_that_would_not_have_been_sent_do_not_fail() -> None:
 async def said(history: History, *words: str) -> list[str]:
     """Run the command line, and return what it printed."""
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser.add_subparsers(required=True))
+    add_arguments(parser)
     lines: list[str] = []
     args = parser.parse_args(["what-if", *words])
     assert await cli.execute(args, MemoryJournal(history.stream, "replay-1"), None, lines.append) == 0

@@ -59,7 +59,7 @@ def load_settings(
         given["nats_url"] = _of_fleet(Path(given["data"]), "nats_url")
         given.setdefault("fleet_key_file", _of_fleet(Path(given["data"]), "fleet_key_file"))
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
-    settings = WorkerSettings(**_read(given, called))
+    settings = WorkerSettings(**convert_settings(given, called))
     check(settings)
     if joins and not settings.watch_only and not to_show:
         _check_name(settings)
@@ -107,7 +107,7 @@ def _check_name(settings: WorkerSettings) -> None:
             )
 
 
-def _read(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+def convert_settings(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
     """Return the values converted to their settings' types. Raise BadSetting with all errors.
 
     `called`: the names under which the user gave some of the settings.

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,60 +19,10 @@ from controller.read_model.rows import read_golden
 from controller.terminal_text import escape_controls
 from events.errors import HoldfastError, UsageError
 
-Run = Callable[[argparse.Namespace], int]
 READ_S = 5.0
 
-TEXTS = {
-    "list": "show the goldens: status, since when, and the workers that agreed",
-    "record": "retire the goldens of a worker's canary key, and record its answers as provisional goldens",
-    "approve": "approve provisional goldens, or the latest answers of a worker",
-    "retire": "retire goldens: they convict no worker any more, and workers vote on the next answers",
-    "export": "export the agreed goldens as JSON",
-    "import": "validate a file written by `export`, and approve its goldens",
-}
 
-
-def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
-    """Add the subcommands and their flags."""
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="golden", required=True, parser_class=parser_class
-    )
-    for name, text in TEXTS.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        add = command.add_argument
-        add("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if name == "list":
-            add(
-                "-o",
-                "--output",
-                choices=("text", "json"),
-                default="text",
-                help="output format (default: text)",
-            )
-        if name == "export":
-            add("-o", "--output", type=Path, metavar="FILE", help="output file (default: standard output)")
-        if name == "import":
-            add("file", metavar="FILE", type=Path, help="file written by `holdfast golden export`")
-            continue
-        if name == "record":
-            add("worker", metavar="WORKER", help="worker to record the answers of")
-        else:
-            add("--model", metavar="M", default="", help="select the goldens of this model")
-            add("--key", metavar="KEY", default="", help="select the goldens of this canary key")
-        if name == "approve":
-            add("--worker", metavar="W", default="", help="approve the latest answers of this worker")
-        if name in ("record", "approve", "retire"):
-            add(
-                "--canary",
-                metavar="C",
-                action="append",
-                default=[],
-                help="select this canary only; repeatable",
-            )
-    return lambda args: asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Run one subcommand. Raise HoldfastError."""
     match args.golden:
         case "list":

@@ -13,6 +13,7 @@ from controller.adapters.clock import SystemClock
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
 from controller.webhooks.delivery import Delivery
+from controller.webhooks.message_context import FleetWording
 from controller.webhooks.metrics import NotifierMetrics
 from controller.webhooks.sender import WebhookSender
 from controller.webhooks.settings import NotifierSettings, Webhook
@@ -44,9 +45,10 @@ async def run_notifier(
         await WebhookSender.open(clock, settings.timeout_s, allow_link_local=settings.allow_link_local),
         DeadLetters(connection),
     )
+    wording = FleetWording.of(settings)
     deliveries = [
         Delivery(
-            webhook, settings.policy(), settings.wording(), partial(_followed, nats_url, webhook), sender, dead, clock, metrics
+            webhook, settings.policy(), wording, partial(_followed, nats_url, webhook), sender, dead, clock, metrics
         )
         for webhook in settings.webhooks
     ]  # fmt: skip

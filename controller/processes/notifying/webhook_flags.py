@@ -5,8 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from controller.config.flags import gather
-from controller.webhooks.settings import NotifierSettings, named
 from events.errors import UsageError
 
 VARIABLE = "HOLDFAST_NOTIFIER__WEBHOOKS"
@@ -57,6 +55,8 @@ def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
                 "--webhook-kinds, --webhook-template and --webhook-secret-file require --webhook URL"
             )
         return {}
+    from controller.webhooks.settings import named
+
     kinds = _each("--webhook-kinds", args.webhook_kinds, args.webhook)
     templates = _each("--webhook-template", args.webhook_template, args.webhook)
     secrets = _each("--webhook-secret-file", args.webhook_secret_file, args.webhook)
@@ -72,6 +72,9 @@ def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
 
 def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Raise UsageError or BadSetting for values that the notifier would reject."""
+    from controller.config.flags import gather
+    from controller.webhooks.settings import NotifierSettings
+
     variables = webhook_variables(args)
     if wanted(args, environment):
         gather(NotifierSettings, "notifier", {}, {**environment, **variables}).check()

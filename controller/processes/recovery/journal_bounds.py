@@ -6,9 +6,9 @@ from controller.processes.console import say, warn
 from controller.runtime.snapshot_publisher import newest_kept
 from events.errors import HoldfastError
 from events.journal import bounds
-from events.journal.bounds import JournalBounds
 from events.journal.broker import BrokerRefused
 from events.journal.nats import NatsJournal
+from events.journal.retention import JournalBounds
 
 LOOK_EVERY_S = 5.0
 FORBIDDEN_S = 600.0  # retry delay if an external broker forbids it

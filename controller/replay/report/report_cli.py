@@ -26,37 +26,6 @@ from events.errors import UsageError
 from events.journal.port import Journal
 
 FORMS = {".html": "html", ".md": "md", ".json": "json"}
-USUAL = "report.html"
-
-
-def add_arguments(commands: Any) -> None:
-    """Add the command to an argparse subparsers object."""
-    text = "a post-mortem as one self-contained HTML page, as Markdown, or as JSON"
-    command = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
-    command.add_argument(
-        "--incident",
-        metavar="ID",
-        help="the incident, by its id or by one of its events (default: the last one)",
-    )
-    command.add_argument(
-        "--since",
-        metavar="WHEN",
-        help=f"instead of an incident, all events from here on: {moment_parser.FORMATS}",
-    )
-    command.add_argument(
-        "--until", metavar="WHEN", help="end of the window, with --since (default: the end of the journal)"
-    )
-    command.add_argument(
-        "--redact", action="store_true", help="replace the names of requests, workers, hosts and people"
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        default=USUAL,
-        help=f"output file (.html, .md or .json); `md` or `json` alone prints to stdout (default: {USUAL})",
-    )
-    command.set_defaults(replay="report")
 
 
 async def execute(

@@ -14,7 +14,7 @@ from controller.replay.whatif.question import PolicyChange, asked, checked, valu
 from controller.replay.whatif.recording import Recording
 from events.errors import UsageError
 
-POINTS, POINTS_MAX = 12, 60
+POINTS_MAX = 60
 SHOWN = ("fenced after, s", "recovered after, s", "answers exposed", "capacity missing", "canaries asked")
 _RANGE = re.compile(r"([^=]+)=(.+?)\.\.(.+)")
 

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from controller.ports import Archive, StateStore
 from controller.replay import moment_parser, timeline
@@ -20,62 +19,9 @@ from controller.replay.whatif.text import lines, period
 from events.errors import HoldfastError, UsageError
 from events.journal.port import Journal
 
-ABOUT = (
-    "what would have happened under another policy: decides the recorded observations again and compares the result "
-    "with what was decided. Settings are named as in docs/reference/settings.md, such as breaker.wait_min, health.failures_max, "
-    "canary.interval"
-)
-
 
 class NothingToAsk(HoldfastError):
     """The journal holds no event of that time."""
-
-
-def add_arguments(commands: Any) -> None:
-    """Add the command to an argparse subparsers object."""
-    text = "what would have happened under another policy"
-    command = commands.add_parser("what-if", help=text, description=ABOUT, allow_abbrev=False)
-    command.add_argument(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="change one setting, such as canary.interval=10s (repeatable)",
-    )
-    command.add_argument(
-        "--policy", metavar="FILE", help="change several settings by part, from a JSON or .toml file"
-    )
-    command.add_argument(
-        "--incident", metavar="ID", help="decide one incident again, by its id or by one of its events"
-    )
-    command.add_argument(
-        "--since",
-        metavar="WHEN",
-        help=f"start of the recording (default: the journal's first event): {moment_parser.FORMATS}",
-    )
-    command.add_argument("--until", metavar="WHEN", help="end of the recording (default: the journal's end)")
-    command.add_argument(
-        "--sweep", metavar="NAME=A..B", help="try many values of one setting, such as canary.interval=1s..60s"
-    )
-    command.add_argument(
-        "--points",
-        metavar="N",
-        type=int,
-        default=sweeps.POINTS,
-        help=f"number of values in a sweep (default: {sweeps.POINTS})",
-    )
-    command.add_argument(
-        "--recorded",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help=f"value of {INTERVAL} or {SILENCE} at that time, if it cannot be inferred from the journal",
-    )
-    command.add_argument(
-        "-o", "--output", metavar="FORM", default="text",
-        help="text, json, or an output file (.json; .html for a sweep) (default: text)",
-    )  # fmt: skip
-    command.set_defaults(replay="what-if")
 
 
 async def execute(

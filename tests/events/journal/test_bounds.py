@@ -7,10 +7,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from events.journal import bounds, stream
-from events.journal.bounds import JournalBounds, SnapshotPosition
+from events.journal.bounds import SnapshotPosition
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalChanged
+from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
 from events.observations import DrainRequested, ObserverBlind, SnapshotKept
 

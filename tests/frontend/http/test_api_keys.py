@@ -24,7 +24,8 @@ from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.tls import Tls
 from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings
-from controller.processes.up_flags import add_arguments, check_front_port
+from controller.processes.up_checks import check_front_port
+from controller.processes.up_flags import add_arguments
 from events.errors import BadSetting
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}

@@ -1,0 +1,1 @@
+"""What `holdfast settings` prints besides values: a commented configuration file, and its JSON Schema."""

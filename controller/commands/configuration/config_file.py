@@ -1,0 +1,210 @@
+"""Reads the configuration file of `--config FILE`: settings by their dotted names, and flags of `up`.
+
+    defaults < file < environment (HOLDFAST_*) < flags
+
+Settings become the environment variables that say the same, unless the environment sets them already, so that child processes
+inherit them. Entries of `[up]` become flags in front of the user's own.
+"""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from controller.config.aliases import ALIASES, DYNAMO, renamed
+from controller.config.variables import PLACES, PREFIX, SECTIONS
+from events.errors import BadSetting, UsageError
+from workers.config.settings import annotations
+from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
+from workers.config.settings_check import convert_settings
+
+WORKER, UP = "worker", "up"
+TOP = {place.removeprefix(PREFIX).lower(): place for place in PLACES}
+TABLES = (*SECTIONS, WORKER)
+
+Variables = Iterator[tuple[str, str]]
+
+
+class BadConfigFile(UsageError):
+    """The configuration file cannot be used."""
+
+
+def apply(
+    path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES
+) -> Mapping[str, Any]:
+    """Set the variables of a file's top-level keys and `tables` that the environment does not set. Return the table `up`. Raise
+    BadConfigFile."""
+    document = _read(path)
+    for key in document:
+        _check_known(path, key, "", (*TOP, *TABLES, UP))
+    found = {TOP[key]: _text(path, key, value) for key, value in document.items() if key in TOP}
+    for name in (one for one in tables if one in document):
+        values = _table(path, name, document[name])
+        own = dict(_worker(path, values) if name == WORKER else _role(path, name, values))
+        _check(path, name, own)
+        found |= own
+    for variable, text in found.items():
+        if not _is_set(variable, environment):
+            environment[variable] = text
+    return _table(path, UP, document.get(UP, {}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise BadConfigFile(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise BadConfigFile(f"{path} is not TOML: {error}") from error
+
+
+def _check_known(path: Path, key: str, above: str, known: Collection[str]) -> None:
+    if key not in known:
+        near = get_close_matches(key, known, 1)
+        hint = f"did you mean {above}{near[0]}?" if near else "`holdfast settings` lists them all"
+        raise BadConfigFile(f"{path}: {above}{key} is not a setting; {hint}")
+
+
+def _table(path: Path, name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadConfigFile(f"{path}: {name} = {value!r}: must be a table, [{name}]")
+    return value
+
+
+def _role(path: Path, name: str, table: Mapping[str, Any]) -> Variables:
+    from controller.config.sections import section  # pydantic, without which a worker needs less memory
+
+    return _section(path, (name,), section(name), table)
+
+
+def _section(path: Path, place: tuple[str, ...], model: type, table: Mapping[str, Any]) -> Variables:
+    """Yield the variables of a table. Its settings are the fields of `model`."""
+    from controller.config.flags import fields_of, is_section
+
+    fields, above = fields_of(model), ".".join(place)
+    for key, value in table.items():
+        _check_known(path, key, f"{above}.", fields)
+        here, name = (*place, key), f"{above}.{key}"
+        if is_section(fields[key]):
+            yield from _section(path, here, fields[key], _table(path, name, value))
+        else:
+            yield PREFIX + "__".join(here).upper(), _text(path, name, value)
+
+
+def _worker(path: Path, table: Mapping[str, Any]) -> Variables:
+    for key, value in table.items():
+        _check_known(path, key, f"{WORKER}.", annotations())
+        yield f"{PREFIX}WORKER_{key.upper()}", _text(path, f"{WORKER}.{key}", value, plain=True)
+
+
+def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
+    """Return a value as a variable has it. `plain`: lists have commas, otherwise they are JSON."""
+    if name in TOP:
+        value = ",".join(map(str, value)) if name == "admin_hosts" and isinstance(value, list) else value
+        if not isinstance(value, str):
+            raise BadConfigFile(f"{path}: {name} = {value!r}: must be text")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list) and plain:
+        return ",".join(map(str, value))
+    if isinstance(value, list | dict) and not plain:
+        with suppress(TypeError):  # a date
+            return json.dumps(value)
+    raise BadConfigFile(f"{path}: {name} = {value}: must be text, a number, true, false, or a list of these")
+
+
+def _check(path: Path, name: str, variables: Mapping[str, str]) -> None:
+    """Raise BadConfigFile for values of a wrong type. What settings must satisfy together is checked by the process that reads
+    them, because the environment and flags may set some."""
+    try:
+        if name == WORKER:
+            start = f"{PREFIX}WORKER_"
+            convert_settings({key.removeprefix(start).lower(): text for key, text in variables.items()}, {})
+        else:
+            _check_role(name, variables)
+    except BadSetting as error:
+        at = f"{WORKER}." if name == WORKER else ""
+        raise BadConfigFile(f"{path}: {at}{error}") from None
+
+
+def _check_role(role: str, variables: Mapping[str, str]) -> None:
+    from pydantic import ValidationError
+
+    from controller.config.flags import describe, from_environment
+    from controller.config.sections import section
+
+    model = section(role)
+    try:
+        model.model_validate(renamed(role, from_environment(model, role, variables)))
+    except ValidationError as error:
+        if text := describe(error, role, only=_is_of_one_setting):
+            raise BadSetting(text) from None
+
+
+def _is_of_one_setting(error: Mapping[str, Any]) -> bool:
+    """Return whether a validation error is about one setting, or an item in its list, and not about several settings."""
+    return not isinstance(error["input"], Mapping) or any(isinstance(part, int) for part in error["loc"])
+
+
+def _is_set(variable: str, environment: Mapping[str, str]) -> bool:
+    """Return whether the environment sets this setting: by this variable, by that of a whole section, or by another name."""
+    place = variable.removeprefix(PREFIX).lower().replace("__", ".")
+    others = [*(f"{PREFIX}{one.replace('.', '__').upper()}" for one in _aliases(place))]
+    others += [name for name, own in DYNAMO.items() if own == place]
+    others += [name for name, own in WORKER_DYNAMO.items() if f"worker_{own}" == place]
+    whole = any(one.startswith(PREFIX) and variable.startswith(f"{one}__") for one in environment)
+    itself = variable in environment if variable not in PLACES else environment.get(variable)
+    return whole or bool(itself) or any(environment.get(one) for one in others)
+
+
+def _aliases(place: str) -> Iterator[str]:
+    for alias, own in ALIASES.items():
+        if f"{alias.rpartition('.')[0]}.{own}" == place:
+            yield alias
+
+
+def arguments(
+    path: Path,
+    table: Mapping[str, Any],
+    flags: Mapping[str, argparse.Action],
+    setting_of: Callable[[argparse.Action], str | None],
+    given: Sequence[str],
+) -> list[str]:
+    """Return the table `up` as arguments, without flags that are `given`. `flags`: the command's flags by key. `setting_of`: the
+    setting that does the same as a flag. Raise BadConfigFile."""
+    found = []
+    for key, value in table.items():
+        own = [name for name, action in flags.items() if setting_of(action) is None]
+        if key in flags and (setting := setting_of(flags[key])):
+            raise BadConfigFile(f"{path}: up.{key} is the setting {setting}: write it there")
+        _check_known(path, key, f"{UP}.", own)
+        flag = f"--{key.replace('_', '-')}"
+        texts = _values(path, f"{UP}.{key}", value, flags[key])
+        if not any(word == flag or word.startswith(f"{flag}=") for word in given):
+            found += [flag if text is None else f"{flag}={text}" for text in texts]
+    return found
+
+
+def _values(path: Path, name: str, value: Any, action: argparse.Action) -> list[str | None]:
+    """Return the values of one flag; None for one without a value. Raise BadConfigFile."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise BadConfigFile(f"{path}: {name} = {value!r}: must be true or false")
+        return [None] if value else []
+    values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
+    for one in values:
+        try:
+            if isinstance(one, bool | list | dict):
+                raise ValueError("must be text or a number")
+            checked = action.type(str(one)) if callable(action.type) else one
+            if action.choices and checked not in action.choices:
+                raise ValueError(f"must be one of {', '.join(action.choices)}")
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise BadConfigFile(f"{path}: {name} = {one!r}: {error}") from None
+    return [str(one) for one in values]

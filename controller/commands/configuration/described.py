@@ -1,0 +1,54 @@
+"""All keys of the configuration file, with defaults and descriptions."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from controller.catalogue import notes_of
+from controller.config.flags import fields_of, is_section
+from controller.processes import up_flags
+from workers.config.settings import WorkerSettings, annotations
+
+TOP: Mapping[str, tuple[str, str]] = {
+    "nats_url": ("URL of the broker; without it `up` starts one", ""),
+    "database_url": ("URL of the database; without it `up` starts one", ""),
+    "data": ("data directory of the fleet", ".holdfast"),
+    "fleet_key_file": ("file with the fleet key; without it `up` creates one", ""),
+    "admin_hosts": (
+        "names under which the admin ports may be requested, besides IP addresses and localhost",
+        "",
+    ),
+}
+"""The description and the default of each key outside tables."""
+
+
+def below(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (place, default, description) of every setting below a settings model or policy."""
+    notes = notes_of(type(value))
+    for name in fields_of(type(value)):
+        inner, place = getattr(value, name), f"{path}{name}"
+        if is_section(type(inner)) and (is_dataclass(inner) or isinstance(inner, BaseModel)):
+            yield from below(inner, f"{place}.")
+            continue
+        described = type(value).model_fields[name].description if isinstance(value, BaseModel) else None
+        yield place, inner, described or notes.get(name, "")
+
+
+def of_worker() -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, default, description) of every setting of a worker."""
+    defaults = WorkerSettings()
+    for name, annotation in annotations().items():
+        yield name, getattr(defaults, name), get_args(annotation)[-1].description
+
+
+@cache
+def of_up() -> Mapping[str, argparse.Action]:
+    """Return the flags of `up` that are no settings, by key."""
+    parser = argparse.ArgumentParser()
+    up_flags.add_arguments(parser)
+    found = up_flags.flags_by_key(parser)
+    return {key: one for key, one in found.items() if key != "help" and up_flags.setting_of(one) is None}

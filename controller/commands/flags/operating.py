@@ -1,0 +1,140 @@
+"""Flags of the commands that show a fleet or operate it."""
+
+import argparse
+
+from controller.commands.flags.common import output_flag
+from controller.processes.flag_types import positive
+from events.chaos import FAULTS
+
+RESTART_S = 180.0  # per worker: its shutdown grace and its successor's start
+WATCH_S = 2.0
+TOP_EVERY_S = 1.0
+SCALE_MAX = 10_000
+
+
+def status(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast status`."""
+    output_flag(parser)
+    parser.add_argument(
+        "-w",
+        "--watch",
+        type=positive,
+        nargs="?",
+        const=WATCH_S,
+        metavar="S",
+        help=f"repeat every S seconds until Ctrl-C (default: {WATCH_S:g}); with -o json, one line each time",
+    )
+
+
+def top(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast top`."""
+    parser.add_argument(
+        "--every",
+        type=positive,
+        default=TOP_EVERY_S,
+        metavar="S",
+        help=f"seconds between redraws (default: {TOP_EVERY_S:g})",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one picture and exit (default without a terminal)"
+    )
+
+
+def events(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast events`."""
+    output_flag(parser)
+    parser.add_argument("--follow", action="store_true", help="keep printing events as they arrive")
+    parser.add_argument("--worker", metavar="W", help="show only events about this worker")
+    parser.add_argument("--kind", metavar="K", help="show only events of this kind, e.g. canary_failed")
+
+
+def resume(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of `holdfast resume`."""
+    parser.add_argument("worker", metavar="WORKER", help="name of the worker")
+
+
+def drain(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast drain`."""
+    resume(parser)
+    text = "seconds until running requests move (default: the policy's)"
+    parser.add_argument("--deadline", type=positive, metavar="S", help=text)
+
+
+def move(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast move`."""
+    resume(parser)
+    text = "target worker (default: the best one for each request)"
+    parser.add_argument("--to", default="", metavar="W", help=text)
+
+
+def restart(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast restart`."""
+    parser.add_argument("worker", metavar="WORKER", nargs="?", help="name of the worker")
+    parser.add_argument("--rolling", action="store_true", help="restart all workers, one after another")
+    text = f"seconds for each worker to stop and start again (default: {RESTART_S:g})"
+    parser.add_argument("--within", type=positive, default=RESTART_S, metavar="S", help=text)
+
+
+def chaos(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast chaos`."""
+    add = parser.add_argument
+    add("fault", choices=FAULTS, help="fault to inject; heal ends all faults of the worker")
+    add("worker", metavar="WORKER", help="name of the worker")
+    add(
+        "argument",
+        nargs="?",
+        type=positive,
+        metavar="X",
+        help="corrupt: one token in X; slow: factor X; error: X requests; drift: by X; xid, nvlink: Xid X",
+    )
+    add(
+        "--for",
+        dest="duration_s",
+        type=positive,
+        metavar="S",
+        help="seconds until the fault ends by itself (default: until healed)",
+    )
+    add(
+        "--rank",
+        type=_rank,
+        metavar="R",
+        help="rank that gets the fault (error, corrupt, drift, slow), or its simulated device (xid, nvlink) (default: 0)",
+    )
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank (0, 1 …)")
+    return int(text)
+
+
+def scale(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast scale`."""
+    parser.add_argument("model", metavar="MODEL", help="model to scale")
+    parser.add_argument(
+        "workers", metavar="N", nargs="?", type=_workers, help="number of workers that it shall have"
+    )
+    parser.add_argument("--release", action="store_true", help="return control to the planner")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record on the journal")
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= SCALE_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 to {SCALE_MAX}")
+    return int(text)
+
+
+def route(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast route`."""
+    from controller.frontend.request.routing_overrides import OVERRIDABLE
+    from controller.processes.up_flags import add_router_flags
+
+    add = parser.add_argument
+    add("--explain", action="store_true", help="show the cost of each worker, term by term")
+    add("--model", default="", metavar="M", help="model of the request (default: the only served model)")
+    add("--prompt", metavar="TEXT", help="prompt as text")
+    add("--tokens", metavar="FILE", help="file with the prompt's token ids (-: standard input)")
+    add("--cache-salt", default="", metavar="SALT", help="cache_salt of the request")
+    add("--frontend", default="", metavar="NAME", help="frontend to query (default: any)")
+    output_flag(parser)
+    add_router_flags(parser, only=OVERRIDABLE)

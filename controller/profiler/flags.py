@@ -1,0 +1,88 @@
+"""Flags of `holdfast profile`, and the sweep that they describe."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KEY = "OPENAI_API_KEY"
+NUMBER_MAX = 1_000_000
+BESIDE = 3  # factor on the measurements of other points: they are short, and differences of times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What to measure."""
+
+    lengths: Sequence[int] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    contexts: Sequence[int] = (64, 256, 1024, 4096)
+    repeats: int = 3
+    tokens: int = 48  # of each answer of a batch
+
+    def within(self, context_tokens: int | None) -> "Sweep":
+        """Return the part that fits into an engine's context."""
+        if context_tokens is None:
+            return self
+        return Sweep(
+            lengths=[n for n in self.lengths if n < context_tokens],
+            batches=self.batches,
+            contexts=[n for n in self.contexts if n + self.tokens < context_tokens],
+            repeats=self.repeats,
+            tokens=self.tokens,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Maximum number of measurements."""
+        return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
+
+
+DEFAULTS = Sweep()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add = parser.add_argument
+    add(
+        "url",
+        metavar="URL",
+        help="OpenAI-compatible server (http://…), or a worker (tcp://host:port)",
+    )
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
+    add("--model", default="", help="model to measure if the server has several")
+    add("--key", default="", help=f"API key of the server (default: {KEY} of the environment)")
+    for flag, name, text in (
+        ("--isl", "lengths", "prompt lengths, in tokens"),
+        ("--context", "contexts", "context lengths of the answers in a batch, in tokens"),
+        ("--concurrency", "batches", "batch sizes"),
+    ):
+        default = ",".join(map(str, getattr(DEFAULTS, name)))
+        add(flag, type=_numbers, default=None, metavar="N,N…", dest=name, help=f"{text} (default: {default})")
+    add(
+        "--repeats",
+        type=_count,
+        default=DEFAULTS.repeats,
+        metavar="N",
+        help="measurements of each point (default: 3)",
+    )
+    add(
+        "--tokens",
+        type=_count,
+        default=DEFAULTS.tokens,
+        metavar="N",
+        help="tokens of each answer of a batch (default: 48)",
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 128,512,2048")
+    return tuple(sorted({_count(part.strip()) for part in parts}))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > len(str(NUMBER_MAX)) or not 1 <= int(text) <= NUMBER_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {NUMBER_MAX:,}")
+    return int(text)
