@@ -32,3 +32,12 @@ def test_each_hook_runs_a_tool_of_the_environment() -> None:
 def test_the_licence_is_apache_2() -> None:
     assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
     assert re.search(r'^license = "Apache-2\.0"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def test_version_and_changelog_agree() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    headings = re.findall(
+        r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1][0] == version and all(date for _, date in headings[1:])
