@@ -46,7 +46,7 @@ async def test_hung_workers_recover(tmp_path_factory: pytest.TempPathFactory) ->
             os.kill(first[name], signal.SIGSTOP)
         second = await back(fleet, first, "w0", "w1")
         said = fleet.log.read_text()
-        assert all(f"the fleet holds {name} for dead" in said for name in ("w0", "w1")), said
+        assert all(f"{name} was declared dead" in said for name in ("w0", "w1")), said
 
         os.kill(second["w2"], signal.SIGSTOP)
         done = holdfast("restart", "--rolling", "--within", "60", "--data", str(fleet.data))

@@ -62,7 +62,7 @@ async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fl
     await fleet.until(lambda s: not any(w["in_flight"] for w in s["workers"]))
     (drained,) = await facts(fleet, DrainFinished)
     assert astuple(drained)[-4:] == (0, sum(m.cause == "drain" for m in moves), 0, 0)
-    with pytest.raises(AssertionError, match="w0 cannot take them: it must serve the same model"):
+    with pytest.raises(AssertionError, match="w0 cannot accept them: it must serve the same model"):
         await operator(fleet, "move", "w1", "--to", "w0")
 
 
