@@ -186,7 +186,7 @@ class RequestMetrics:
             self._exposed.labels(fact.action).inc()
 
     def settle(self) -> None:
-        """Update the counters, and the gauges of each worker's last answer, for a scrape."""
+        """Update the metrics before a scrape: the counters, and the gauges of each worker's last answer."""
         decisions = self._metrics.router.decisions
         for model, of_model in self._models.items():
             self._requests.output_tokens.labels(model).inc(of_model.tokens - of_model.rendered)

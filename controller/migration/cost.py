@@ -2,7 +2,7 @@
 
     transfer    wait + transfers at once x (setup + latency + blocks x the slowest lane's time for one)
     re-prefill  wait + (tokens queued before it + tokens) / the target's prefill rate
-    wait        for a place in the target's batch, and for one step of it
+    wait        for a slot in the target's batch, and for one step of it
 
 Both count only what the target does not have in its prefix cache. Blocks are sent whole, and all shards in lockstep, so the
 slowest lane delays all.
@@ -102,7 +102,7 @@ class MigrationTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationCost:
-    """The predicted cost of both methods."""
+    """The predicted costs of moving a request by a transfer and by re-prefill."""
 
     transfer_time_ms: float  # infinite if a transfer is impossible
     reprefill_time_ms: float
@@ -179,7 +179,7 @@ class Prices:
         return max(0, tokens - cached_tokens // self.block_tokens * self.block_tokens)
 
     def transfer_s(self, missing: int, at_once: int) -> float:
-        """Return the seconds of a transfer while `at_once` of them, including this one, share its links."""
+        """Return the seconds that a transfer takes while `at_once` transfers, including this one, share its links."""
         return self.wait_s + self.moving_s(missing, at_once)
 
     def moving_s(self, missing: int, at_once: int) -> float:
@@ -198,7 +198,7 @@ class Prices:
         return "transfer" if faster else "reprefill"
 
     def cost(self, tokens: int, cached_tokens: int, at_once: int, queued_tokens: int) -> MigrationCost:
-        """Return both times and the derived values."""
+        """Return the times of a transfer and of a re-prefill, and the values derived from them."""
         missing = self.missing(tokens, cached_tokens)
         crossover = self._crossover(at_once, queued_tokens)
         return MigrationCost(

@@ -165,7 +165,7 @@ def _cheapest_to_send(
 ) -> tuple[_GroupRoom | None, float]:
     """Return the group to which a transfer is cheapest, and its seconds; among equals, the one sent the fewest blocks.
 
-    Groups with a free place in their batch come first. The target itself decides whether it has one: this is its last
+    Groups with a free slot in their batch come first. The target itself decides whether it has one: this is its last
     report.
     """
     found, cheapest = None, (True, inf, 0)

@@ -1,6 +1,6 @@
 """A simulated fleet of one model in virtual time, for what would take days to measure.
 
-    a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a place in the batch ─▶ tokens
+    a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a slot in the batch ─▶ tokens
 
 A step takes longer the more sequences run, and while prompts are read. Requests queue at workers without limit; a late
 response counts as missed.
@@ -114,7 +114,7 @@ class FleetModel:
         self._idle.append(index)
 
     def _pass(self, now: float) -> None:
-        """Process everything that ends until `now`."""
+        """Apply all worker starts, answer ends and worker removals until `now`."""
         while self._ready and self._ready[0][0] <= now:
             at, index = heappop(self._ready)
             self._free_at[index] = at

@@ -28,7 +28,7 @@ class PlannedWorker:
 
     @property
     def serves(self) -> bool:
-        """Whether it gets requests."""
+        """Whether the worker gets requests."""
         return self.weight > 0 and not self.leaving
 
 

@@ -37,7 +37,7 @@ class ConnectedWorkers(Protocol):
         return True
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is reachable and was heard from as recently as a live worker would be."""
+        """Return whether this instance is reachable and has sent a message as recently as a live worker would."""
         return True
 
     def load(self, worker: str) -> Load | None:
@@ -133,7 +133,7 @@ class Endpoint:
 
     @property
     def standing(self) -> tuple[object, ...]:
-        """The fleet's view of it."""
+        """The fleet's verdict on the endpoint: status, convictions and weight, for comparison."""
         return self.status, self.corrupt, self.suspect, self.expected, self.weight
 
     @property
@@ -338,7 +338,7 @@ class EndpointTable:
         self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
-        """Bring one endpoint up to date.
+        """Update one endpoint from the fold.
 
         A convicted worker gets no requests from the moment the evidence is seen. The decision that follows is certain, but takes
         a while and needs a live controller.

@@ -259,7 +259,7 @@ class EndRate:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
 
     def ended(self, model: str, now: float) -> None:
-        """Note that an answer which had begun has ended, so that its slot is free."""
+        """Record that an answer which had begun has ended, so that its slot is free."""
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:

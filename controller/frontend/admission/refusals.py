@@ -61,7 +61,7 @@ class Refusals:
     reported_at: float = -inf
 
     def check(self, model: str, tier: str, *, draining: bool) -> None:
-        """Raise ApiError if no request is admitted, or none of this tier."""
+        """Raise ApiError if requests for this model, or those of this tier, are rejected at the moment."""
         if draining:
             code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
         elif not self.table.knobs(model).accept_new:

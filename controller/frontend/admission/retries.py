@@ -40,7 +40,7 @@ class RefusedIds:
         self._at: OrderedDict[str, float] = OrderedDict()
 
     def add(self, id: str, now: float) -> None:
-        """Remember the id of a refused request."""
+        """Record the id of a refused request."""
         if id:
             self._at.pop(id, None)
             self._at[id] = now

@@ -32,7 +32,7 @@ class Preemptor:
         return False
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Note that the last preemption has brought no room."""
+        """Record that the last preemption has freed no room."""
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer waits that comes before requests of this tier."""

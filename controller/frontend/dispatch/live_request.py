@@ -279,7 +279,7 @@ class LiveRequest:
 
     @property
     def stays(self) -> bool:
-        """Whether it may not be moved on purpose: the next worker would tokenize output that came as text again."""
+        """Whether planned moves are forbidden: the next worker would tokenize again what the first one returned as text."""
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:

@@ -169,7 +169,7 @@ class Records(OrderedDict[str, Record]):
             del self._sketches[sketch]
 
     def prove(self, sketch: int) -> None:
-        """Remember that a prompt has produced a token."""
+        """Record that a prompt has produced a token."""
         self.proven[sketch] = None
         if len(self.proven) > PROVEN_MAX:
             self.proven.popitem(last=False)

@@ -161,11 +161,11 @@ class FastPathConnection(asyncio.Protocol):
         return self._answering
 
     def pause_writing(self) -> None:
-        """Note that the client reads slowly; the stream itself limits its buffer."""
+        """Record that the client reads slowly; the stream itself limits its buffer."""
         self._writing_paused = True
 
     def resume_writing(self) -> None:
-        """Note that the client has caught up."""
+        """Record that the client has caught up."""
         self._writing_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -28,7 +28,7 @@ class OpenConnections:
         return self._by_address.total()
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Count a connection and return True; or send an error, close it and return False."""
+        """Count a connection and return True. At a limit, send an error, close the connection and return False."""
         address, settings = address_of(transport), self.settings
         if settings.per_address_max and self._by_address[address] >= settings.per_address_max:
             bound = "connections_of_address"

@@ -47,7 +47,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
     @property
     def repeatable(self) -> bool:
-        """Whether any healthy worker would continue as the first one would have.
+        """Whether any healthy worker would continue an answer with the same tokens as the worker that began it.
 
         External servers restart their random numbers, and do not count prompt tokens as output for penalties.
         """

@@ -1,4 +1,4 @@
-"""The effects of the request state machine: values that tell the driver what to do for a request.
+"""The effects of the request state machine: instructions to the driver about a request.
 
 They are applied in order. `SelectWorker` and `Judge` are answered by the driver with an event; they come last.
 """
@@ -39,13 +39,13 @@ class CancelStream(msgspec.Struct, frozen=True):
 
 
 class NoteUnjudged(msgspec.Struct, frozen=True):
-    """Note that the attempt ended through no fault of its worker."""
+    """Record that the attempt ended through no fault of its worker."""
 
     has_output: bool
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Note that the worker had no room: it gets no request until it next reports its load."""
+    """Record that the worker had no room: it gets no request until it next reports its load."""
 
 
 class Complete(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class LeaveWorker(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Note that the attempt has read its prompt. `first`: this is the answer's first token."""
+    """Record that the attempt has read its prompt. `first`: this is the answer's first token."""
 
     first: bool
 

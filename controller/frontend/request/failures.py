@@ -2,7 +2,7 @@
 
 Migration replays the prompt and all accepted tokens on a worker that has not failed this request yet. One budget covers all
 kinds of failure: with a limit of 3, a request is sent at most four times. A rejection before any work was done is free the
-first time: there may be workers that have not been asked.
+first time: there may be workers that have not been tried.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Kind:
     """The meaning of a failure.
 
     `patient`: when every worker was tried, it is worth waiting for a new one. `again`: only the connection failed, so if no
-    other worker is left the same one is asked again.
+    other worker is left the same one is tried again.
     """
 
     cause: MigrationCause | Literal["preempted"]
@@ -69,7 +69,7 @@ KINDS = {
     ),
 }
 
-# Nothing has failed: the request moves on purpose.
+# Nothing has failed: the move is planned.
 PLANNED: dict[PlannedCause, Kind] = {
     "drain": Kind("drain", 503, "the worker is drained", blames=False),
     "device_fault": Kind("device_fault", 503, "a device of the worker is broken", blames=False),
@@ -97,7 +97,7 @@ class Failure:
 
     @property
     def planned(self) -> bool:
-        """Whether nothing failed: the worker was left on purpose."""
+        """Whether nothing failed: the request left its worker by a planned move."""
         return self.reason in PLANNED
 
     @property

@@ -193,9 +193,9 @@ def budget_ended(state: RequestState) -> bool:
 
 
 def stays(terms: RequestTerms, accepted: int) -> bool:
-    """Return whether a request may not be moved on purpose.
+    """Return whether planned moves of a request are forbidden.
 
-    Such a move costs no budget, but with migration disabled none takes place.
+    A planned move costs no budget, but with migration disabled none takes place.
     """
     return bool(terms.forbidden) or terms.migration_limit == 0 or over_cap(terms, accepted)
 
@@ -206,10 +206,10 @@ def over_cap(terms: RequestTerms, accepted: int) -> bool:
 
 
 def closed_to(state: RequestState) -> frozenset[Key]:
-    """Return the workers that declined the request and are not asked again: each gets it once before the first token."""
+    """Return the workers that declined the request and are not tried again: each gets it once before the first token."""
     return frozenset() if state.begun else state.declined
 
 
 def may_return(state: RequestState) -> bool:
-    """Return whether some worker that failed it may be asked again, because only its connection failed."""
+    """Return whether some worker that failed the request may be tried again, because only its connection failed."""
     return state.tried > state.failed

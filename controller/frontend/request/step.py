@@ -377,11 +377,11 @@ def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
     return replace(state, outage=None), (do.CountRestored(outage.kind, outcome, now - outage.since),)
 
 
-# --- moves on purpose -----------------------------------------------------------------------------------------------
+# --- planned moves --------------------------------------------------------------------------------------------------
 
 
 def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
-    """Leave a worker that has not failed, and continue by the tokens alone at `target`; None: the request is preempted."""
+    """Leave a worker that has not failed, and continue at `target` by re-prefill; None: the request is preempted."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream("elsewhere"), *_unjudged(state))

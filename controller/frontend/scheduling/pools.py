@@ -31,7 +31,7 @@ class Pools:
         return pool
 
     def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
-        """Note that a request was sent to a rank of a worker that reads `ahead_tokens` before it."""
+        """Record that a request was sent to a rank of a worker that reads `ahead_tokens` before it."""
         profile = endpoint.joined.profile
         ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
         name = (endpoint.model, endpoint.lineage)
@@ -39,7 +39,7 @@ class Pools:
         self.of(*name).sent(ahead_s)
 
     def read(self, slot: int) -> None:
-        """Note that the request's first token has arrived."""
+        """Record that the request's first token has arrived."""
         if (sent := self._sent.pop(slot, None)) is not None:
             name, worker, at, ahead_s, own_s, steps_s = sent
             self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)

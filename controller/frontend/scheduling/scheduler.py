@@ -62,7 +62,7 @@ class _LinksReport(NamedTuple):
 class Peers:
     """The other frontends that serve, and their waiting requests.
 
-    Each frontend publishes every second which workers it hears from, and how many requests wait there.
+    Each frontend publishes every second which workers it reaches, and how many requests wait there.
     """
 
     def __init__(self, now: Callable[[], float], name: str = "") -> None:

@@ -108,7 +108,7 @@ class ApproximateCache:
         self._unswept = True
 
     def expire(self, *, now: float) -> None:
-        """Forget what was sent longer ago than the ttl, and free the blocks of holders that are gone.
+        """Drop what was sent longer ago than the ttl, and free the blocks of holders that are gone.
 
         Each call does a bounded part. The rest follows with the next requests or calls.
         """
@@ -151,7 +151,7 @@ class ApproximateCache:
         return head
 
     def _drop(self, piece: _SentBlocks, size: int) -> None:
-        """Forget the last `size` blocks of a piece that has no children."""
+        """Drop the last `size` blocks of a piece that has no children."""
         assert not piece.children and piece.parent is not None
         first, kept, holder = piece.blocks[0], len(piece.blocks) - size, self._order[piece]
         self._index.remove(holder, piece.blocks[: kept - 1 if kept else None : -1])

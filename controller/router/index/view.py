@@ -84,7 +84,7 @@ class KvView:
             self._disbelieve(key)
 
     def _disbelieve(self, key: Key) -> None:
-        """Stop following a life, and forget its claims."""
+        """Stop following an instance, and drop its claims."""
         for holder in [holder for holder in self._feeds if holder[:2] == key]:
             del self._feeds[holder]
             self.index.forget(holder)

@@ -208,11 +208,11 @@ class RequestListener(Protocol):
         ...
 
     def read(self, request: RequestId) -> None:
-        """Called when its prompt has been read."""
+        """Called when the prompt of a request has been read."""
         ...
 
     def freed(self, request: RequestId) -> None:
-        """Called when it has ended."""
+        """Called when a request has ended."""
         ...
 
 

@@ -87,11 +87,11 @@ class Replicas:
         self._note(_added(request, entry, entry.since))
 
     def read(self, request: RequestId) -> None:
-        """Record that its prompt has been read."""
+        """Record that the prompt of a request has been read."""
         self._note(Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
-        """Record its end."""
+        """Record the end of a request."""
         self._note(Freed(_name(request)))
 
     def _note(self, event: SlotEvent) -> None:
@@ -193,7 +193,7 @@ class Replicas:
         return ResendRequest(self._frontend)
 
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
-        """Forget and return the frontends that were silent for long and are no longer peers.
+        """Drop and return the frontends that were silent for long and are no longer peers.
 
         Call it only if this frontend has listened all that time.
         """

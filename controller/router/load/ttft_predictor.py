@@ -77,6 +77,6 @@ class FirstTokens:
             one.learn(ahead_s + own_s, took_s - step_s)
 
     def forget(self, workers: set[str]) -> None:
-        """Forget all workers except these."""
+        """Drop all workers except these."""
         self._workers = {name: seen for name, seen in self._workers.items() if name in workers}
         self._fastest = None

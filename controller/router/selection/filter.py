@@ -1,7 +1,7 @@
 """Filters the workers that may take a request. Filter, score and pick are the stages of a choice.
 
     filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room
-             shared by all frontends (`Headroom`); if any that remain were heard from recently, only those
+             shared by all frontends (`Headroom`); if any that remain sent a message recently, only those
     score    here without cached prefixes: (requests in flight + 1, and tokens) / weight; lower is better
     pick     the lowest; among equals the one picked longest ago
 
@@ -151,7 +151,7 @@ class Picker:
         return endpoint
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Forget all endpoints except `keys`."""
+        """Drop all endpoints except `keys`."""
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 

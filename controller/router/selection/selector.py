@@ -382,7 +382,7 @@ class Chooser:
         return kept
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Forget all endpoints except `keys`."""
+        """Drop all endpoints except `keys`."""
         self._due = {holder: due for holder, due in self._due.items() if holder[:2] in keys}
         self._kept.clear()
 
