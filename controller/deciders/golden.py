@@ -247,9 +247,9 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a disputing answer as a vote.
+    """Return the tokens for which a disputing answer votes.
 
-    If its tokens equal the configured answer's, the logprobs are what is disputed, and the vote is for no tokens at all.
+    If they equal those of a configured golden, only the logprobs are disputed, and the vote is for no tokens.
     """
     return () if golden.configured and tokens == golden.tokens else tokens
 
@@ -360,7 +360,7 @@ def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
 
 
 def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
-    """Make the answer of the workers that agreed the golden one."""
+    """Apply an agreement: the common answer of the workers in `fact.by` becomes the golden."""
     votes = _of(state.votes, fact.by)
     agreed = replace(
         state,

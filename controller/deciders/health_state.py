@@ -131,7 +131,7 @@ class Health:
 
     @property
     def convictions(self) -> tuple[str, ...]:
-        """The convictions against it."""
+        """The convictions of the worker."""
         return self.charges.convictions
 
     @property
@@ -143,7 +143,7 @@ class Health:
     def convicted(self) -> bool:
         """Whether it was taken out of service, or must be, for more than doubt. It is then never kept in service.
 
-        The evidence may be gone (it is heard again, an operator resumed it) before its trial has passed.
+        The evidence may be gone (it sends heartbeats again, an operator resumed it) before its trial has passed.
         """
         return self.charges.proven or bool(self.charges.convictions)
 
@@ -162,9 +162,10 @@ def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
 
 
 def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:
-    """Apply that decision `number` retired an outvoted golden. It no longer convicts a worker that `agrees` with the new one.
+    """Return a worker's charges after decision `number` retired an outvoted golden.
 
-    For any other worker it is void: one good answer to this canary lifts it.
+    The golden no longer convicts a worker that `agrees` with its successor. For any other worker the charge is void: one good
+    answer to this canary lifts it.
     """
     if canary not in charges.goldens and canary not in charges.own_goldens:
         return charges
@@ -172,13 +173,13 @@ def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool
 
 
 def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
-    """Withdraw the charge of an outvoted golden, because the worker has given the answer that was agreed instead."""
+    """Lift a void charge: the worker has given the answer that was agreed after the old golden was outvoted."""
     void = any(name == canary and sent_under >= number for name, number in charges.void)
     return lifted(charges, canary) if void else charges
 
 
 def lifted(charges: Charges, canary: str) -> Charges:
-    """Return the charges without this canary's golden. Without any golden left the conviction ends."""
+    """Return the charges without this canary's golden. If no golden is left, the conviction ends."""
     left = replace(
         charges,
         goldens=tuple(one for one in charges.goldens if one != canary),

@@ -4,7 +4,7 @@
 
 A forgotten worker leaves what the fleet shows, but `Fleet.departed` still remembers it. Evidence against hardware or
 weights outlives a life: a worker that later joins under the same name may have the same bad device. And a process that was
-cut off for a long time may reconnect and believe that it serves; it must still be told that it is dead.
+cut off for a long time may reconnect and believe that it serves; it must still be notified that it is dead.
 """
 
 from collections.abc import Mapping

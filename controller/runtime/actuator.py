@@ -1,13 +1,13 @@
 """Level-triggered actuator: commands workers until their heartbeats agree with the fold.
 
-- Workers that are to drain or resume are told so.
-- An instance that was declared dead but still lives is told to end, so that its successor can join: DEAD is final, even after
-  the worker was forgotten. This includes a hung worker in a process with other workers that are still heard: it must end
+- It commands workers to drain and to resume.
+- It ends an instance that was declared dead but still lives, so that its successor can join: DEAD is final, even after the
+  worker was forgotten. This includes a hung worker in a process with other workers that still send messages: it must end
   alone, and no signal could end only one of them.
-- A former instance is told to end if another process took its name over and left again: two live instances would keep
-  taking the name from each other.
-- A worker that is convicted of wrong answers or a failed device is told so: it then sends its KV caches nowhere.
-- Each worker is told which share of its batch it may fill at its model's degradation level; a model has one level for all.
+- It ends a former instance if another process took its name over and left again: two live instances would keep taking the
+  name from each other.
+- It notifies a worker that was convicted of wrong answers or a failed device: the worker then sends its KV caches nowhere.
+- It sends each worker the share of its batch that it may fill at its model's degradation level; a model has one level for all.
 
 The actuator keeps no position: it compares the fold with the heartbeats and repeats a command until they agree. Commands are
 idempotent. A worker that does not answer is retried with backoff; other components decide that it is gone.
@@ -140,7 +140,7 @@ class Actuator:
 
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
         """Return the command that the worker needs; None if its last beat agrees or no process would receive it. `heard`:
-        processes that are alive, as one of their workers was heard."""
+        the processes that are alive, since one of their workers sent a message."""
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         if not worker.alive:

@@ -36,7 +36,7 @@ def allowed(fact: PolicyAdopted) -> str:
 
 
 def done(fact: Commanded) -> str:
-    """Return what was done, in one sentence. Raise AssertionError for a fact that no command leads to."""
+    """Return a sentence that states the effect of a command. Raise AssertionError for a fact that no command leads to."""
     match fact:
         case DrainRequested(worker=worker, deadline_s=deadline_s):
             return f"{worker} will drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
@@ -55,7 +55,7 @@ def done(fact: Commanded) -> str:
 
 
 def golden(fact: GoldenRequested) -> str:
-    """Return what was requested about goldens: the leading controller answers it with a decision."""
+    """Return a sentence that states a request about goldens. The leading controller answers it with a decision."""
     names = ", ".join(fact.canaries or (answer.canary for answer in fact.answers))
     match fact.act:
         case "approve" if fact.worker:

@@ -68,7 +68,7 @@ class OperatorCommands:
         self._acting: set[str] = set()  # ids
 
     def heard(self, batch: Sequence[Recorded]) -> None:
-        """Learn the outcome of commands from the journal."""
+        """Record the outcomes of commands that these events report."""
         for recorded in batch:
             match recorded.fact:
                 case CommandRefused(command=id, why=why):
@@ -82,7 +82,7 @@ class OperatorCommands:
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Return the answer; None if another controller answers or the outcome is unknown."""
+        """Execute an operator command and return its answer; None if another controller answers or the outcome is unknown."""
         give_up = self._clock.monotonic() + PATIENCE_S
         while self._clock.monotonic() < give_up:
             # read before the journal is asked: a leader until then may have acted on the command last

@@ -2,12 +2,12 @@
 
     RequestFailed, stalled ─▶ asked ── an answer, a beat, a link of a frontend ──▶ it lives
                                ▲└── none of these within `answer_s`, spare ready ──▶ WorkerSilent, at once
-                               └───────────────────── spare not ready: repeat while the report is news
+                               └───────────────────── spare not ready: repeat while the report is recent
 
-Without a spare, haste would gain nothing: `Liveness` waits for the silence, and a worker that was only slow for a moment
-keeps its place. With a spare, a mistake costs little: the worker becomes the spare when it is heard again.
+Without a spare, an early report would gain nothing: `Liveness` waits for the silence, and a worker that was only slow for a
+moment stays in service. With a spare, a mistake costs little: the worker becomes the spare when it answers again.
 
-The question is a `batch` command with the share that the worker has to fill anyway: any live worker answers it.
+The query is a `batch` command with the share that the worker has to fill anyway: any live worker answers it.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class HangCheck:
             self._asked.discard(life)
 
     async def _answers(self, life: Life) -> bool:
-        """Ask one worker and wait for its answer. Return False only if nothing was heard of it although we were listening."""
+        """Query one worker. Return False only if we were connected, and neither it nor a frontend connected to it responded."""
         name, instance = life
         began, answer_s = self._clock.monotonic(), self._settings.answer_s
         worker = self._worker(life)
@@ -132,12 +132,12 @@ class HangCheck:
         return late or not self._was_listening(began) or self._is_heard(life, began)
 
     def _was_listening(self, since: float) -> bool:
-        """Return whether we have received everything that was sent on the bus since then."""
+        """Return whether we have received everything that was sent on the bus after `since`."""
         connected = self._bus.since
         return connected is not None and connected <= since and not self._bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
-        """Return whether the worker, or a frontend connected to it, was heard since then."""
+        """Return whether the worker, or a frontend connected to it, has sent a message after `since`."""
         beats, (name, instance) = self._beats, life
         lives, frontends = beats.lives, beats.frontends
         beat, reports = lives.get(life), [one for one in frontends.values() if one.at >= since]

@@ -3,10 +3,10 @@
     heard ── no beat for `silent_after_s`, observer listened all that time ──▶ silent ── a beat ──▶ heard
 
 Silence is a statement about the observer as well. It counts only if, during the whole window, we were connected, our own loop
-ran, and we kept up with the messages on the bus. If more than half of the fleet is unheard at once, the observer itself is in
+ran, and we kept up with the messages on the bus. If more than half of the fleet is silent at once, the observer itself is in
 doubt: it reports ObserverBlind and accuses no worker. The last beats of a fleet that is cut off lie within about one beat of
 each other. So when the first worker is late, those that will be late within a beat and a half are counted too. A frontend's live
-connection to the instance is a veto: the instance is heard, just not by us.
+connection to the instance is a veto: the instance is alive, but its messages do not reach us.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class FactRecorder(Protocol):
 
 
 class BusState(Protocol):
-    """The part of a bus that liveness needs: since when, in monotonic seconds, it hears everything, and its unread bytes."""
+    """The part of a bus that liveness needs: since when, in monotonic seconds, it receives all messages, and its unread bytes."""
 
     @property
     def since(self) -> float | None: ...
@@ -94,7 +94,7 @@ class Liveness:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Report workers that have become silent, and those that are heard again."""
+        """Report workers that have become silent, and those that are no longer silent."""
         workers = self._view.fleet.workers
         living = {(name, w.joined.instance): w for name, w in workers.items() if w.alive}
         self._track_instances(living, now)
@@ -119,7 +119,7 @@ class Liveness:
         self._beats.forget(living, FORGET_AFTER_S)
 
     def _last_heard(self, life: Life) -> float:
-        """Return when this instance was last heard, or first known."""
+        """Return when this instance last sent a beat, or was first known."""
         beat, met = self._beats.lives.get(life), self._first_seen[life]
         return beat.at if beat is not None and beat.at > met else met
 

@@ -33,10 +33,10 @@ def outvoters(
     voices_min: int,
     tie_margin: float = 0.0,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the workers that outvote a golden with one common answer, and those that confirm it; both empty if it stands.
+    """Return the workers that outvote an agreed golden with one common answer, and the workers that confirm the golden.
 
-    Only votes of present lives count. The outvoters need at least `voices_min` voices, more than confirm the golden, and more
-    than give any other contradicting answer.
+    Both are empty if the golden is not outvoted. Only votes of the workers' current instances count. The outvoters need at
+    least `voices_min` voices. They also need more voices than confirm the golden, and more than any other contradicting answer.
     """
     votes = [vote for vote in contradictions if _present(vote, voters)]
     against = {vote.worker for vote in votes}

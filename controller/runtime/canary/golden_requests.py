@@ -122,7 +122,7 @@ def _changes(state: Golden, wish: GoldenWish, worker: Worker | None = None) -> b
 
 
 def _lacking(wish: GoldenWish) -> str:
-    """Return what the request needs and does not find."""
+    """Return a phrase for an error message: what the request needs and what does not exist."""
     match wish.act:
         case "approve" if wish.worker:
             return f"no whole answer of {wish.worker} that is not agreed"

@@ -324,7 +324,7 @@ def _top_k_distance(one: TopK, other: TopK) -> float:
 
 
 def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
-    """Return how many tokens agree from the start."""
+    """Return the length of the common prefix."""
     count = 0
     for one, other in zip(tokens, got, strict=False):
         if one != other:

@@ -1,6 +1,6 @@
 """The canary loop: schedules the probes of all live workers, which the runner executes.
 
-    (no probe) ── joined ──▶ join: at once, one after another until each canary was asked ──▶ scheduled: each interval
+    (no probe) ── joined ──▶ join: at once, one after another until each canary was sent ──▶ scheduled: each interval
     scheduled ── drained ──▶ (no probe) ── resumed ──▶ scheduled, at once
     any of these ── breaker half-open ──▶ trial, at once
 
@@ -124,8 +124,10 @@ class CanaryLoop:
             watch.wake.set()
 
     def _recheck_doubted(self, canary_key: str) -> None:
-        """Ask the convicted workers of a canary key all canaries at once, since one of its goldens was outvoted. Also ask the
-        worker from which an operator wants to record them."""
+        """Probe the convicted workers of a canary key with all canaries at once, since one of its goldens was outvoted.
+
+        The same applies to a worker from which an operator wants to record goldens.
+        """
         fleet = self._view.fleet
         recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
         for name, worker in fleet.workers.items():

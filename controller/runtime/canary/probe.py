@@ -2,12 +2,14 @@
 
 The whole probe has one deadline, its confirmations included: a worker that freezes in mid-answer has failed like one that never
 answered. Time in which its engine is known to make progress on other requests (a long prompt, a full batch) does not count, up to
-a bound: a queued request has not failed. A wrong answer is asked again at once; a second one that is wrong beyond the tolerance
-confirms it (N8). Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. Other
-failures are not repeated; the next probe follows anyway.
+a bound: a queued request has not failed.
+
+After a wrong answer the canary is repeated at once; a second answer that is wrong beyond the tolerance confirms it (N8).
+Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. Other failures are not
+repeated; the next probe follows anyway.
 
 A worker that answers that it is leaving, or full until the deadline, has not failed: it is alive and has given no wrong answer.
-Such a probe has no outcome (`ProbeResult.declined`); a full worker is asked again within a second.
+Such a probe has no outcome (`ProbeResult.declined`); a full worker is probed again within a second.
 """
 
 import asyncio
@@ -109,7 +111,7 @@ class ProbeReader:
 async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callable[[float, float], bool]) -> T:
     """Await `work` until the deadline. Raise TimeoutError; `work` is cancelled on every exit.
 
-    Every LOOK_S, `look` is asked whether the time since the last look was spent on other requests. The lag of our own loop, on
+    Every LOOK_S, `look` reports whether the time since the last look was spent on other requests. The lag of our own loop, on
     an overloaded machine, does not count either: chunks that arrived meanwhile are not read yet.
     """
     clock = deadline.clock
@@ -214,7 +216,7 @@ async def _whole_answer(
     expected: ExpectedAnswer | None,
     deadline: Deadline,
 ) -> ProbeResult:
-    """Return the whole answer; a full worker is asked again, as long as the deadline allows."""
+    """Send the canary and return the whole answer. A full worker is retried as long as the deadline allows."""
     while True:
         chunks: list[Chunk] = []
         stream = prober.ask(reader.worker, request)
@@ -271,10 +273,10 @@ async def ask_until_sure(
     retries: int,
     blind_repeats: int,
 ) -> Verdict:
-    """Ask, and repeat a wrong answer at most `retries` times or until a second wrong answer confirms it.
+    """Send a canary, and repeat it after a wrong answer: at most `retries` times, or until a second wrong answer confirms it.
 
-    `once` asks one question; its argument is whether this is a repetition. A question after the deadline fails at once, so the
-    deadline covers the whole.
+    `once` sends it once; its argument is whether this is a repetition. After the deadline it fails at once, so the deadline
+    covers the whole.
     """
     first = await once(False)
     if first.answer is None:

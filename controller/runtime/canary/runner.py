@@ -1,6 +1,6 @@
 """Sends one canary to one worker and records the outcome on the journal.
 
-    golden known ───▶ check: right, slow, wrong (asked again at once), or no answer
+    golden known ───▶ check: right, slow, wrong (repeated at once), or no answer
     golden unknown ─▶ record: an answer that is reproduced becomes the provisional golden
 
 The canary loop decides which worker is probed, and when. A candidate without a reproducible answer is not used as a canary; the

@@ -1,11 +1,13 @@
 """Statistics of sampled canaries: the probability that a correct sampler drew an answer.
 
 Pure functions.
-A sampled canary is a canary's question, asked at a temperature instead of greedily. Its greedy golden gives the probability of
-each token at each position, as long as the answer follows the golden. The first token that departs from it has a p-value: the
-probability that a correct sampler draws a token at most this likely there. What follows is not judged.
 
-One small p-value is chance. The worker is asked again with another seed, and the p-values are combined (Fisher's method). Every
+A sampled canary is the prompt of a canary, sent with a temperature above 0. The greedy golden of the canary gives the
+probability of each token at each position, as long as the answer follows the golden. The first token that
+departs from it has a p-value: the probability that a correct sampler draws a token at most this likely there. What follows is
+not judged.
+
+One small p-value is chance. The canary is repeated with another seed, and the p-values are combined (Fisher's method). Every
 simplification makes p-values larger: see `surprise`.
 """
 

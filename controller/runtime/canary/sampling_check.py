@@ -1,11 +1,11 @@
-"""Checks a worker's sampler: one canary in N is asked at the sampling parameters that users send most.
+"""Checks a worker's sampler: one canary in N uses the sampling parameters that users send most.
 
 Greedy canaries cannot detect a broken sampler: at temperature 0 it is not used. A sampled answer is compared with the greedy
-golden of the same question: see `sampled` for the statistics.
+golden of the same prompt: see `sampled` for the statistics.
 
-- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
+- The first request has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
   was ordinary once is ordinary every time. If the engine draws differently with the same seed, no seed is sent any more.
-- An unlikely answer is asked again, with other seeds, until chance is excluded (`sampled_chance`) or explains it.
+- After an unlikely answer the canary is repeated with other seeds, until chance is excluded (`sampled_chance`) or explains it.
 - It convicts only if the comparison itself can be trusted: the golden is agreed, and more workers of the model recently drew
   ordinary tokens than unlikely ones. It never convicts the last worker in service. Otherwise `TokensUnlikely` is recorded.
 """

@@ -2,7 +2,7 @@
 
     a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (the worker itself if it has none)
         same answer ──▶ passed
-        another one ──▶ the worker and its other peers are asked too, marked
+        another one ──▶ also sent to the worker and its other peers, marked
             most agree with the user's answer, or there is no majority ──▶ nothing is recorded
             most contradict the user's answer ──▶ another fresh question; the second such answer confirms it
 
@@ -102,11 +102,11 @@ class UnmarkedCheck:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next check whether a worker is to be asked: a canary interval, randomised."""
+        """Seconds until the next check whether to probe a worker: a canary interval, randomised."""
         return self._settings.interval_s * self._draw.uniform(0.5, 1.5)
 
     def due(self, worker: Worker) -> bool:
-        """Return whether to ask a worker now: at random, once in `unmarked_every` checks. A convicted one is asked more often."""
+        """Return whether to probe a worker now: at random, once in `unmarked_every` checks. A convicted one more often."""
         every, health = self._settings.unmarked_every, worker.health
         if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
             return False

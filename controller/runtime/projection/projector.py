@@ -221,7 +221,7 @@ async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
 
     Not a TaskGroup. In Python 3.11, if a group is cancelled in the moment in which one of its tasks fails, it raises only the
     failure, so a caller that retries never ends. And a group that fails while it waits leaves its caller marked as cancelled,
-    so the caller cannot tell the two apart.
+    so the caller cannot distinguish the two.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

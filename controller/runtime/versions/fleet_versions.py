@@ -106,7 +106,7 @@ class FleetVersions:
             await self._bus.publish(answer, {"kinds": sorted(in_force(self._view.fleet).kinds)})
 
     async def look(self) -> None:
-        """Determine once what every live process knows."""
+        """Run one check of which kinds and deciders version every live process knows. Only the leader checks."""
         now = self._clock.monotonic()
         if not self._leading() or self._bus.since is None:
             self._listening_since = self._since = self._old_readers = None
@@ -182,7 +182,7 @@ class FleetVersions:
         return in_force(self._view.fleet)
 
     def _common_knowledge(self) -> InForce | None:
-        """Return what every live process knows; None while some may not have been heard yet."""
+        """Return what every live process knows; None while the announcement of some may still be missing."""
         heard_s = self._clock.monotonic() - (self._listening_since or self._clock.monotonic())
         if heard_s < LISTEN_S or self._old_readers is None or not self._view.fleet.number:
             return None
