@@ -21,7 +21,7 @@ class WorkerAct(Protocol):
     """Carries out an operator's command on a worker."""
 
     async def __call__(self, verb: str, body: dict[str, Any]) -> str:
-        """Return what was done. Raise HoldfastError with the reason if it was not done."""
+        """Run the action and return a sentence about the result. Raise HoldfastError with the reason if it failed."""
         ...
 
 

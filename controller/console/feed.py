@@ -1,6 +1,6 @@
 """The viewers of the console and their data: one full snapshot, then only changes, once a second.
 
-A picture is taken once for all viewers, and none without viewers. Recent changes are kept as encoded bytes; each viewer has a
+A snapshot is taken once for all viewers, and none without viewers. Recent changes are kept as encoded bytes; each viewer has a
 position in them. A viewer that falls behind the kept changes gets a new snapshot, so no data queues up for any viewer.
 """
 
@@ -36,7 +36,7 @@ Times = Mapping[str, int]
 
 @dataclass(slots=True)
 class NumberedPicture:
-    """A picture with its number."""
+    """A numbered snapshot of the console's data."""
 
     number: int
     times: Times
@@ -44,7 +44,7 @@ class NumberedPicture:
     whole: bytes = b""  # the encoded snapshot, created on demand
 
     def snapshot(self) -> bytes:
-        """Return the whole picture as an event."""
+        """Return the whole snapshot as a server-sent event."""
         if not self.whole:
             self.whole = event("snapshot", {**self.times, "sections": self.sections})
         return self.whole
@@ -56,7 +56,7 @@ def event(name: str, body: object) -> bytes:
 
 
 class ConsoleFeed:
-    """The current picture, the kept changes and the viewers."""
+    """The current snapshot, the recent changes and the viewers."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ConsoleFeed:
         beat_s: float = BEAT_S,
         again_s: float = AGAIN_S,
     ) -> None:
-        """`take` creates a picture as of `times`; `begin` is awaited when the first viewer arrives."""
+        """`take` creates the sections of a snapshot, and `times` its times. `begin` is awaited when the first viewer arrives."""
         self._take, self._times, self._begin = take, times, begin
         self._beat_s, self._again_s = beat_s, again_s
         self._taken: NumberedPicture | None = None
@@ -75,7 +75,7 @@ class ConsoleFeed:
         self._numbers = 0
         self._viewers = 0
         self._watched = asyncio.Event()
-        self._news: asyncio.Future[None] | None = None  # done when the next picture is available
+        self._news: asyncio.Future[None] | None = None  # done when the next snapshot is available
         self._over = False
 
     @property
@@ -85,11 +85,11 @@ class ConsoleFeed:
 
     @property
     def holds(self) -> bool:
-        """Whether a picture is held to compute the next changes from."""
+        """Whether a snapshot is kept, from which the next changes are computed."""
         return self._taken is not None
 
     async def run(self) -> None:
-        """Take pictures while there are viewers. An internal error must not end the frontend: it is logged and retried."""
+        """Take snapshots while there are viewers. An internal error must not end the frontend: it is logged and retried."""
         try:
             while True:
                 await self._watched.wait()
@@ -107,7 +107,7 @@ class ConsoleFeed:
             self._wake()
 
     def take(self) -> None:
-        """Take a picture, and send the changes to the viewers."""
+        """Take a snapshot, and send the changes to the viewers."""
         times, sections, before = self._times(), self._take(), self._taken
         new = changes(before.sections, sections) if before is not None else {}
         if before is not None and not new:
@@ -158,7 +158,7 @@ class ConsoleFeed:
                 yield self._taken.snapshot()
 
     async def _wait_for_news(self) -> bool:
-        """Wait at most `BEAT_S` for the next picture. Return whether it arrived."""
+        """Wait at most `BEAT_S` for the next snapshot. Return whether it arrived."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
         done, _ = await asyncio.wait((self._news,), timeout=self._beat_s)

@@ -37,7 +37,7 @@ CRITICAL_LEVEL = 3  # degradation level from which users are affected
 
 @dataclass(slots=True)
 class FleetMoment:
-    """The inputs of a picture besides the events."""
+    """The inputs of a console snapshot besides the events."""
 
     fleet: Fleet
     seq: int  # sequence of the last folded event
@@ -47,10 +47,10 @@ class FleetMoment:
 
 
 class FleetPicture:
-    """Creates successive pictures, each reusing the unchanged rows of the last one."""
+    """Creates successive snapshots of the console's sections. Each reuses the unchanged rows of the last one."""
 
     def __init__(self, memory: FlowMemory) -> None:
-        """Show the events of `memory`."""
+        """`memory` provides the events to show."""
         self._memory = memory
         self._recent = RecentEvents()
         self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}

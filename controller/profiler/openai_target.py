@@ -38,7 +38,7 @@ class OpenAITarget:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Find out whether the server accepts token ids or words. Raise CannotMeasure."""
+        """Detect whether the server accepts token ids or words. Raise CannotMeasure."""
         try:
             about = await self._target.model(self.name)
         except BadEndpoint as error:

@@ -111,7 +111,7 @@ def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
 
 
 def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
-    """Return points by their place on the axis; the median of several at the same place."""
+    """Return points by their position on the axis; the median of several at the same position."""
     by_x: dict[float, list[float]] = {}
     for x, y in pairs:
         by_x.setdefault(x, []).append(y)

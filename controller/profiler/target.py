@@ -30,19 +30,19 @@ class ProfiledStream:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end
 
     def record(self, at: float, tokens: int = 1) -> None:
-        """Record an event."""
+        """Record an event with this many tokens."""
         self.event_times.append(at)
         self.tokens += tokens
         self.begun.set()
 
     def end(self, error: CannotMeasure | None = None) -> None:
-        """Record the end."""
+        """Record that the answer has ended; `error`: why it failed. The first error is kept."""
         self.error = self.error or error
         self.begun.set()
         self.over.set()
 
     async def begins(self) -> None:
-        """Wait for its first token, or its end. Raise CannotMeasure if neither comes."""
+        """Wait for the first token or the end of the answer. Raise CannotMeasure if neither arrives in time."""
         try:
             async with asyncio.timeout(SILENCE_S_MAX):
                 await self.begun.wait()
@@ -77,7 +77,7 @@ class ProfiledEngine(Protocol):
     name: str  # of its model
 
     async def open(self) -> None:
-        """Connect and find out what it accepts. Raise CannotMeasure."""
+        """Connect and detect which requests the server accepts. Raise CannotMeasure."""
         ...
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:

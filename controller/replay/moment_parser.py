@@ -1,4 +1,4 @@
-"""Parses a place in the journal: a sequence, an instant, a time of day, or how long ago."""
+"""Parses a position in the journal: a sequence, an instant, a time of day, or how long ago."""
 
 import re
 from datetime import UTC, datetime, timedelta

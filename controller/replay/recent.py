@@ -86,7 +86,7 @@ class RecentEvents:
                 rates.popleft()
 
     def _tell(self, event: Recorded) -> None:
-        """Keep an event, merged with the last one if that reports the same about another request."""
+        """Append an event. If it differs from the last one only in the request, count it there instead."""
         alike = _alike(event)
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1

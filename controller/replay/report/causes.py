@@ -10,7 +10,7 @@ NODES_MAX = 400  # nodes shown: further ones are only counted
 
 
 class CauseNode(NamedTuple):
-    """An event in its tree."""
+    """An event and its depth in a causal tree."""
 
     depth: int  # number of causes above it
     event: Recorded

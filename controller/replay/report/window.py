@@ -71,7 +71,7 @@ async def between(
     until: int | datetime | None,
     story: Story | None = None,
 ) -> ReportWindow:
-    """Return the window between two places in the journal, both included; `until` None means the journal's end.
+    """Return the window between two positions in the journal, both included; `until` None means the journal's end.
 
     Raise NothingToTell, NoLonger or NotYet.
     """

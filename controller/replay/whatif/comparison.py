@@ -54,7 +54,7 @@ class Estimate:
         return self.low == self.high
 
     def as_json(self) -> dict[str, float | None]:
-        """Return it as plain JSON."""
+        """Return the estimate as plain JSON; an infinite value is None."""
         low, likely, high = (None if one == INFINITY else one for one in (self.low, self.likely, self.high))
         return {"low": low, "likely": likely, "high": high}
 

@@ -40,7 +40,7 @@ class PolicyChange:
         return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
 
     def also(self, name: str, value: Any) -> "PolicyChange":
-        """Return this with one more setting."""
+        """Return the policy change with one more setting."""
         return PolicyChange({**self.values, name: value})
 
 

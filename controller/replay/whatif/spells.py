@@ -26,13 +26,13 @@ class Spell:
     took: float  # seconds until the journal recorded it
 
     def began(self, place: float) -> float:
-        """Return when it began, for a place in the gap."""
+        """Return when the spell began, if at `place` in its gap (0 to 1)."""
         if self.momentary and place < 1:
             return self.first
         return self.after + (self.first - self.after) * place
 
     def ended(self, place: float) -> float:
-        """Return when it ended. One without an end lasts for ever, except at place 0."""
+        """Return when the spell ended, if at `place` in its gap (0 to 1). Without an end it lasts for ever, except at 0."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):
@@ -41,11 +41,11 @@ class Spell:
 
     @property
     def momentary(self) -> bool:
-        """Whether it is a single slow answer among quick ones: most likely nothing else was slow."""
+        """Whether the spell is a single slow answer among quick ones: most likely nothing else was slow."""
         return self.said == SLOW and self.first == self.last
 
     def tells(self, canary: int) -> bool:
-        """Return whether this canary is answered badly."""
+        """Return whether a canary is answered badly during the spell."""
         return not self.asked or canary in self.asked
 
 

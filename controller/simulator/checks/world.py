@@ -33,7 +33,7 @@ def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: Simu
 
 
 def _kept(worker: Worker) -> bool:
-    """Return whether the ejection budget keeps it in service: it is in doubt, or the last one and convicted by canaries alone."""
+    """Return whether the ejection budget keeps a worker in service that is in doubt, or the last of its model and suspect."""
     return worker.budget.kept is not None and (worker.in_doubt or worker.serves_suspect)
 
 
@@ -104,7 +104,7 @@ def corruption_fenced(watch: InvariantWatch) -> str | None:
 
 
 def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
-    """Return whether every canary that it answers wrong has had an agreed answer since then."""
+    """Return whether every canary that the machine answers wrongly has had an agreed golden after `since`."""
     goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
     return watch.goldens_moved.get(key, 0) <= since and all(
@@ -158,7 +158,7 @@ def trials_end(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def limits_decided(watch: InvariantWatch) -> str | None:
-    """A device limit is decided soon, while a leader is up."""
+    """A worker's weight is reduced soon after its devices limit it, while a leader is up."""
     last = watch.world.broker.last_seq
     for entry in watch.entries():
         if entry.limited_at is None or entry.status not in IN_SERVICE:

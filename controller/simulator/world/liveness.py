@@ -39,7 +39,7 @@ class SimulatedObserver:
         self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
     def disconnected(self) -> None:
-        """Note that the bus was unreachable: a worker that was quiet meanwhile does not count as silent."""
+        """Record that the bus was unreachable: a worker that was quiet meanwhile does not count as silent."""
         self.since = None
 
     def listen(self, machines: Mapping[str, Machine]) -> None:

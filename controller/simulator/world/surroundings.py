@@ -20,7 +20,7 @@ class Linked(Protocol):
     @property
     def name(self) -> str: ...
     def linked(self, machine: Machine) -> bool:
-        """Return whether it recently reported a live connection to this worker."""
+        """Return whether this process recently reported a live connection to a worker."""
         ...
 
 

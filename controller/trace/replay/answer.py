@@ -70,7 +70,7 @@ class ReplayedAnswer:
 
     @property
     def tokens(self) -> int:
-        """Number of its tokens."""
+        """Number of tokens in the answer."""
         return self.reported_tokens or self.events
 
     def take(self, event: bytes, at: float) -> None:

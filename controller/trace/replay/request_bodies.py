@@ -104,7 +104,7 @@ class Wording:
 
 
 async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
-    """Find out what an endpoint accepts. Raise BadEndpoint if it accepts no known form."""
+    """Detect which form of request an endpoint accepts. Raise BadEndpoint if it accepts no known form."""
     forms: tuple[Form, ...] = ("chat",) if chat else ("token ids", "text")
     said = ""
     for form in forms:

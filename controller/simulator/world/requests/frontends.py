@@ -68,7 +68,7 @@ class SimulatedFrontend(SimulatedProcess):
         self.lag = self.replica.follower.lag = lag
 
     def linked(self, machine: Machine) -> bool:
-        """Return whether it recently reported a live connection to this worker."""
+        """Return whether this frontend recently reported a live connection to a worker."""
         return self.up and self.surroundings.broker.up and machine.reachable(self.name)
 
     def broken(self, machine: Machine) -> None:

@@ -1,6 +1,6 @@
 """Token-by-token simulation of requests (`holdfast simulate --live-requests`).
 
-Requests wait for workers, move on purpose and with their KV cache, are handled after a conviction, and lose their clients.
+Requests wait for workers, move as planned and with their KV cache, are handled after a conviction, and lose their clients.
 
 A worker's n-th token has the value n if the worker is correct, and -1 - n if it is corrupt or continues wrong tokens. A
 token that is lost, repeated or altered therefore shows in the answer. The random numbers come from a separate stream.
@@ -85,12 +85,12 @@ class LiveSimulatedRequest(SimulatedRequest):
         return self.streams[-1]
 
     def finish(self) -> None:
-        """Send its client everything that was accepted."""
+        """Send the client all accepted tokens."""
         self.finished = True
         self.show(0)
 
     def show(self, holds_back: int) -> None:
-        """Send its client what was accepted, except the newest `holds_back` tokens."""
+        """Send the client the accepted tokens, except the newest `holds_back`."""
         self.shown += self.accepted[len(self.shown) : max(0, len(self.accepted) - holds_back)]
 
 
@@ -317,7 +317,7 @@ class LiveRequests(RequestsUnderWay):
         self.feed(request, on.Exposed(first, key, carried, here, self._progress(request)))
 
     def _move(self, request: LiveSimulatedRequest, cause: PlannedCause) -> None:
-        """Move a request on purpose: with its KV cache, by its tokens alone, or (preempted) after a pause."""
+        """Start a planned move of a request: with its KV cache, by re-prefill or, if preempted, after a pause."""
         state, chance = request.state, self._chance
         if not state.has_output or state.transfer is not None or stays(state.terms, len(request.accepted)):
             return

@@ -3,7 +3,7 @@
 The machine (`controller.frontend.request.step`) decides what happens to each request. Simulated here are the workers and the
 machine's effects.
 
-Requests are few and long-lived on purpose: what matters is the verdict under which each was sent, and the order in which
+Requests are deliberately few and long-lived: what matters is the verdict under which each was sent, and the order in which
 outcomes reach the journal. Answers have no tokens: the first one arrives right before the end of an attempt, and a request
 that finds no worker is abandoned at once. `live_requests` simulates them in full.
 

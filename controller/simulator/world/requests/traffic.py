@@ -56,12 +56,12 @@ class SimulatedRequest:
 
     @property
     def worker(self) -> str:
-        """The worker that it was sent to last."""
+        """The worker to which the request was last sent."""
         return self.endpoint.worker
 
     @property
     def instance(self) -> str:
-        """The instance that it was sent to last."""
+        """The instance to which the request was last sent."""
         return self.endpoint.instance
 
 
