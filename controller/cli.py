@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def format_help(self) -> str:
-        """Return the help: of a command with many flags, only the common ones."""
+        """Return the help text. For a command with many flags it lists only the common ones."""
         common = COMMON.get(self.get_default("command"))
         return short_help(self, common) if common else super().format_help()
 

@@ -122,8 +122,7 @@ class StateStore(Protocol):
         ...
 
     async def look(self) -> StoreLook:
-        """Check for losses that are visible at once. Missing state rows are remembered and written again with the next
-        batch."""
+        """Run a quick check for lost rows. Missing rows of the fleet's state are written again with the next batch."""
         ...
 
     async def locate(self, reference: str) -> int | None:

@@ -39,7 +39,7 @@ def _shown(default: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print both comparisons. Raise UsageError."""
+    """Print the costs of moving requests and of failures in a fleet. Raise UsageError."""
     try:
         found = {"move": moving(args), "fleet": failing(args)}
     except ValueError as error:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def moving(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of both methods in milliseconds per length and link, and the crossovers. Raise ValueError."""
+    """Return the times of transfer and re-prefill in milliseconds, per length and link, and the crossovers. Raise ValueError."""
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip

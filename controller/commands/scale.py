@@ -17,7 +17,10 @@ WRITE_S = 5.0
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Record the operator's setting. Raise UsageError, NoFleet, Unreachable, NoAnswer or JournalUnavailable."""
+    """Record the number of workers that the operator sets, or its release.
+
+    Raise UsageError, NoFleet, Unreachable, NoAnswer or JournalUnavailable.
+    """
     if (args.workers is None) != args.release:
         raise UsageError("give either the number of workers, or --release")
     await _check_model(args.data, args.model)

@@ -21,7 +21,7 @@ from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
 AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
-ONCE_LINES = 40  # height of the picture with --once
+ONCE_LINES = 40  # height of the screen with --once
 CATCH_UP_S = 0.5  # existing events arrive within this time
 
 

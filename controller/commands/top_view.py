@@ -31,7 +31,7 @@ class FleetSeen(RecentEvents):
 
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
-    """Return one picture of at most `lines` lines."""
+    """Return one screen of at most `lines` lines."""
     seen = replace(seen, status=seen.status and safe_values(seen.status), fault=escape_controls(seen.fault))
     status = seen.status or {}
     workers = sorted(status.get("workers", ()), key=_urgency)

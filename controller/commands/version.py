@@ -19,7 +19,7 @@ def version_text() -> str:
 
 
 def commit_of_checkout(root: Path) -> str:
-    """Return the abbreviated commit of the git checkout at `root`; empty if it is none, or git does not tell within GIT_S."""
+    """Return the abbreviated commit of the git checkout at `root`; empty if it is none, or git does not answer within GIT_S."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]

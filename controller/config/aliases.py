@@ -85,6 +85,6 @@ def renamed(section: str, values: dict[str, Any], path: tuple[str, ...] = ()) ->
 
 
 def _own(place: Sequence[str]) -> str:
-    """Return the own name of the last part of a place. A model's name may contain dots."""
+    """Return the last name in a dotted path. A model's name may contain dots."""
     exact = ALIASES.get(".".join(place))
     return exact or ALIASES.get(".".join((*place[:-2], "*", place[-1]))) or place[-1]

@@ -58,7 +58,7 @@ def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]
 
 
 def _below(section: FieldInfo, place: str, text: str) -> FieldInfo:
-    """Return the field at a dotted place below a section."""
+    """Return the field at a dotted path below a section."""
     annotation, default = section.annotation, section.default
     for name in place.split("."):
         assert isinstance(annotation, type)
@@ -84,7 +84,7 @@ def _as_given(default: Any) -> str:
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
-    """Add a flag for every field that has one, unless `parser` already has it. `only`: restrict to these places."""
+    """Add a flag for every field that has one, unless `parser` already has it. `only`: restrict to these paths."""
     # argparse exposes a parser's flags only in this private attribute
     taken = {option for action in parser._actions for option in action.option_strings}
     for place, names, field in flagged(model):
@@ -148,7 +148,7 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
 
 
 def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
-    """Set one variable's value at the place that its name describes."""
+    """Set one variable's value at the path that its name describes."""
     for depth, part in enumerate(path):
         fields = fields_of(model)
         if part not in fields:

@@ -286,7 +286,7 @@ class FrontendProcess:
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus, director: Director) -> None:
-        """Report each second which workers this frontend hears (a live connection vetoes a silence), and its queue length."""
+        """Report each second which workers this frontend reaches (a live connection vetoes a silence), and its queue length."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:

@@ -74,7 +74,7 @@ class SlotSync:
 
     @property
     def connected(self) -> bool:
-        """Whether the other frontends can be reached and heard."""
+        """Whether messages to and from the other frontends arrive."""
         return self._since is not None
 
     async def run(self) -> None:

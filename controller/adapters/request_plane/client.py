@@ -55,7 +55,7 @@ class RequestPlaneClient:
 
     @property
     def heard(self) -> dict[str, str]:
-        """The connected workers that were heard recently: the content of the link report."""
+        """The connected workers that recently sent a frame: the content of the link report."""
         return self.links.heard
 
     @property
@@ -83,8 +83,8 @@ class RequestPlaneClient:
         return connection is not None and not connection.detector.stuck and not connection.draining
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is reachable, and was heard as recently as a live one is. While our loop stood still we
-        heard no worker, so time beyond the watch's next look does not count."""
+        """Return whether this instance is reachable, and has sent a frame as recently as a live one does. While our loop stands
+        still it reads no frames, so time beyond the watch's next check does not count."""
         # `_connection` inlined: called per worker and request, like `external_load`; saves 1 % of a request
         link = self._by_worker.get(worker)
         connection = link.connection if link is not None else None

@@ -277,7 +277,7 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(wire.encode(wire.Ship(stream=stream, grants=grants)))
 
     def stay(self, stream: int) -> None:
-        """Tell the worker to continue decoding a stream that it was told to send."""
+        """Command the worker to continue decoding a stream that it was commanded to send."""
         if stream in self._sinks:
             self._reservations.forget(stream)
             self._send(wire.Stay(stream=stream))

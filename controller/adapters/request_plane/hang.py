@@ -6,15 +6,15 @@
                  time, with a floor, and an allowance for each prompt token of a prefill
 
 Everything here is arithmetic on instants that are passed in. The lag of our own loop must be excluded: while this process did
-not run, it could hear no worker, so the lag is added to every worker's time before any is judged. The recent step time is not
+not run, it read no frames, so the lag is added to every worker's time before any is judged. The recent step time is not
 derived from the *beats'* ages: a stuck step would raise its own limit.
 
 Workers of one process fall silent together while its loop is late: that is one late process, not several hung workers.
 
-    A   | | | | |                | | | |        The lateness is known once one of its workers is heard again, and is
+    A   | | | | |                | | | |        The lateness is known once one of its workers sends again, and is
     B    | | | | |                | | | |       subtracted from the others' silence. Until then, the process is allowed three
     C    | | | hung                             times its recent lateness, and at least 0.6 s. C was silent while the others
-         ──────────  late  ───────────────▶     were heard: it is hung, and detected as fast as if it were alone.
+         ──────────  late  ───────────────▶     were sending: it is hung, and detected as fast as if it were alone.
 """
 
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class HangDetector:
     def __init__(self, policy: HangPolicy, now: float, process: Process | None = None) -> None:
         self._policy = policy
         self._process = process or Process(now)
-        self._late_s = self._process.late_s  # of its process, when this worker was last heard
+        self._late_s = self._process.late_s  # of its process, when this worker last sent a frame
         self._recent_s = 0.0  # the slowest recent step, decaying
         self._stepped_at: float | None = None
         self.heard_at = now
@@ -146,7 +146,7 @@ class HangDetector:
         self.prefill_tokens = beat.prefill_tokens
 
     def excuse(self, lag_s: float, now: float) -> None:
-        """Exclude a standstill of our own loop for `lag_s`: no worker could be heard meanwhile."""
+        """Exclude a standstill of our own loop for `lag_s`: no frame could be read during that time."""
         self.heard_at = min(now, self.heard_at + lag_s)
 
     def silent_s(self, now: float) -> float:

@@ -1,6 +1,6 @@
 """The prober's connections: one for marked canaries, one for questions that look like users' requests.
 
-A marked canary bypasses the prefix cache, takes no place and is no user's request. A compromised worker can answer it correctly
+A marked canary bypasses the prefix cache, takes no slot and is no user's request. A compromised worker can answer it correctly
 and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`). They use a separate
 connection, under a name like a frontend's. This requires that the worker's Welcome announces the same answers for both
 (`alike`, since 0.3); for other workers, all questions are marked.
@@ -21,7 +21,7 @@ from events.wire import Chunk, Generate
 
 
 def cover_name() -> str:
-    """Return a name in the form of a frontend's that no frontend has: workers tell frontends apart by name."""
+    """Return a name that looks like a frontend's but belongs to none: workers distinguish frontends by name."""
     return f"frontend-{100 + secrets.randbelow(900)}"
 
 

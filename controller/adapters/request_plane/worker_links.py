@@ -165,9 +165,9 @@ class WorkerLinks:
 
     @property
     def heard(self) -> dict[str, str]:
-        """The connected workers that were heard recently: the content of the link report.
+        """The connected workers that recently sent a frame: the content of the link report.
 
-        A stopped process, or one behind a network that drops everything, keeps its connection but is not heard."""
+        A stopped process, or one behind a network that drops everything, keeps its connection but sends no frames."""
         since = asyncio.get_running_loop().time() - self._limits.heard_s
         connections = ((link, link.live) for link in self.by_worker.values())
         return {

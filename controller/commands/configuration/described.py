@@ -27,7 +27,7 @@ TOP: Mapping[str, tuple[str, str]] = {
 
 
 def below(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (place, default, description) of every setting below a settings model or policy."""
+    """Yield (dotted path, default, description) of every setting below a settings model or policy."""
     notes = notes_of(type(value))
     for name in fields_of(type(value)):
         inner, place = getattr(value, name), f"{path}{name}"

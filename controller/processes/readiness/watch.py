@@ -113,7 +113,7 @@ class ReadinessWatch:
             await asyncio.wait({self._reporting})
 
     async def serves(self) -> bool:
-        """Note that requests are served. Return whether the fleet is ready, that is, whether its controller answers too."""
+        """Record that requests are served. Return whether the fleet is ready, that is, whether its controller answers too."""
         now = time.monotonic()
         self._serving_since = self._serving_since or now
         status = await self._ask()

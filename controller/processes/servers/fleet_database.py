@@ -52,7 +52,7 @@ class FleetDatabase:
         return await start_postgres(self._directory.postgres, port=port, accounts=self._accounts)
 
     def known(self) -> dict[str, str]:
-        """Return the URLs for the fleet's other commands: one to read, one to rebuild."""
+        """Return the database URLs for the fleet's other commands: the reader's, and the owner's for a rebuild."""
         return {"database_url": self.urls.reader, "database_owner_url": self.urls.owner}
 
     def environment(self, role: str) -> dict[str, str]:
