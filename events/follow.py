@@ -88,8 +88,9 @@ async def follow(
     """Yield events, the oldest first, forever.
 
     `url`: as printed by `holdfast nats reader`. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
-    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest event on the stream. With a durable name it
-    counts the first time only. A durable name belongs to its kinds; with `may_change_kinds` it continues with other kinds.
+    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest event on the stream. `durable`: a name under
+    which the broker keeps the position. `since` then applies to the first use of the name only. A later use must have the same
+    kinds, unless `may_change_kinds` is set.
     Raise UsageError for invalid arguments, CannotFollow.
     """
     check_url(url)

@@ -55,7 +55,7 @@ No other version after 0.2.0 was written without `kinds`."""
 
 @cache
 def new_kinds() -> frozenset[str]:
-    """Return what this release may write and 0.2.0 does not know: kinds, and new words of older kinds by their `name`."""
+    """Return the kinds that this release may write and 0.2.0 does not know. New words of older kinds by their `name`."""
     return frozenset(KINDS) - BASE_KINDS | {new.name for new in NEW_WORDS}
 
 
@@ -77,11 +77,11 @@ class Known:
 
     @classmethod
     def ours(cls, deciders_version: int = 0) -> "Known":
-        """Return what this release knows."""
+        """Return the kinds and the deciders version that this release knows."""
         return cls(new_kinds(), deciders_version, release())
 
     def as_body(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
+        """Return the announcement as a JSON object."""
         return {
             "kinds": sorted(self.kinds),
             "deciders_version": self.deciders_version,
@@ -122,7 +122,7 @@ class InForce:
 
     @classmethod
     def of(cls, kinds: Iterable[str], deciders_version: int, by: str = "", command: str = "") -> "InForce":
-        """Return it for these kinds beyond 0.2.0."""
+        """Create from kinds beyond those of 0.2.0."""
         return cls(tuple(sorted(kinds)), deciders_version, by, command)
 
     @property

@@ -41,7 +41,7 @@ class AcknowledgedPosition:
                 log.warning("witness_unreadable", file=str(path), error=str(error))
 
     def note(self, seq: int, id: str) -> None:
-        """Remember an acknowledgement."""
+        """Record an acknowledgement."""
         if self.seen is None or seq > self.seen.seq:
             self.seen = AcknowledgedEvent(seq, id)
 

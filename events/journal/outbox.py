@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class OutboxEntry:
-    """One fact that waits."""
+    """One fact that waits for its acknowledgement."""
 
     message: OutboxMessage
     own: bool  # observed by this process, not left by an earlier one

@@ -11,8 +11,8 @@ A message that is refused while a later one is stored would arrive after its suc
 number that is not above its source's last one. The sequences in the acknowledgements reveal this: such a fact is published
 again under a new number.
 
-Nothing is repeated after half of the time for which folds remember a source (`events.order`): they could
-not tell it from a new fact. So what a killed process left is sent for a week. After that it is dropped, counted and logged.
+Nothing is repeated after half of the time for which folds remember a source (`events.order`): they could not
+distinguish it from a new fact. So what a killed process left is sent for a week. After that it is dropped, counted and logged.
 """
 
 import asyncio

@@ -282,7 +282,7 @@ class JournalReader:
         return events, 0
 
     def _judge(self, event: Recorded, id: str) -> Recorded | None:
-        """Return the event to yield for a doubtful one; None if it must be looked up first. Raise UnknownKind."""
+        """Return an event as it is to be yielded; None if its quarantine must be looked up first. Raise UnknownKind."""
         seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
         if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
             return None
