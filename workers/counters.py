@@ -125,7 +125,7 @@ class DrainState:
         """Accept every request. `counters` count how streams end."""
         self.refusal: Refusal | None = None
         self.deregistered = (
-            False  # frontends are told to send nothing more; requests already under way are accepted
+            False  # frontends are notified to send no new requests; requests already under way are accepted
         )
         self._counters = counters
         self._before: Ends | None = None  # at the start of the drain, or at its last report
@@ -133,7 +133,7 @@ class DrainState:
 
     @property
     def draining(self) -> bool:
-        """Whether frontends are told to send nothing new."""
+        """Whether frontends are notified to send no new requests."""
         return self.deregistered or self.refusal is not None
 
     def refuses(self, canary: bool) -> str:
@@ -142,7 +142,7 @@ class DrainState:
         return refusal.reason if refusal and (refusal.canaries_too or not canary) else ""
 
     def deregister(self) -> None:
-        """Begin the drain: frontends are told to send nothing more."""
+        """Begin the drain: frontends are notified to send no new requests."""
         self._begin()
         self.deregistered = True
 
@@ -160,13 +160,13 @@ class DrainState:
         self._drained_by.clear()
 
     def taken_away_by(self, frontend: str) -> None:
-        """Note that a frontend takes a stream away for a drain. The drain begins now if its command has not arrived yet."""
+        """Record that a frontend takes a stream away for a drain. The drain begins now if its command has not arrived yet."""
         if not self.draining:
             self._before = self._before or self._counters.ends
             self._drained_by.add(frontend)
 
     def asked_by(self, frontend: str) -> None:
-        """Note a request. If its frontend was draining this worker, the drain was cancelled before its command arrived."""
+        """Record a request. If its frontend was draining this worker, the drain was cancelled before its command arrived."""
         if frontend in self._drained_by:
             self._drained_by.clear()
             self._before = None

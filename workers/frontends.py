@@ -278,7 +278,7 @@ class FrontendConnections:
             connection.abort()
 
     def remove(self, connection: FrontendConnection) -> None:
-        """Forget a connection that is lost or aborted."""
+        """Drop a connection that is lost or aborted."""
         if connection not in self.open:
             return
         self.open.remove(connection)
@@ -483,7 +483,7 @@ class StreamTable:
         self._heartbeats.hasten()
 
     def first_output(self, stream: Stream) -> None:
-        """Note that a stream's prefill is over."""
+        """Record that a stream's prefill is over."""
         stream.decodes = True
         if not stream.canary:
             self._prefills -= 1

@@ -171,7 +171,7 @@ class StreamOutput:
                 connection.flush()
 
     def _end(self, key: int, stream: Stream, error: str | None) -> None:
-        """Count a stream and forget it; its last chunk is already in the batch."""
+        """Count a stream that has ended and drop it. Its last chunk is already in the batch."""
         if error is not None:
             self._react(error)
         moved = stream.leaving and self._outgoing.forget(key)

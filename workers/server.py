@@ -301,7 +301,7 @@ class WorkerServer:
 
     @property
     def draining(self) -> bool:
-        """Whether frontends are told to send nothing new."""
+        """Whether frontends are notified to send no new requests."""
         return self._drain.draining
 
     def deregister(self) -> None:

@@ -38,7 +38,7 @@ class RequestLimit:
     def __init__(self, limit: int, queue: int) -> None:
         """Admit at most `limit` requests, and queue at most `queue` more.
 
-        In the turn of the loop in which a place becomes free, one more may wait.
+        In the turn of the loop in which a slot becomes free, one more may wait.
         """
         self.limit, self.queue = limit, queue
         self.refused = 0
@@ -79,7 +79,7 @@ class RequestLimit:
         return "waits"
 
     def forget(self, key: int) -> bool:
-        """Forget a finished or cancelled request. Return whether it was waiting; unknown keys are ignored."""
+        """Drop a finished or cancelled request. Return whether it was waiting; unknown keys are ignored."""
         self.inside.discard(key)
         return self._begun.pop(key, None) is not None or self._fresh.pop(key, None) is not None
 
@@ -93,7 +93,7 @@ class RequestLimit:
         return key, line.pop(key)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self.inside.clear()
         self._begun.clear()
         self._fresh.clear()

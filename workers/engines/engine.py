@@ -233,7 +233,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, key: int) -> None:
-        """Forget a request within one step, with its export or reserved room. Unknown keys are ignored."""
+        """Drop a request within one step, with its export or reserved room. Unknown keys are ignored."""
         ...
 
     def trust(self, trusted: bool) -> None:
@@ -252,7 +252,7 @@ class Engine(Protocol):
         ...
 
     def phase(self) -> Phase:
-        """Return what the engine is doing. Cheap, never blocks."""
+        """Return the current phase of the engine. Cheap, never blocks."""
         ...
 
     def load(self) -> Load:

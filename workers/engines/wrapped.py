@@ -74,7 +74,7 @@ class WrappedEngine:
         self._engine.limit_batch(share)
 
     def phase(self) -> Phase:
-        """Return what the engine is doing."""
+        """Return the current phase of the engine."""
         return self._engine.phase()
 
     def load(self) -> Load:

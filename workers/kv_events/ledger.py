@@ -214,7 +214,7 @@ class KvEventLedger:
             self._tiers[block] = tiers
 
     def _prune(self) -> None:
-        """Drop the holes that have no held block behind them."""
+        """Remove the holes that no held block needs any more: no block behind them is held."""
         if not self._holes:
             return
         parents, tiers = self._parents, self._tiers

@@ -137,7 +137,7 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
 
 
 class TransferRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The target refuses the transfer, or ends it. It keeps nothing of it."""
+    """The target refuses or aborts the transfer, and discards what it has received."""
 
     reason: str
 

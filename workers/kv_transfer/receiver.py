@@ -258,7 +258,7 @@ class Arrived:
 
 @dataclass(slots=True)
 class _ReservedRoom:
-    """The resources of a live reservation, next to its entry in the ledger."""
+    """The memory region, connection and progress of a live reservation. The ledger has its limits and deadline."""
 
     ticket: str
     region: Region

@@ -56,7 +56,7 @@ class Mapped:
     """A region on this host, written through a mapping."""
 
     def __init__(self, memory: Bytes) -> None:
-        """Write into this mapping."""
+        """`memory`: the mapping to write into."""
         self._memory = memory
 
     def write(self, offset: int, data: memoryview) -> None:

@@ -119,7 +119,7 @@ class OutgoingMigrations:
         return list(self._leaving.values())
 
     def begin(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream | None:
-        """Return a stream for `ship`; or tell its frontend why it cannot be shipped, and return None."""
+        """Return a stream for `ship`. If it cannot be shipped, notify its frontend of the reason and return None."""
         try:
             leaving = self._prepare(key, stream, grants)
         except HoldfastError as refusal:
@@ -187,13 +187,13 @@ class OutgoingMigrations:
         return leaving.handed_over
 
     def close(self) -> None:
-        """Let all streams stay, and close the trust."""
+        """Cancel all moves, so that their streams continue here, and close the trust."""
         for key in list(self._leaving):
             self.stay(key)
         self._trust.close()
 
     def decline(self, leaving: OutgoingStream, reason: str) -> bool:
-        """Let a stream continue here, and tell its frontend why. Return False if the stream is not moving any more."""
+        """Let a stream continue here, and notify its frontend of the reason. Return False if the stream no longer moves."""
         if self._remove(leaving.key) is None:
             return False
         self._counters.moved("out", "failed")

@@ -184,7 +184,7 @@ class IncomingMigrations:
         return sum(not incoming.why for incoming in self._incoming.values())
 
     def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
-        """Reserve room for a stream under this engine key, for `arrive`; or tell its frontend why not, and return None."""
+        """Reserve room for a stream under this engine key, for `arrive`. On failure, notify its frontend and return None."""
         asked = RequestOrigin.of(frame.request)
         room = self._room(key, frame)
         if isinstance(room, str):
@@ -216,13 +216,13 @@ class IncomingMigrations:
         return self._engine.reserve(key, request, frame.room_tokens)
 
     def drop(self, key: int, why: str = "") -> None:
-        """Give a stream up. A non-empty reason is sent to its frontend."""
+        """Abort an arriving stream. A non-empty reason is sent to its frontend."""
         if (incoming := self._incoming.get(key)) is not None:
             incoming.gone = incoming.gone or not why
             self._give_up(incoming, why or "the frontend cancelled the move")
 
     def drop_all(self, why: str) -> None:
-        """Give up all arriving streams, and tell their frontends why."""
+        """Abort all arriving streams, and notify their frontends of the reason."""
         for key in list(self._incoming):
             self.drop(key, why)
 
@@ -237,7 +237,7 @@ class IncomingMigrations:
     # --- how a stream arrives
 
     async def arrive(self, incoming: IncomingStream) -> bool:
-        """Receive a stream for which room is reserved. Return whether it now decodes here, which its frontend is told."""
+        """Receive a stream for which room is reserved, and notify its frontend. Return whether it now decodes here."""
         try:
             await self._reserve(incoming)
             arrived = await self._arrive(incoming)
@@ -256,7 +256,7 @@ class IncomingMigrations:
         await asyncio.to_thread(self._landing.release, incoming.grants)
 
     def _end(self, incoming: IncomingStream, why: str) -> None:
-        """Free all resources of a stream, and tell its frontend."""
+        """Free all resources of a stream, and notify its frontend."""
         self._give_up(incoming, why)
         incoming.room.abort()
         self._forget(incoming)
@@ -314,7 +314,7 @@ class IncomingMigrations:
             raise
 
     async def _commit(self, incoming: IncomingStream, arrived: list[Arrived]) -> None:
-        """Start decoding, and tell the frontend. Output is held back until then."""
+        """Start decoding, and notify the frontend. Output is held back until then."""
         received_at, first = time.monotonic(), arrived[0]
         state = _checked_state(incoming, first)
         bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
@@ -347,7 +347,7 @@ class IncomingMigrations:
         return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
 
     async def close(self) -> None:
-        """Give all streams up, and wait until they are freed."""
+        """Abort all arriving streams, and wait until they are freed."""
         self.drop_all("this worker is shutting down")
         await self._landing.close()
         if self.tasks:

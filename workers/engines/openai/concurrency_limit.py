@@ -1,8 +1,8 @@
-"""Limits the requests that are with the upstream at once; the others wait here, by priority.
+"""Limits the requests that run at the upstream at once; the others wait here, by priority.
 
 Among equal priorities, the first to come is served first.
 
-A server's own scheduler cannot be told to run less than it was started with. Requests that it does not have, it does not run.
+The batch size of a server's own scheduler is fixed at its start. The only way to reduce it is to send fewer requests.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 
 class Places:
-    """A limited number of places at the upstream; unlimited until `limit` is called."""
+    """A limited number of request slots at the upstream; unlimited until `limit` is called."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
@@ -21,13 +21,13 @@ class Places:
         self._numbered = 0
 
     def limit(self, most: int | None) -> None:
-        """Limit the places from now on; None: no limit. A request that has a place keeps it."""
+        """Limit the slots from now on; None: no limit. A request that has a slot keeps it."""
         self._limit = most
         self._admit_waiting()
 
     @contextlib.asynccontextmanager
     async def one(self, priority: int = 0) -> AsyncIterator[None]:
-        """Hold a place, waiting for a free one. The lowest `priority` goes first."""
+        """Wait for a free slot and hold it. The lowest `priority` goes first."""
         await self._acquire(priority)
         try:
             yield

@@ -177,9 +177,9 @@ class OpenAIEngine(Unbreakable):
                 self._announce(rank, [Cleared()])
 
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
-        """Send a request to the upstream once it has a place there.
+        """Send a request to the upstream once a slot there is free.
 
-        Canaries use no place. A request with a KV cache does not wait, because its lease on that cache is short.
+        Canaries use no slot. A request with a KV cache does not wait, because its lease on that cache is short.
         """
         assert self._exchange is not None
         try:

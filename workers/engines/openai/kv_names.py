@@ -57,7 +57,7 @@ class Block:
 
     @property
     def held(self) -> bool:
-        """Whether any tier has it."""
+        """Whether any tier holds the block."""
         return any(self.copies)
 
 
@@ -111,7 +111,7 @@ class Names:
             del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:
-        """Hold nothing any more: events were lost."""
+        """Drop all blocks, because events were lost."""
         for block in self._known.values():
             block.copies = [0, 0, 0]
         self._lost = True
@@ -244,7 +244,7 @@ class Names:
     # --- bounds
 
     def _forget_unheld(self) -> bool:
-        """Forget blocks that are known but not held. Return whether there were any."""
+        """Drop blocks that are known but not held. Return whether there were any."""
         before, lost, self._lost = len(self._known), self._lost, False
         if lost:
             self._known = {key: block for key, block in self._known.items() if block.held}

@@ -54,7 +54,7 @@ def _told(said: Mapping[str, Any], names: Iterable[str]) -> Told:
 
 
 def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
-    """Return what is known after another read. A page that could not be read keeps its previous values."""
+    """Return the lineage pages after another read. A page that could not be read keeps its previous values."""
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
 
 

@@ -79,9 +79,9 @@ def _finite(value: float | None) -> float:
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
-    """Return the chunks with the prompt's logprobs put before those of the first chunk that has tokens.
+    """Prepend the prompt's logprobs, `found`, to those of the first chunk with tokens. Return the chunks.
 
-    `found` is cleared once it was added.
+    `found` is cleared after that.
     """
     if not found:
         return chunks

@@ -116,11 +116,11 @@ class UpstreamRequests:
         return True
 
     def end(self, key: int) -> None:
-        """Forget a request. Unknown keys are ignored."""
+        """Drop a request. Unknown keys are ignored."""
         self._by_key.pop(key, None)
 
     def phase(self) -> Phase:
-        """Return what the upstream is doing, as far as its answers show it."""
+        """Return the current phase of the upstream, as far as its answers show it."""
         if not self._by_key:
             return Phase("idle", self._moved_at)
         # While some stream brings tokens, every step is observed: prompts that arrived after its start excuse none.

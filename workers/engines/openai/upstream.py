@@ -211,7 +211,7 @@ class Upstream:
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
-        """Return whether the server gives handles to KV caches, by requesting one; None if it cannot be told now."""
+        """Return whether the server gives handles to KV caches, by requesting one; None if that cannot be determined now."""
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:

@@ -142,7 +142,7 @@ class SimulatedEngine:
 
 
 def _of_all(profile: Profile, dp: int) -> Profile:
-    """Return the joint profile of `dp` ranks with this profile each."""
+    """Return the combined profile of `dp` ranks that each have this profile."""
     if dp == 1:
         return profile
     return replace(

@@ -253,7 +253,7 @@ class SlowTiers:
         return moved
 
     def clear(self) -> None:
-        """Forget everything without events."""
+        """Drop all blocks without KV events."""
         for held in self._held.values():
             held.clear()
 
@@ -431,7 +431,7 @@ class KvManager:
         self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
-        """Make all blocks unfindable. Return the new names of those in use: partial blocks, with the same holders."""
+        """Hide all blocks from other requests. Return the new names of those in use: partial blocks, with the same holders."""
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}

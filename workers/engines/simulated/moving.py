@@ -30,7 +30,7 @@ class Contents:
     """The tokens of one sequence, and the bytes of its blocks. Both grow with it."""
 
     def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
-        """Start with these tokens."""
+        """Start with the first tokens of the sequence."""
         self.tokens: list[int] = []
         self._shape = shape
         self._token_bytes = shape.kv_block_bytes // shape.block_tokens
@@ -66,7 +66,7 @@ class Contents:
 
 
 class SimulatedExport:
-    """A request that leaves."""
+    """A request that moves to another worker, and its blocks."""
 
     def __init__(self, rank: SimulatedRank, departure: SimulatedDeparture) -> None:
         self._rank, self._transit = rank, rank.transit

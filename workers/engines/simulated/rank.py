@@ -116,7 +116,7 @@ class SimulatedRank:
         self.scheduler.kv.heard = announce is not discard_events and self.shape.prefix_caching
 
     def stop(self) -> None:
-        """Stop stepping and forget everything."""
+        """Stop stepping and drop all requests and blocks."""
         if self._next is not None:
             self._next.cancel()
         if self._alarm is not None and self._loop is not None:
@@ -136,7 +136,7 @@ class SimulatedRank:
             self.kick()
 
     def cancel(self, key: int) -> None:
-        """Forget a request. Unknown keys are ignored."""
+        """Drop a request. Unknown keys are ignored."""
         self._fatal.discard(key)
         self.scheduler.cancel(key)
         self.kick()
@@ -162,12 +162,12 @@ class SimulatedRank:
         return arrival
 
     def load(self) -> Load:
-        """Return its load."""
+        """Return the load of the rank."""
         return self.scheduler.load()
 
     @property
     def dead(self) -> bool:
-        """Whether a rehearsal has killed it."""
+        """Whether a chaos fault has killed the rank."""
         return self._faults.dead
 
     def inject(self, fault: str, argument: float, within: int = 0) -> bool:

@@ -1,11 +1,11 @@
 """The scheduler of one simulated rank: which requests run, and the forward pass. No clock, no asyncio.
 
     submit ──▶ waiting ──▶ prefill ── prompt computed ──▶ batch ── finish, cancel, error ──▶ gone
-                  ▲  a place, KV blocks, tokens   a chunk a pass   │
-                  └──────── preempted, when blocks run out ────────┘   `transit` has those on the move
+                  ▲  a slot, KV blocks, tokens    one chunk a pass │
+                  └──────── preempted, when blocks run out ────────┘   `transit`: migrating requests
 
-One `plan` and one `step` are one forward pass. The plan admits requests and lists the work of the pass; the step gives one
-token to each sequence of the batch. A preempted sequence keeps its tokens and only repeats its prefill.
+One `plan` and one `step` are one forward pass. The plan admits requests and lists the work of the pass; the step
+generates one token for each sequence of the batch. A preempted sequence keeps its tokens and only repeats its prefill.
 
 A `mute` scheduler counts tokens and does not choose them. While nothing else happens, `skip` advances many passes at once: this
 is how fleets of thousands run in virtual time.
@@ -241,7 +241,7 @@ class Scheduler:
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
     def cancel(self, key: int) -> None:
-        """Forget a request, and what is reserved for its move."""
+        """Drop a request, and what is reserved for its move."""
         if key in self.batch.sequences:
             self.transit.release(self.batch.leave(key), "it has been cancelled")
             self.prefill.through = [one for one in self.prefill.through if one.key != key]
@@ -252,7 +252,7 @@ class Scheduler:
         self.transit.cancel(key)
 
     def drop_all(self) -> None:
-        """Forget every request."""
+        """Drop every request."""
         self.transit.drop_all()
         for key in [*self.batch.sequences, *self.prefill.begun]:
             self.cancel(key)
@@ -350,7 +350,7 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def step(self) -> Output:
-        """Give one token to every sequence of the batch; return what each gets, in one list.
+        """Generate one token for every sequence of the batch; return their output in one list.
 
         A mute scheduler returns only the first and the last token of each.
         """

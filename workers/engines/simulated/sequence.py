@@ -169,12 +169,12 @@ class Silent(SimulatedSequence):
 
 
 class SampledSequence(SimulatedSequence):
-    """A request with tokens that are chosen.
+    """A request with generated tokens, while `Silent` only counts them.
 
-    `tokens` are the initial tokens; for a request that arrived with its KV cache, they extend beyond those of the request.
-    `unusual` are generated tokens that are not their position's plain one. `marks` are the tokens that delimit its reasoning,
-    which ends before the position `thought`. `tail` are the tokens since its last named block, as bytes. It is `quick` while
-    the next token only needs the hash, and nothing else happens.
+    `tokens` are the initial tokens; for a request that arrived with its KV cache, they include tokens generated before that.
+    `unusual` maps positions to the generated tokens that the hash alone would not have chosen. `marks` maps positions to the
+    tokens that delimit its reasoning, which ends before the position `thought`. `tail` holds the tokens since its last named
+    block, as bytes. `quick` is true while the hash alone determines the next token and no other event is due.
     """
 
     __slots__ = (
@@ -420,7 +420,7 @@ class WaitingQueue:
             del line[key]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all requests."""
         self._lines = {BEFORE: OrderedDict()}
         self._of.clear()
 
@@ -435,7 +435,7 @@ class WaitingQueue:
 def next_pass(
     sequences: Mapping[int, SampledSequence], passes: int, faults: SimulatedFaults
 ) -> tuple[Output, list[SampledSequence]]:
-    """Give one token to each sequence in pass number `passes`.
+    """Generate one token for each sequence in pass number `passes`.
 
     Return what each gets, and the sequences that ended before their maximum length. A sequence is not quick if it has no output
     yet, or if it reaches its length in this pass.
@@ -462,7 +462,7 @@ def next_pass(
 
 
 def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[int]]:
-    """Give `passes` tokens to each sequence, or fewer: stop before a pass that might end an answer.
+    """Generate `passes` tokens for each sequence, or fewer: stop before a pass that might end an answer.
 
     Return the tokens of each. All sequences must be quick, and the engine healthy. Sequences are processed one after the other,
     each on a copy of its hash: the pass at which they stop is only known at the end.

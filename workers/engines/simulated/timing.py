@@ -314,7 +314,7 @@ class TieredTiming:
 
 @dataclass(slots=True, eq=False)
 class SimulatedDeparture:
-    """A request that may leave."""
+    """A request that may move to another worker."""
 
     sequence: SampledSequence
     held: bool = False  # it produces no more output

@@ -51,7 +51,7 @@ class Blocks:
 
     @property
     def named(self) -> dict[int, int]:
-        """The blocks with a name, by name."""
+        """The blocks that have a name, as a map from name to block."""
         return dict(self._named)
 
     def name_of(self, block: int) -> int | None:
@@ -110,9 +110,9 @@ class Blocks:
             self._idle.pop(block, None)
 
     def name(self, block: int, name: int, parent: int | None, tokens: Sequence[int]) -> None:
-        """Make a full block findable.
+        """Give a full block its name, so that other requests can find it.
 
-        If another block has the name, or no block has the name of its parent, it stays private to its request.
+        If another block has the name, or no block has the name of its parent, the block stays private to its request.
         """
         if name in self._named or (parent is not None and parent not in self._named):
             return
@@ -124,7 +124,7 @@ class Blocks:
             self._events.append(Stored([name], parent))
 
     def forget_names(self) -> None:
-        """Make all present blocks unfindable."""
+        """Remove the names of all blocks, so that no other request finds them."""
         if not self._named and not self._events:
             return
         self._named.clear()

@@ -109,13 +109,13 @@ class TransformersEngine:
         self._put(partial(_submit, self._deliver, key, request))
 
     def cancel(self, key: int) -> None:
-        """Forget a request before the next step, and what is reserved for its move at once."""
+        """Drop a request before the next step, and what is reserved for its move at once."""
         if self.moves is not None:
             self.moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
 
     def trust(self, trusted: bool) -> None:
-        """Forget the prefix cache before the next step, and keep none until it is trusted."""
+        """Drop the prefix cache before the next step, and keep none until it is trusted."""
         self._put(lambda stepper: stepper.trust(trusted))
 
     def limit_batch(self, share: float) -> None:
@@ -137,7 +137,7 @@ class TransformersEngine:
         return arrival if isinstance(arrival, str) else TransformersImport(self.moves, arrival)
 
     def phase(self) -> Phase:
-        """Return what the engine is doing."""
+        """Return the current phase of the engine."""
         return self._phase
 
     def load(self) -> Load:

@@ -28,7 +28,7 @@ class TorchMoves:
     """State shared by the exports and imports of one engine.
 
     `between` schedules a call between two steps, on the engine's thread; `wake` makes the engine check for work, because blocks
-    or a place have become free.
+    or a slot have become free.
     """
 
     def __init__(self, stepper: Stepper, between: Between, wake: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class TorchMoves:
 
 
 class TransformersExport:
-    """A request that leaves."""
+    """A request that moves to another worker, and its blocks."""
 
     def __init__(self, moves: TorchMoves, departure: TorchDeparture) -> None:
         self._moves, self._transit, self._copier = moves, moves.transit, moves.copier

@@ -48,7 +48,7 @@ class Schedule:
         return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
-        """Forget a sequence and free its blocks, unless they are about to leave."""
+        """Drop a sequence and free its blocks, unless they are about to leave."""
         self.transit.release(sequence, "it has ended")
         self.transit.held.pop(sequence.key, None)
         if sequence in self.running:
@@ -88,11 +88,11 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Number of free places in the batch."""
+        """Number of free slots in the batch."""
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once. Requests that arrive with a KV cache may use all places."""
+        """Run at most this share of the batch at once. Requests that arrive with a KV cache may use all slots."""
         self._batch_limit = max(1, int(self._batch_max * share))
 
     @property
@@ -143,7 +143,7 @@ class Schedule:
         return self.blocks.find(names, sequence.tokens)
 
     def computed(self, work: SequenceWork) -> None:
-        """Record that a part of a sequence is now in its blocks, and make its full blocks findable."""
+        """Record that a part of a sequence is now in its blocks, and name its full blocks, so that other requests find them."""
         sequence, size = work.sequence, self.blocks.tokens
         sequence.cached = work.start + work.count
         full = sequence.cached // size

@@ -122,7 +122,7 @@ class Stepper:
         )
 
     def cancel(self, key: int) -> None:
-        """Forget a request."""
+        """Drop a request."""
         with self.lock:
             if sequence := self._sequences.pop(key, None):
                 self.schedule.remove(sequence)

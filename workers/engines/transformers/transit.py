@@ -5,7 +5,7 @@
     in    reserve ──▶ reserved ── settle ──▶ running              every block it may need is taken at once
                          └── abort, cancel ──▶ over               they are free when no copy into them is made
 
-Both keep their place in the batch, so that a held request resumes at once, and an arrived one starts at once.
+Both keep their slot in the batch, so that a held request resumes at once, and an arrived one starts at once.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from workers.engines.transformers.sequence import TorchSequence
 
 @dataclass(slots=True, eq=False)
 class TorchDeparture:
-    """A request that may leave."""
+    """A request that may move to another worker."""
 
     sequence: TorchSequence
     lost: str = ""  # why it cannot leave any more

@@ -22,7 +22,7 @@ class NotFloat32(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class WeightFault:
-    """One fault: the weight, the place and the change. `bit` counts from the lowest of the number's 32."""
+    """One fault: the weight, the index in it and the change. `bit` counts from the lowest of the number's 32."""
 
     weight: str
     row: int
