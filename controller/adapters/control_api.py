@@ -128,7 +128,7 @@ class AnswerBody(OperatorBody):
     asked: int = Field(default=0, ge=0, le=4096)
 
     def answer(self) -> GoldenAnswer:
-        """Return the answer in the journal's form."""
+        """Return the golden in the form that facts on the journal carry."""
         return GoldenAnswer(**self.model_dump())
 
 

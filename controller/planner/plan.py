@@ -126,7 +126,7 @@ Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
 
 @lru_cache(maxsize=1024)  # entries; it is called every few seconds, and the history changes every minute
 def expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return the forecast of the best of all methods."""
+    """Return the load forecast by the method with the least back-test error."""
     return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
 
 

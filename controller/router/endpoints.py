@@ -156,19 +156,19 @@ class Endpoint:
         self.kept.blocks = self.kept.blocks - blocks if self.kept.requests else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that are sent there. `tokens`: of all their prompts, and the most they may generate."""
+        """Count requests that are sent to this endpoint. `tokens`: the sum of their prompt lengths and token limits."""
         self.active += requests
         self.tokens += tokens
 
     def end(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that have ended, with the `tokens` that they began with."""
+        """Count requests that have ended, with the same `tokens` as at their `begin`."""
         self.active -= requests
         self.tokens -= tokens
 
     def refuse(self, others: Load | None) -> None:
-        """Record that it refused a request because it is full. It counts as full until it next reports its load.
+        """Record that the worker refused a request because it is full. It counts as full until it next reports its load.
 
-        `others`: its last reported external load.
+        `others`: the external load that it reported last.
         """
         self.refused_at = others
 

@@ -196,7 +196,10 @@ class ControlOperations:
         await ask(self._bus, self._journal, name, subjects.stop(name), {"instance": known.joined.instance})
 
     async def _end(self, known: Worker) -> str:
-        """End a worker that cannot shut down gracefully; return how. Raise NotPossible if it is out of reach and alive."""
+        """End a worker that cannot shut down gracefully. Return a sentence that states how it ends.
+
+        Raise NotPossible if the worker is alive and out of reach.
+        """
         name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
         if (
             not known.alive

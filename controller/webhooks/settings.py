@@ -60,13 +60,13 @@ class Webhook(Strict):
 
     @cached_property
     def called(self) -> str:
-        """Its name in metrics, logs and the broker's consumer: the configured one, or its host and a digest of its URL."""
+        """The webhook's name in metrics, logs and the broker's consumer: as configured, or its host and a digest of its URL."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", urlsplit(self.address).hostname or "")[:30]
         return self.name or f"{host}-{hashlib.sha256(self.address.encode()).hexdigest()[:8]}"
 
     @property
     def durable(self) -> str:
-        """The name of its durable consumer at the broker."""
+        """The name of the webhook's durable consumer at the broker."""
         return f"webhook-{self.called}"
 
     def secret(self) -> str:

@@ -201,7 +201,7 @@ class PoisonWatch:
     # --- where a request may go -----------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
-        """Return the restriction on where a request may go; None: anywhere. Raise Held or Poisonous."""
+        """Return the restriction on the workers that may get a request; None: any worker. Raise Held or Poisonous."""
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
             return self._doubted(request, record)

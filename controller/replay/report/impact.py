@@ -84,7 +84,7 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
     """Return the GPU-seconds out of service, and the minimum share of the fleet that served.
 
-    A starting fleet lacks nothing before its first worker serves.
+    The time before the first worker of a starting fleet serves is not counted.
     """
     shown: dict[str, WorkerShown] = {}
     gpu_s, least, serving = 0.0, 1.0, bool(frames[0].workers)

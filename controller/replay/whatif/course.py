@@ -93,7 +93,7 @@ class CourseTaken:
 
 
 def take(recording: Recording, terms: CourseTerms) -> CourseTaken:
-    """Decide a recording again."""
+    """Replay a recording under other terms, and return the decisions that follow."""
     course = _Course(recording, terms)
     course.run()
     return CourseTaken(course.decided, course.weights, course.guessed)

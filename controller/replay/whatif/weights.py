@@ -42,7 +42,7 @@ class Weights:
             self.note(float("-inf"), name, worker)
 
     def note(self, at: float, name: str, worker: Worker | None) -> None:
-        """Record a worker's current state; None: it is no longer part of the fleet."""
+        """Record a worker's state from time `at` on; None: the worker is no longer part of the fleet."""
         steps = self.steps[name]
         if worker is None:
             steps.append(WeightStep(at, 0.0, HealthStatus.DEAD, True))

@@ -93,7 +93,7 @@ def _sweep(
 async def _recording(
     args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
 ) -> tuple[Recording, str]:
-    """Read the part of the journal in question, and return it with its incident, if it is one."""
+    """Read the part of the journal that the arguments select. Also return the id of the selected incident, or ""."""
     if args.incident and (args.since or args.until):
         raise UsageError("--incident selects its own part of history: omit --since and --until")
     incident, found = "", None

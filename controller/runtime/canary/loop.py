@@ -136,7 +136,7 @@ class CanaryLoop:
                 self._recheck(name)
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
-        """Pass on samples of healthy noise and of samplers; probe at once a worker with unlikely users' tokens."""
+        """Pass a fact to the calibration and the sampling check. Probe at once a worker that sent users unlikely tokens."""
         sampling = self.sampling
         if isinstance(fact, CanaryPassed | CanarySlow):
             self._runner.learn(fact)
@@ -273,5 +273,5 @@ class CanaryLoop:
 
 
 def _wants_votes(fact: CanaryFailed) -> bool:
-    """Return whether a failure lacks the whole answer: only that is a vote against its golden."""
+    """Return whether a confirmed failure lacks the whole answer, which is needed as a vote against the golden."""
     return fact.confirmed and fact.golden != "none" and not fact.whole and fact.temperature is None

@@ -15,7 +15,7 @@ class Steps:
     values: tuple[float, ...]
 
     def at(self, now: int) -> float:
-        """Return the value at a time."""
+        """Return the value of the function at time `now`."""
         return self.values[max(0, bisect_right(self.since, now) - 1)]
 
     def then(self, at: int, value: float) -> "Steps":

@@ -110,7 +110,7 @@ class ReplayRun:
             self._target.close()
 
     def found(self) -> dict[str, Any]:
-        """Return the report."""
+        """Return the report of the replay as plain JSON types."""
         shape = {name: getattr(self._shape, name) for name in ReplayShape.__dataclass_fields__}
         skipped = self.source.skipped
         about = {

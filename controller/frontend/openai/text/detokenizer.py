@@ -147,7 +147,7 @@ class StopChecker:
         self.stopped = False
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Return the text that may be sent now. Unarmed (before `min_tokens`), nothing stops or is held."""
+        """Return the text that may be sent now. Not `armed` (before `min_tokens`): all text, without a stop."""
         if not armed:
             return self.rest() + text
         whole, known = self._held + text, len(self._held)
