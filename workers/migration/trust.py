@@ -112,7 +112,7 @@ class Trust:
         return 0 if self._mappings is None else int(self._mappings.kept)
 
     def check(self) -> None:
-        """Raise SenderDistrusted if there is a doubt."""
+        """Raise SenderDistrusted if there is a doubt about this worker."""
         if self._doubts:
             raise SenderDistrusted(self.reason)
 
@@ -143,7 +143,7 @@ class Trust:
             self._mappings = self._mappings or sender.Mappings()
 
     def shipment(self, grant: Grant, description: Description) -> OutgoingShipment:
-        """Prepare a transfer. Only for `TrustedSender`, after `load`."""
+        """Create the shipment for a grant. Called only by `TrustedSender`, after `load`."""
         from workers.kv_transfer.sender import Shipment
 
         self.check()

@@ -24,13 +24,13 @@ class RankedToken(msgspec.Struct):
 
 
 class EchoedChoice(msgspec.Struct):
-    """A choice; only this field is used."""
+    """A choice of a completion response. Only the field used here is decoded."""
 
     prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class EchoedAnswer(msgspec.Struct):
-    """An answer; only this field is used."""
+    """A completion response. Only the field used here is decoded."""
 
     choices: list[EchoedChoice]
 

@@ -388,7 +388,7 @@ class WaitingQueue:
         return key in self._of
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over their keys, the next one first."""
+        """Iterate over the keys of the waiting requests, the next one first."""
         return chain.from_iterable(self._lines.values())
 
     @property

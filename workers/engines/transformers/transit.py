@@ -104,7 +104,7 @@ class TorchTransit:
         return made
 
     def copied_in(self, arrival: TorchArrival, places: range) -> None:
-        """Record that a copy into the room has ended."""
+        """Record that a copy into the reserved blocks has ended."""
         arrival.copies -= 1
         arrival.taken.update(places)
         self._settle_in(arrival)
