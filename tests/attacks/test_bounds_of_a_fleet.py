@@ -30,7 +30,7 @@ async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(2)
         async with asyncio.timeout(60):
-            while "the journal keeps at most 8 MiB" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
+            while "the journal now keeps at most 8 MiB" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0.1)
         status = await fleet.status()
         assert status["journal"]["bytes_max"] == 8 * KIB * KIB

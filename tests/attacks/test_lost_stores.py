@@ -43,7 +43,7 @@ async def test_the_database_is_rebuilt_from_the_journal_and_a_lost_journal_is_re
         await loses_its_journal(fleet)
         assert fleet.stop() == 0, fleet.last_words()
     refused = holdfast("up", "--data", str(fleet.data), "--port", str(fleet.port), *FAST)
-    assert refused.returncode == 1 and "there is no stream" in refused.stderr
+    assert refused.returncode == 1 and "the stream is missing" in refused.stderr
     assert "holdfast up --accept-journal" in refused.stderr.splitlines()[-1]
 
 
