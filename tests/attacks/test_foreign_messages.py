@@ -112,7 +112,7 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
     looked = await asyncio.to_thread(holdfast, "journal", "inspect", "-o", "json", *place)
     told = json.loads(looked.stdout)
     assert looked.returncode == 3 and told["stops_at"] == seq
-    assert told["messages"][-1]["why"] == f"decision {number + 90}, out of turn: {number + 1} is next"
+    assert told["messages"][-1]["why"] == f"decision {number + 90}, out of turn: expected {number + 1}"
     verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)
     assert verified.returncode == 1 and sentence in verified.stderr
     assert await streamed(fleet, [500, 501], 16) == undisturbed([500, 501], 16)

@@ -51,7 +51,7 @@ async def test_an_operators_number_of_workers_is_applied_and_no_stream_is_broken
         assert [await one for one in answers] == [undisturbed([300 + n] * 20, TOKENS) for n in range(STREAMS)]
         await serving(fleet, {"w0", "w1"})
         shown = await operator(fleet, "plan")
-        assert "an operator wants 2" in shown and "sim: workers 2" in shown
+        assert "an operator has set 2" in shown and "sim: workers 2" in shown
         await operator(fleet, "scale", "sim", "--release")
         unknown = await asyncio.to_thread(holdfast, "scale", "none", "4", "--data", str(fleet.data))
         assert unknown.returncode == 2 and "unknown model 'none'" in unknown.stderr
@@ -62,7 +62,7 @@ async def test_an_operators_number_of_workers_is_applied_and_no_stream_is_broken
         (4, 2, "operator", "supervisor"),
     ]
     applied = [(one.ok, one.says) for one in facts if isinstance(one, ScaleApplied)]
-    assert applied == [(True, "starts w2, w3"), (True, "lets go w3, w2")]
+    assert applied == [(True, "starts w2, w3"), (True, "stops w3, w2")]
     assert not [fact for fact in facts if isinstance(fact, RequestFailed | RequestAbandoned)]
     left = {fact.worker: fact.mode for fact in facts if isinstance(fact, WorkerLeft)}
     assert left == {"w2": "graceful", "w3": "graceful"}
