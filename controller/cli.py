@@ -123,25 +123,30 @@ def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[st
         return parser_for({wanted} if wanted else ()), arguments
     from controller.commands.configuration import config_file
 
-    table = config_file.apply(path, os.environ, (wanted,) if wanted in ROLES else config_file.TABLES)
-    parser = parser_for({wanted})  # its defaults come from the environment
-    if wanted == "up":
-        from controller.processes.up_flags import VARIABLES, flags_by_key, setting_of
+    if wanted in ROLES:
+        config_file.apply(path, os.environ, (wanted,))
+        return parser_for({wanted}), arguments  # its defaults come from the environment
+    from controller.processes.up_flags import VARIABLES, flags_by_key, setting_of
 
-        at, flags = arguments.index(wanted) + 1, flags_by_key(parser.commands[wanted])
-        given = [*arguments, *(flag for flag, variable in VARIABLES.items() if variable in os.environ)]
-        arguments[at:at] = config_file.arguments(path, table, flags, setting_of, given)
+    given = [*arguments, *(flag for flag, variable in VARIABLES.items() if variable in os.environ)]
+    table = config_file.apply(path, os.environ)
+    parser = parser_for({wanted, "up"})
+    added = config_file.arguments(path, table, flags_by_key(parser.commands["up"]), setting_of, given)
+    if wanted == "up":
+        at = arguments.index(wanted) + 1
+        arguments[at:at] = added
     return parser, arguments
 
 
 def _config_file(arguments: Sequence[str]) -> Path | None:
-    """Return the file that --config names."""
+    """Return the file that the last --config names. Raise UsageError if it names none."""
+    found = None
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag == "--config" and value:
-            return Path(value)
-        if flag.startswith("--config="):
-            return Path(flag.partition("=")[2])
-    return None
+        if flag == "--config" or flag.startswith("--config="):
+            found = flag.partition("=")[2] if "=" in flag else value
+    if found == "":
+        raise UsageError("--config needs a FILE")
+    return None if found is None else Path(found)
 
 
 def parser_for(names: Container[str]) -> Parser:

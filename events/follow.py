@@ -72,7 +72,7 @@ class FollowedEvent:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The fact as plain JSON types: the body as in docs/schemas."""
+        """The fact as plain JSON types: the body as in docs/reference/schemas."""
         found: dict[str, Any] = codec.to_builtins(self.fact)
         return found
 

@@ -30,7 +30,7 @@ from events.versions import Known
 FINDING = 3
 REACH_S = 3.0
 WRITE_S = 5.0
-OnFaultChange = Callable[[str], None]
+Print = Callable[[str], None]
 
 
 class NotToQuarantine(HoldfastError):
@@ -71,9 +71,7 @@ async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
         await journal.close()
 
 
-async def inspect(
-    journal: Journal, since: str | None, first: int, output: str, say: OnFaultChange = print
-) -> int:
+async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Print = print) -> int:
     """Print skipped messages and the event at which readers stop. Return the exit code. `first` is the first sequence of the
     stream. Raise UsageError."""
     when = moment_parser.parse(since, SystemClock().now()) if since else 0
@@ -156,7 +154,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-async def quarantine(journal: Journal, seq: int, first: int, why: str, say: OnFaultChange = print) -> int:
+async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Print = print) -> int:
     """Record that an event does not count. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
     JournalUnavailable if it is not recorded."""
     last = await journal.last_seq()

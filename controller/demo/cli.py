@@ -123,9 +123,7 @@ class Demo:
         workers = sorted(w["id"] for w in self.status["workers"] if w["id"].startswith("w"))
         users = Users(self.fleet.url, self.status["workers"][0]["model"], self.load.prompts)
         async with users.session() as session:
-            self.console.print(
-                f"SettleCache for the undisturbed answer to {len(self.load.prompts)} prompts …"
-            )
+            self.console.print(f"Requesting the undisturbed answer to {len(self.load.prompts)} prompts …")
             answers = await users.answers(session, profile.OUTPUT_MAX)
             started = time.monotonic()
             async with asyncio.TaskGroup() as group:

@@ -219,7 +219,7 @@ CHAOS = "allow `holdfast chaos`, for rehearsals only, never in production"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `up`: its own, and those of the frontends, the ladder, the router, the journal and the webhooks."""
     for flag, options in FLAGS.items():
-        preset = os.environ.get(VARIABLES.get(flag, ""))
+        preset = os.environ.get(VARIABLES.get(flag, "")) or None
         parser.add_argument(flag, **(options if preset is None else {**options, "default": preset}))
     add_flags(parser, FrontendSettings, only=OWN)
     add_ladder_flags(parser)

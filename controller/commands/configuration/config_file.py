@@ -25,6 +25,9 @@ from workers.config.settings_check import convert_settings
 WORKER, UP = "worker", "up"
 TOP = {place.removeprefix(PREFIX).lower(): place for place in PLACES}
 TABLES = (*SECTIONS, WORKER)
+SHARED = ("nats_url", "data", "fleet_key_file")  # a worker's own setting goes before the one of all processes
+OF_ONE_WORKER = (*SHARED, "name", "port")  # `up` sets them for each worker
+SECRET = ("nats_url", "database_url", "worker.nats_url", "worker.upstream_key")
 
 Variables = Iterator[tuple[str, str]]
 
@@ -37,13 +40,21 @@ def apply(
     path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES
 ) -> Mapping[str, Any]:
     """Set the variables of a file's top-level keys and `tables` that the environment does not set. Return the table `up`. Raise
-    BadConfigFile."""
+    BadConfigFile. With all tables, the file is that of a fleet: [worker] must not set what differs between its workers."""
     document = _read(path)
     for key in document:
         _check_known(path, key, "", (*TOP, *TABLES, UP))
     found = {TOP[key]: _text(path, key, value) for key, value in document.items() if key in TOP}
     for name in (one for one in tables if one in document):
         values = _table(path, name, document[name])
+        if (
+            name == WORKER
+            and tables is TABLES
+            and (wrong := [key for key in OF_ONE_WORKER if values.get(key)])
+        ):
+            raise BadConfigFile(
+                f"{path}: worker.{wrong[0]}: `up` sets it for each worker; use it in a file of `holdfast worker`"
+            )
         own = dict(_worker(path, values) if name == WORKER else _role(path, name, values))
         _check(path, name, own)
         found |= own
@@ -106,17 +117,27 @@ def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
     if name in TOP:
         value = ",".join(map(str, value)) if name == "admin_hosts" and isinstance(value, list) else value
         if not isinstance(value, str):
-            raise BadConfigFile(f"{path}: {name} = {value!r}: must be text")
+            raise BadConfigFile(f"{path}: {_shown(name, value)}: must be text")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
         return str(value)
+    if value == []:
+        return ""
     if isinstance(value, list) and plain:
         return ",".join(map(str, value))
     if isinstance(value, list | dict) and not plain:
         with suppress(TypeError):  # a date
             return json.dumps(value)
-    raise BadConfigFile(f"{path}: {name} = {value}: must be text, a number, true, false, or a list of these")
+    raise BadConfigFile(
+        f"{path}: {_shown(name, value)}: must be text, a number, true, false, or a list of these"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in SECRET and isinstance(value, str | list | dict):
+        return f"{name} (a {'table' if isinstance(value, dict) else type(value).__name__})"
+    return f"{name} = {value!r}" if isinstance(value, str) else f"{name} = {value}"
 
 
 def _check(path: Path, name: str, variables: Mapping[str, str]) -> None:
@@ -158,6 +179,7 @@ def _is_set(variable: str, environment: Mapping[str, str]) -> bool:
     others = [*(f"{PREFIX}{one.replace('.', '__').upper()}" for one in _aliases(place))]
     others += [name for name, own in DYNAMO.items() if own == place]
     others += [name for name, own in WORKER_DYNAMO.items() if f"worker_{own}" == place]
+    others += [f"{PREFIX}{name.upper()}" for name in SHARED if f"worker_{name}" == place]
     whole = any(one.startswith(PREFIX) and variable.startswith(f"{one}__") for one in environment)
     itself = variable in environment if variable not in PLACES else environment.get(variable)
     return whole or bool(itself) or any(environment.get(one) for one in others)

@@ -273,3 +273,62 @@ def test_flags_and_settings_of_up_are_all_known(tmp_path: Path) -> None:
     assert set(SETTINGS.values()) <= known
     assert {name.partition(".")[0] for name in known if "." in name} == set(TABLES)
     assert arguments(tmp_path, {}, {}, lambda one: None, ()) == []
+
+
+@pytest.mark.parametrize("name", ["nats_url", "data", "fleet_key_file"])
+def test_a_workers_file_does_not_override_the_variable_of_all_processes(tmp_path: Path, name: str) -> None:
+    environment = {f"HOLDFAST_{name.upper()}": "environment"}
+    apply(written(tmp_path, f'[worker]\n{name} = "file"'), environment, ("worker",))
+    assert environment == {f"HOLDFAST_{name.upper()}": "environment"}
+
+
+@pytest.mark.parametrize("name", ["name", "data", "nats_url", "fleet_key_file"])
+def test_a_fleets_file_cannot_set_what_differs_between_its_workers(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadConfigFile, match=f"worker.{name}: `up` sets it for each worker"):
+        variables(tmp_path, f'[worker]\n{name} = "x"')
+
+
+def test_the_planner_mode_of_up_goes_before_the_planners_own(
+    tmp_path: Path, started: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOLDFAST_PLANNER__MODE", raising=False)
+    path = written(tmp_path, '[up]\nplanner_mode = "off"\n[planner]\nmode = "observe"')
+    assert main(["up", "--config", str(path)]) == 0
+    monkeypatch.delenv("HOLDFAST_PLANNER__MODE")
+    assert [args.planner_mode for args in started] == ["off"]
+
+
+def test_the_last_of_several_files_is_read_and_an_empty_name_is_refused(tmp_path: Path) -> None:
+    (first := tmp_path / "a.toml").write_text("[frontend]\nport = 9001")
+    (last := tmp_path / "b.toml").write_text("[frontend]\nport = 9002")
+    shown = holdfast("settings", "--config", str(first), f"--config={last}", "-o", "json")
+    assert json.loads(shown.stdout)["frontend.port"] == 9002
+    refused = holdfast("settings", "--config=")
+    assert (refused.returncode, refused.stderr) == (2, "holdfast: --config needs a FILE\n")
+
+
+def test_settings_checks_the_flags_of_up_too(tmp_path: Path) -> None:
+    refused = holdfast("settings", "--config", str(written(tmp_path, "[up]\nworker = 3")))
+    assert (
+        refused.returncode == 2 and "up.worker is not a setting; did you mean up.workers?" in refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ['database_url = ["postgresql://u:hunter2@h/db"]', '[worker]\nupstream_key = {a = "hunter2"}']
+)
+def test_an_error_shows_no_secret(tmp_path: Path, line: str) -> None:
+    with pytest.raises(BadConfigFile) as refused:
+        variables(tmp_path, line)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_empty_model_or_list_means_that_there_is_none(
+    tmp_path: Path, started: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOLDFAST_WORKER_MODEL", "HOLDFAST_NOTIFIER__WEBHOOKS"):
+        monkeypatch.setenv(name, "x")  # so that it is restored
+        monkeypatch.delenv(name)
+    path = written(tmp_path, '[worker]\nmodel = ""\n[notifier]\nwebhooks = []')
+    assert main(["up", "--config", str(path)]) == 0
+    assert os.environ["HOLDFAST_NOTIFIER__WEBHOOKS"] == "" and started[0].model is None
