@@ -1,1 +1,1 @@
-"""Moves the KV cache of a running request from one worker process to another: docs/concepts/kv-transfer.md."""
+"""Moves the KV cache of a running request from one worker process to another: kv-transfer.md."""

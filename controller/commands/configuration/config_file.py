@@ -18,7 +18,7 @@ from typing import Any
 from controller.config.aliases import ALIASES, DYNAMO, renamed
 from controller.config.variables import PLACES, PREFIX, SECTIONS
 from events.errors import BadSetting, UsageError
-from workers.config.settings import annotations
+from workers.config.settings import WorkerSettings, annotations
 from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 from workers.config.settings_check import convert_settings
 
@@ -47,11 +47,7 @@ def apply(
     found = {TOP[key]: _text(path, key, value) for key, value in document.items() if key in TOP}
     for name in (one for one in tables if one in document):
         values = _table(path, name, document[name])
-        if (
-            name == WORKER
-            and tables is TABLES
-            and (wrong := [key for key in OF_ONE_WORKER if values.get(key)])
-        ):
+        if name == WORKER and tables is TABLES and (wrong := _of_one_worker(values)):
             raise BadConfigFile(
                 f"{path}: worker.{wrong[0]}: `up` sets it for each worker; use it in a file of `holdfast worker`"
             )
@@ -104,6 +100,11 @@ def _section(path: Path, place: tuple[str, ...], model: type, table: Mapping[str
             yield from _section(path, here, fields[key], _table(path, name, value))
         else:
             yield PREFIX + "__".join(here).upper(), _text(path, name, value)
+
+
+def _of_one_worker(values: Mapping[str, Any]) -> list[str]:
+    defaults = WorkerSettings()
+    return [key for key in OF_ONE_WORKER if key in values and str(values[key]) != str(getattr(defaults, key))]
 
 
 def _worker(path: Path, table: Mapping[str, Any]) -> Variables:

@@ -291,10 +291,10 @@ def test_a_fleets_file_cannot_set_what_differs_between_its_workers(tmp_path: Pat
 def test_the_planner_mode_of_up_goes_before_the_planners_own(
     tmp_path: Path, started: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HOLDFAST_PLANNER__MODE", raising=False)
+    monkeypatch.setenv("HOLDFAST_PLANNER__MODE", "x")  # so that it is restored
+    monkeypatch.delenv("HOLDFAST_PLANNER__MODE")
     path = written(tmp_path, '[up]\nplanner_mode = "off"\n[planner]\nmode = "observe"')
     assert main(["up", "--config", str(path)]) == 0
-    monkeypatch.delenv("HOLDFAST_PLANNER__MODE")
     assert [args.planner_mode for args in started] == ["off"]
 
 
