@@ -19,7 +19,7 @@ AWAITED_MAX = 10_000  # workers; more than that is a mistake
 
 @dataclass(frozen=True, slots=True)
 class AwaitedWorker:
-    """A worker that has not joined yet, with the instance it is about to start as."""
+    """A worker that has not joined yet, with the instance id under which it will join."""
 
     worker: str
     instance: str
@@ -33,7 +33,7 @@ Awaited = Mapping[str, AwaitedWorker]
 
 
 def evolve(awaited: Awaited, fact: WorkerAwaited, at: datetime, model: str) -> Awaited:
-    """Absorb a `WorkerAwaited`. `model`: the model of the worker's previous life, if it had one; empty otherwise."""
+    """Apply a `WorkerAwaited`. `model`: the model of the worker's previous instance; empty if there was none."""
     before = awaited.get(fact.worker)
     if before is None and len(awaited) >= AWAITED_MAX:
         return awaited

@@ -94,7 +94,7 @@ class Breaker:
 
 
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
-    """Absorb one fact about this worker and instance."""
+    """Apply one fact about this worker and instance."""
     match fact:
         case CanaryFailed(reason="latency_spike") | CanaryPassed() | CanarySlow():
             return _answered(_succeeded(state, "canary", fact.sent_under, cause), fact.sent_under, cause)

@@ -59,7 +59,7 @@ class BudgetRank:
 
 
 def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
-    """Absorb one fact about this worker and instance."""
+    """Apply one fact about this worker and instance."""
     match fact:
         case WeightCapped():
             return replace(state, kept=fact.weight, last=fact.reason == LAST_SERVING, cause=cause)

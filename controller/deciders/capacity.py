@@ -2,7 +2,7 @@
 
 Little's law ties the sequences that fit into the KV cache to the requests that can arrive: L = lambda W, so
 rps_kv = sequences / E[residence] with E[residence] = TTFT + output tokens * TPOT. Compute is a second bound: each request
-costs its prefill and its share of every decode step. The smaller bound holds. Both are in requests per second.
+costs its prefill and its share of every decode step. The smaller bound applies. Both are in requests per second.
 
 Total blocks are counted, never free ones. With free blocks capacity would fall as load rises, and the degradation ladder
 would degrade a fleet for being used.
@@ -41,7 +41,7 @@ class Slo:
 
 
 def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
-    """Return a model's SLO from a policy in the form that `PolicyAdopted` carries; the default SLO if it names none."""
+    """Return a model's SLO from a policy in its journal form (`PolicyAdopted`); the default SLO if the policy sets none."""
     slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
     stated = slos.get(model) or slos.get("*") or {}
     names = {one.name for one in fields(Slo)}
@@ -50,7 +50,7 @@ def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What workers can carry. All rates are in requests per second."""
+    """The capacity of one or several workers. All rates are in requests per second."""
 
     max_concurrent_sequences: float = 0.0
     rps_kv: float = 0.0  # bound by KV memory (Little's law)
@@ -114,10 +114,10 @@ def fleet_capacity(
 def fleet_rps(
     model: str, workers: Sequence[tuple[Profile, float]], slo: Slo, latencies: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, within what is attainable.
+    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, without SLOs that no worker can meet.
 
-    It is called at every settle and rarely changes, so the last result for each model is cached. Comparing a thousand profiles
-    with themselves costs next to nothing; hashing them costs a millisecond.
+    This is called at every settle, usually with the same inputs, so the last result for each model is cached. Comparing a
+    thousand profiles with themselves costs next to nothing; hashing them costs a millisecond.
     """
     inputs = (tuple(workers), slo, latencies)
     last = _LAST.get(model)
@@ -143,7 +143,7 @@ _LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: th
 
 @lru_cache(maxsize=4096)
 def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: float = 1.0) -> Capacity:
-    """Return the capacity of one worker at full weight within `slo`, with its latencies multiplied by `latency`."""
+    """Return the capacity of one worker at full weight within `slo`, with the SLO's latencies multiplied by `latency`."""
     tokens = max(1, slo.mean_prompt_tokens + slo.mean_output_tokens)
     sequences = max(0, profile.kv_blocks) * max(0, profile.block_tokens) // tokens
     running = _batch(profile, slo, latency, batch)

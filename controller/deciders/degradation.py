@@ -1,11 +1,11 @@
-"""The degradation ladder of one model: compares capacity with the SLO and sets what is given up.
+"""The degradation ladder of one model: compares capacity with the SLO and sets the level.
 
     ratio = capacity of the routable workers, by what they could carry / slo_throughput_rps
 
     level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
             ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
 
-    provisioned = the same ratio with every worker that should serve at full weight. An exit is never above it.
+    provisioned = the same ratio with every worker that should serve at full weight. No exit ratio is above it.
 
 | level | batch size | shed | latency | accept new |
 |---|---|---|---|---|
@@ -18,7 +18,7 @@
 A shortfall takes effect at once, a recovery only after the dwell. Each change is one event that sets all four knobs. A
 starting fleet is not degraded: the first level is set one warm-up after its first worker became routable.
 
-Each level is judged by its own terms. Level 3 relaxes the latency SLOs, which raises capacity; whether level 2 would
+Each level is evaluated with its own SLOs. Level 3 relaxes the latency SLOs, which raises capacity; whether level 2 would
 suffice is computed with level 2's stricter SLOs, otherwise the ladder would oscillate. The batch knob is left out of the
 ratio, because a smaller batch would lower the very capacity that caused it; its cost is reported as `predicted_rps`.
 A latency that no worker could meet alone, not even with the relaxed SLOs, is ignored: no level could restore it.
@@ -130,7 +130,7 @@ LATENCY_OF = tuple(LATENCIES.index(knobs_of(level).latency) for level in range(L
 
 
 def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
-    """Absorb one fact about this model, or about one of its workers."""
+    """Apply one fact about this model, or about one of its workers."""
     match fact:
         case DegradationChanged():
             return replace(
@@ -221,7 +221,7 @@ def _exits(
 def _target(
     policy: DegradationPolicy, state: Degradation, ratios: Sequence[float], exits: Sequence[float]
 ) -> int:
-    """Return the mildest level that can be held. A level milder than the present one must reach its exit ratio."""
+    """Return the mildest level that the capacity allows. A level milder than the present one must reach its exit ratio."""
     for level, entry in enumerate(policy.entries):
         if ratios[level] >= (exits[level] if level < state.level else entry) - policy.tolerance:
             return level

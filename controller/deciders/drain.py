@@ -62,7 +62,7 @@ class Drain:
 
 
 def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
-    """Absorb one fact about this worker and instance."""
+    """Apply one fact about this worker and instance."""
     match fact:
         case DrainRequested():
             return _request(state, "operator", fact.deadline_s, cause)
@@ -121,7 +121,7 @@ def _request(state: Drain, reason: str, deadline_s: float | None, cause: str) ->
 
 
 def _given_up(state: Drain, reason: str, cause: str) -> Drain:
-    """Start a drain because health gave the worker up, or note in a running drain whether the worker is gone."""
+    """Start a drain because health gave the worker up, or record in a running drain whether the worker is gone."""
     state = replace(state, gone=reason == GONE)
     if state.active or state.wanted:
         return state

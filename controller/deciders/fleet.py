@@ -1,13 +1,13 @@
-"""The fleet: wires all machines together, and is the deciders' interface to the runtime.
+"""The fleet: combines all state machines, and is the deciders' interface to the runtime.
 
     fold.py           Fleet, evolve     what one recorded fact changes in the fleet
-    settle.py         settle, SettleCache    which decisions are due now, stratum by stratum; cached for frequent callers
+    settle.py         settle, SettleCache    the decisions due now, in the order of the state machines; cached if called often
     shares.py         Shares            what each worker carries of its model's capacity
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       all settings
 
-Only these modules know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting,
-spares). The machines do not know one another.
+Only these modules import the state machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting,
+spares). The state machines do not depend on one another.
 """
 
 from controller.deciders.awaiting import AwaitedWorker

@@ -1,8 +1,8 @@
 """The fold of the whole journal: applies one recorded fact to the fleet.
 
-A worker is its present life: a fact about another instance is ignored. A new instance starts from scratch, except for what
-convicts hardware or weights (`health.rejoin`) and its open incident. An operator command that reached the stream after its
-deadline is ignored too, because the operator was told that it failed.
+Each worker is represented by its current instance: a fact about another instance is ignored. A new instance starts from
+scratch, except for convictions of hardware or weights (`health.rejoin`) and the open incident. An operator command that
+reached the stream after its deadline is ignored too, because the operator got an error for it.
 """
 
 from collections.abc import Mapping
@@ -78,10 +78,10 @@ GoldenFact: TypeAlias = GoldenSeen | CanaryFailed | GoldenAgreed | GoldenRetired
 class Fleet:
     """The known state of the fleet. Frozen: a new value shares what did not change with the old one."""
 
-    workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the present life only
+    workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the current instance only
     awaited: Mapping[str, AwaitedWorker] = field(
         default_factory=dict
-    )  # by worker id: workers with a next life that waits to join
+    )  # by worker id: workers with an instance that waits to join
     departed: Mapping[str, Worker] = field(
         default_factory=dict
     )  # forgotten workers, kept in case they return
@@ -118,7 +118,7 @@ def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -
 
 
 def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Absorb one recorded fact. Never fails: facts that are unknown or about another life are ignored."""
+    """Apply one recorded fact. Never fails: unknown facts and facts about another instance are ignored."""
     fact = recorded.fact
     if isinstance(fact, Decision):
         if isinstance(fact, WorkerDecision):
@@ -171,7 +171,7 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
         if worker.joined.canary_key == canary_key and worker.alive:
             heard = (
                 canary in worker.passes or worker.joined.dp > 1
-            )  # passes are not remembered with several ranks
+            )  # passes are not recorded with several ranks
             confirms = heard and not worker.health.joining and not worker.health.convicted
             found[name] = Voter(worker.joined.instance, worker.place, worker.joined.account or name, confirms)
     return found
@@ -192,7 +192,7 @@ def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet
 
 
 def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
-    """Withdraw what a provisional golden did to its voters, if they have since agreed on another answer."""
+    """Withdraw the charges by a provisional golden against its voters that have now agreed on another answer."""
     votes = before.votes if before is not None else ()
     for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
         worker = fleet.workers.get(name)
@@ -202,7 +202,7 @@ def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
 
 
 def _outvoted(fleet: Fleet, fact: GoldenRetired) -> Fleet:
-    """Withdraw what an outvoted golden did to workers."""
+    """Withdraw the charges by an outvoted golden against workers."""
     if not fact.outvoted_by:
         return fleet
     workers = dict(fleet.workers)
@@ -261,7 +261,7 @@ def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
 
 
 def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: Recorded) -> Fleet:
-    """Absorb an observation about a worker's present life."""
+    """Apply an observation about a worker's current instance."""
     if isinstance(fact, Commanded) and fact.late(recorded.at):
         return fleet
     observed: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
@@ -311,7 +311,7 @@ def _without(known: Mapping[str, T], name: str) -> Mapping[str, T]:
 
 
 def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
-    """Forget a worker, and its model if it was the last worker of it."""
+    """Remove a worker, and its model if no other worker has that model."""
     name, model = worker.joined.worker, worker.joined.model
     workers, models = _without(fleet.workers, name), fleet.models
     departed = worker_removal.remember(fleet.departed, worker)
@@ -322,7 +322,7 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _placed(fleet: Fleet, worker: Worker, fact: SpareActivated | SpareReleased) -> Fleet:
-    """Give a spare another worker's place, or return the place."""
+    """Let a spare replace another worker, or keep it back again."""
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
     other = fleet.remembered(name)
     if isinstance(fact, SpareActivated):

@@ -12,7 +12,7 @@ A golden belongs to a canary key: the same model, revision, tokenizer, engine, d
 convicts only the worker that proposed it, an agreed one convicts any worker, a retired one none. Votes are kept per worker
 and survive a dispute, so that the next worker's answer decides between the two. A worker has one vote, its latest.
 
-A provisional golden convicts every life of the worker that proposed it, even a healthy life after a faulty one: no other
+A provisional golden convicts every instance of the worker that proposed it, even a healthy one after a faulty one: no other
 worker has shown which of the two is wrong. An operator settles it by resuming the convicted worker: the worker's own
 answer is then disputed, and its next answer starts over.
 
@@ -110,7 +110,7 @@ class Golden:
 
 
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
-    """Absorb one fact about this canary under this key; None while there is no answer yet."""
+    """Apply one fact about this canary under this key; None while there is no answer yet."""
     match fact:
         case GoldenProposed():
             return _proposed(state, fact, cause)
@@ -137,7 +137,7 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 
 
 def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
-    """Absorb an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
+    """Apply an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
     if fact.act == "approve" and fact.answers:
         answer = fact.answers[0]
         request = OperatorRequest("approve", fact.by, answer=answer)
@@ -161,7 +161,7 @@ def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golde
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
-    """Return the last answer of a worker's present life; None if no complete one is known."""
+    """Return the last answer of this instance of a worker; None if no complete answer is known."""
     known = (*state.contradictions, *state.votes)
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
@@ -292,7 +292,7 @@ def confirmations(state: Golden) -> list[Vote]:
 
 
 def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
-    """Absorb a vote. An agreed golden is not voted on, but a configured answer always replaces it."""
+    """Apply a vote. An agreed golden is not voted on, but a configured answer always replaces it."""
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
     if state is None:

@@ -1,4 +1,4 @@
-"""The health of one life (instance) of a worker, from canaries, devices, operators and silence.
+"""The health of one instance of a worker, from canaries, devices, operators and silence.
 
 | from | on | to |
 |---|---|---|
@@ -18,7 +18,7 @@
 | DRAINING | empty and left, or deadline | DEAD |
 | DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
 | HEALTHY, SUSPICIOUS | DeviceFaulted with a weight, DeviceRecovered | the same, at most that weight |
-| any but DEAD | IntrusionRefused with `eject`, of this life | UNHEALTHY, until an operator resumes it |
+| any but DEAD | IntrusionRefused with `eject`, of this instance | UNHEALTHY, until an operator resumes it |
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
@@ -33,8 +33,7 @@ A device's limit (throttled clocks, a lost link) is not doubt. It caps the weigh
 several limits applies. It ends with the device's recovery, an operator's resume or the instance; the next instance
 reports its limits again.
 
-This module computes what each fact adds (`evolve`) to the state (`health_state.Health`); `health_moves` decides which move
-is due.
+This module applies each fact (`evolve`) to the state (`health_state.Health`); `health_moves` decides which transition is due.
 """
 
 from controller.deciders.health_state import (
@@ -92,7 +91,7 @@ FRONTENDS_MAX = 64  # frontends with slowness reports that are counted as one
 
 
 def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Health:
-    """Return the health with which a worker's next life starts: a new one with the convictions of hardware and weights.
+    """Return the health of a worker's next instance: `new`, with the convictions of hardware and weights from `previous`.
 
     Convictions by the goldens of another lineage are dropped, because the new lineage has goldens of its own.
     """
@@ -118,7 +117,7 @@ def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Healt
 
 
 def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
-    """Absorb one fact about this worker and instance."""
+    """Apply one fact about this worker and instance."""
     if state.status is DEAD:
         return state
     match fact:
@@ -146,7 +145,7 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
 
 
 def _life(state: Health, fact: Fact, cause: str) -> Health:
-    """Absorb a fact that does not come from a canary."""
+    """Apply a fact that does not come from a canary."""
     match fact:
         case WorkerSlow():
             return _slow(state, fact.frontend, cause)
@@ -251,7 +250,7 @@ def _slow(state: Health, frontend: str, cause: str) -> Health:
 
 
 def _over(slowness: Slowness) -> Slowness:
-    """Reset the count of reports; whether slowness is suspected stays."""
+    """Reset the count of reports; the suspicion of slowness stays."""
     return replace(slowness, reports=0, frontends=()) if slowness.reports else slowness
 
 
@@ -281,7 +280,7 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
 
 
 def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
-    """Apply that an agreed golden was outvoted. `agrees`: whether this worker gave the answer that was agreed instead."""
+    """Apply the outvoting of an agreed golden. `agrees`: whether this worker gave the answer that was agreed instead."""
     left = outvoted_charges(state.charges, canary, number, agrees=agrees)
     if left is state.charges:
         return state
@@ -413,7 +412,7 @@ def _well(moved: Health) -> Health:
 
 
 def _out_of_service(moved: Health, fact: HealthChanged) -> Health:
-    """Record why the worker is UNHEALTHY: whether beyond doubt, and since when it is silent, if it is."""
+    """Record why the worker is UNHEALTHY: whether beyond doubt, and, for a silent worker, since when."""
     charges = moved.charges
     since = fact.decided_at if SILENT in charges.convictions else None
     return replace(

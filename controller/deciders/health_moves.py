@@ -1,7 +1,7 @@
-"""The policy and the moves of a worker's health: the deciding half of the machine in `health`.
+"""The policy and the transitions of a worker's health: the decisions of the machine in `health`.
 
-No function here sees a fact. What is due follows from the state and the time alone, so the result is the same when it is
-computed late, twice, or after a crash.
+No function here receives a fact. The due transition depends only on the state and the time, so the result is the same when
+it is computed late, twice, or after a crash.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Move: TypeAlias = tuple[HealthStatus, float, str]  # target status, weight befor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
-    """How much doubt a worker may accumulate, and how it returns to service."""
+    """When a worker is taken out of service on doubt, and how it returns."""
 
     failures_max: int = 3  # consecutive failed canaries that make a worker UNHEALTHY
     slows_max: int = 3  # consecutive slow reports that make a worker SUSPICIOUS
@@ -65,7 +65,7 @@ class HealthPolicy:
 def decide(
     policy: HealthPolicy, state: Health, now: datetime, *, held: Callable[[], bool] = lambda: False
 ) -> tuple[Decision, ...]:
-    """Return the move that is due now: at most one. `held`: whether its lineage is new and has no agreed golden."""
+    """Return the move that is due now: at most one. `held`: whether the worker's lineage is new and has no agreed golden."""
     move = _due(policy, state, now) or _limited(state)
     if move is not None and move[0] is HEALTHY and state.joining and state.status is SUSPICIOUS and held():
         move = None if state.held else (SUSPICIOUS, 0.0, NEW_LINEAGE)
@@ -172,7 +172,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
-    """Return whether a conviction prevents a return. Enough good canaries acquit of everything except silence."""
+    """Return whether a conviction prevents the return to service. Enough good canaries clear every conviction except silence."""
     if SILENT in state.charges.convictions or (state.intrusion and policy.eject_intruders):
         return True
     standing = [c for c in state.charges.convictions if c != ENGINE]
@@ -180,7 +180,7 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
 
 
 def _returning(policy: HealthPolicy, state: Health) -> float:
-    """Return the weight of a returning worker: the ramp's first step, or its former weight if it only did not answer."""
+    """Return the weight of a returning worker: the ramp's first step, or its former weight if it only failed to answer."""
     silent = state.reason in UNANSWERED and not state.canaries.wrong and not state.charges.convictions
     return max(policy.ramp[0], state.ramp) if policy.silence_returns_whole and silent else policy.ramp[0]
 

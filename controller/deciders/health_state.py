@@ -96,7 +96,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of one worker in its current life."""
+    """The health of a worker's current instance."""
 
     worker: str
     instance: str
@@ -106,7 +106,7 @@ class Health:
     limits: tuple[tuple[str, float], ...] = ()  # (device and fault class, highest weight that it allows)
     ramp: float = 0.0  # its weight when last HEALTHY; below 1 during the ramp
     reason: str = "joined"
-    joining: bool = True  # not yet HEALTHY in this life
+    joining: bool = True  # this instance has not been HEALTHY yet
     disputed: tuple[str, ...] = ()  # canaries on which it disagrees with another worker
     intrusion: str = ""  # the forbidden action for which it is to be ejected
     kept: bool = False  # the ejection budget keeps it in service
@@ -141,7 +141,7 @@ class Health:
 
     @property
     def convicted(self) -> bool:
-        """Whether it was taken out of service, or must be, for more than doubt. It is then never kept in service.
+        """Whether it was, or must be, taken out of service on more than doubt. The ejection budget then never keeps it.
 
         The evidence may be gone (it sends heartbeats again, an operator resumed it) before its trial has passed.
         """

@@ -1,9 +1,9 @@
-"""Incidents: everything that belongs together, from the first symptom to recovery or death.
+"""Incidents: the decisions about one worker or model, from its first symptom to its recovery or death.
 
     (none) ── first symptom of a subject ──▶ open ── the subject is healthy again, or gone for good ──▶ closed
 
-An incident belongs to a worker's id, not to one life: a worker that dies and returns as a new instance is one incident.
-Its id names the decision that opened it, and every later decision about the subject carries it.
+An incident belongs to a worker's id, not to one instance: a worker that dies and returns as a new instance is one incident.
+The incident's id contains the number of the decision that opened it. Every later decision about the subject carries this id.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from events.frozen import replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentPolicy:
-    """What counts as a first symptom."""
+    """Which symptoms open an incident."""
 
     suspicion: bool = True  # a suspicion opens an incident; False: only an ejection from service does
     __pydantic_config__ = STRICT
@@ -43,7 +43,7 @@ class Incident:
 
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
-    """Absorb one fact about this incident; None if it is closed or was never opened."""
+    """Apply one fact about this incident; None if it is closed or was never opened."""
     match fact:
         case IncidentOpened():
             return _opened(state, fact)

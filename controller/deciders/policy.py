@@ -47,7 +47,7 @@ class FleetPolicy:
         return {name: part for name, part in parts.items() if part}
 
     def at(self, version: int) -> "FleetPolicy":
-        """Return this policy as an older version of the deciders applies it: later settings get their value from before."""
+        """Return this policy as an older version of the deciders applies it, with the former values of settings added later."""
         if version not in self._at:
             changed = {name: getattr(self, name) for name in _since(version)}
             self._at[version] = replace(
@@ -124,7 +124,7 @@ def load(written: Mapping[str, Any]) -> FleetPolicy:
     """Return the policy that `dump` has written. Raise ValueError for an invalid value.
 
     Unknown names are ignored. A missing field takes its default, or its value from before the setting existed (`ABSENT`),
-    so that an old journal is decided again as it was.
+    so that replaying an old journal gives the same decisions.
     """
     absent = {name: {**values, **written.get(name, {})} for name, values in ABSENT.items()}
     return _load(FleetPolicy, {**written, **absent})

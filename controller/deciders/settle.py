@@ -1,4 +1,4 @@
-"""Computes the decisions that are due: each machine in turn, on the decisions before it.
+"""Computes the due decisions: runs each state machine in turn, on the result of the previous ones.
 
     policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, repeated until
     nothing is due
@@ -54,7 +54,7 @@ Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...
 
 
 def in_force(fleet: Fleet) -> InForce:
-    """Return the kinds and version in force in a fleet, within this release; all of this release's before any decision."""
+    """Return the event kinds and deciders version in force, limited to this release's; all of these before the first decision."""
     if not fleet.number:
         return InForce.of(new_kinds(), DECIDERS_VERSION)
     version = min(max(fleet.deciders_version, OLDEST), DECIDERS_VERSION)
@@ -127,7 +127,7 @@ def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
 class SettleCache:
     """Caches calm fleets: a fleet in which nothing was due is not settled again before something can be due.
 
-    Nothing becomes due in a calm fleet until a fact changes it, or until a time that its machines name (`next_due`). A fleet
+    Nothing becomes due in a calm fleet until a fact changes it, or until the time that `next_due` returns. A fleet
     is frozen and compared by identity, so the cache cannot be stale.
     """
 
@@ -144,7 +144,7 @@ class SettleCache:
         self._until: datetime | None = None  # nothing becomes due in it before this time
 
     def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-        """Return what `settle` returns."""
+        """Return the result of `settle`; nothing, without computing it, while the fleet is known to be calm."""
         force = self._force(fleet)
         if force is None and fleet is self._calm and (self._until is None or now < self._until):
             return ()
@@ -210,7 +210,7 @@ class _Settling:
         self.decided.append(numbered)
 
     def _incident_of(self, decision: Decision) -> str:
-        """Return the open incident of a decision. A change of level belongs to the worker that cost capacity."""
+        """Return the open incident of a decision. A rise in degradation belongs to the last incident of the model's workers."""
         if isinstance(decision, WorkerDecision):
             worker = self.fleet.workers.get(decision.worker)
             return worker.incident if worker is not None else ""
@@ -257,7 +257,7 @@ def _goldens(s: _Settling) -> None:
 
 
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
-    """Run a machine of every worker until it has no more decisions due."""
+    """Run a state machine of every worker until it has no more decisions due."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.selected:
         moves = 0

@@ -17,7 +17,7 @@ class Shares:
     def __init__(self) -> None:
         self._workers: Mapping[str, Worker] = {}
         self._profiles: dict[Profile, Profile] = {}  # one object for all equal profiles
-        self._places: dict[str, tuple[str, int]] = {}  # each worker's model and its index there
+        self._places: dict[str, tuple[str, int]] = {}  # each worker's model and its index in its lists
         self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, in order of the workers' names
         self._ranks: dict[str, list[BudgetRank]] = {}  # by model, in order of the workers' names
         self._unranked: set[str] = set()  # workers with an outdated rank

@@ -1,11 +1,11 @@
-"""Spare workers: loaded and idle, each ready to take the place of a lost worker of its kind.
+"""Spare workers: loaded and idle, each ready to replace a lost worker of its kind.
 
-    spare ── a worker of its kind is lost ──▶ serves in its place; the lost worker becomes a spare
-    in a place ── `on_return` is release, and the place's own worker is healthy again ──▶ spare; that worker serves
+    spare ── a worker of its kind is lost ──▶ serves instead; the lost worker becomes a spare
+    replacement ── `on_return` is release, and the replaced worker is healthy again ──▶ spare; the replaced worker serves
 
-The role of a spare belongs to a worker's name and outlives its lives. The number of serving workers stays the same: a spare
-fills a place and adds none. A worker that lost its place returns as a spare, and gets no traffic until it is needed. The
-unit is the worker, which is a whole group of ranks.
+The role belongs to a worker's name and is kept across its instances. The number of serving workers stays the same: a spare
+replaces a worker and adds none. A replaced worker returns as a spare, and gets no traffic until it is needed. The unit is
+the worker, which is a whole group of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class SparesPolicy:
 class Spare:
     """The role of one worker."""
 
-    kept: bool = False  # kept back: no traffic, no part of capacity
+    kept: bool = False  # kept back: gets no traffic, and is not counted in capacity
     place: str = ""  # the worker that it replaces; empty: none
 
 
@@ -48,7 +48,7 @@ NO_SPARE = Spare()
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class SpareView:
-    """One worker as seen by the assignment of spares."""
+    """The properties of one worker that decide how spares are assigned."""
 
     worker: str
     instance: str
@@ -68,12 +68,12 @@ def activated(spare: str, lost: Spare, name: str) -> tuple[Spare, Spare]:
 
 
 def released() -> tuple[Spare, Spare]:
-    """Return the new roles of a spare that is kept back again, and of the worker that has returned to its place."""
+    """Return the new roles of a spare that is kept back again, and of the worker that it had replaced."""
     return Spare(kept=True), NO_SPARE
 
 
 def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
-    """Yield which spares start to serve, and which stop."""
+    """Yield a decision for each spare that starts to serve or stops."""
     spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
     if policy.on_return == "release":
         returned = {view.worker: view for view in spares}

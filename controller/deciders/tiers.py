@@ -25,7 +25,7 @@ class Tiers:
     def of(cls, policy: Mapping[str, Any] | None) -> "Tiers":
         """Return the tiers of a policy in the form of `PolicyAdopted`.
 
-        Where the policy names none, or none has been adopted yet, these are the defaults.
+        If the policy names no tiers, or no policy has been adopted yet, these are the defaults.
         """
         degradation = (policy or {}).get("degradation") or {}
         names = tuple(str(name) for name in degradation.get("priority_tiers") or TIERS)
@@ -45,9 +45,9 @@ class Tiers:
         return len(self.names) > 1 and self.rank(tier) >= len(self.names) - 1
 
     def sheds(self, knobs: Knobs, tier: str) -> bool:
-        """Return whether these knobs shed a request of this tier: the shed tier and all below it.
+        """Return whether these knobs shed requests of this tier: it is the shed tier or below it.
 
-        An unknown shed tier sheds only the lowest: the least that still sheds something.
+        If the shed tier is unknown, only the lowest tier is shed, so that the knob still has an effect.
         """
         if knobs.shed_tier is None:
             return False

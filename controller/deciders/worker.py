@@ -1,4 +1,4 @@
-"""One worker of the fleet: its present life, and the state of all its machines."""
+"""One worker of the fleet: its current instance, and the state of each of its state machines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,10 +35,10 @@ BY_ITSELF, ENDS_ITSELF = (
     "left: self_initiated",
     "shutdown: self_initiated",
 )  # reasons of an exit that was not requested
-SPARE = "spare"  # the entry in `Worker.reasons` of a worker that is kept back
+SPARE = "spare"  # the entry in `Worker.reasons` of a spare
 PASSES_MAX = 64  # canaries remembered per worker
-CONVICTIONS_KEPT = 16  # per worker, over all of its lives
-PAST_MAX = 16  # former instances remembered per worker: a late join of one of them starts no new life
+CONVICTIONS_KEPT = 16  # per worker, over all of its instances
+PAST_MAX = 16  # former instances remembered per worker: a late join of one of them changes nothing
 
 
 @fast_constructor
@@ -56,18 +56,18 @@ class LastCanary:
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """A canary's conviction of one life of a worker for wrong answers. Requests that it served since are exposed."""
+    """The conviction of one worker instance for a wrong answer to a canary. Requests that it served after `since` are exposed."""
 
     instance: str
     canary: str
-    since: datetime  # send time of this canary's last pass on this worker; without one, when this life joined
+    since: datetime  # send time of this canary's last pass on this worker; without one, when this instance joined
     at: datetime  # journal time of the failure
     seq: int  # stream sequence of the failure
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker: how it registered, and the state of each machine."""
+    """One worker: its registration, and the state of each of its state machines."""
 
     joined: WorkerJoined
     health: Health
@@ -81,8 +81,8 @@ class Worker:
     incident: str = ""  # id of its open incident; empty: none
     past: tuple[str, ...] = ()  # former instances
     joined_at: datetime = LONG_AGO  # by the journal's time
-    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; never removed
-    spare: Spare = NO_SPARE  # its role, also of all lives
+    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all instances; never removed
+    spare: Spare = NO_SPARE  # its role, kept across instances
 
     @property
     def natural_weight(self) -> float:
@@ -124,7 +124,7 @@ class Worker:
 
     @property
     def carries(self) -> float:
-        """The share of its capacity that it could carry, 0…1. The ramp gives it less for a while, but no capacity is lost."""
+        """The share of its capacity that it could carry, 0…1. The ramp lowers its weight for a while, but not this share."""
         ramping = self.natural_weight > 0.0 and self.health.status is HealthStatus.HEALTHY
         return self.health.limit if ramping else self.weight
 
@@ -152,17 +152,17 @@ class Worker:
 
     @property
     def corrupt(self) -> bool:
-        """Whether wrong answers have convicted it: none of its answers may be trusted, panic or not."""
+        """Whether wrong answers have convicted it. Its answers may not be trusted, even if it serves as the last worker."""
         return self.health.corrupt
 
     @property
     def place(self) -> str:
-        """Where its answers are computed: the address of the server behind it, or its host; without either, itself."""
+        """The machine that computes its answers: the address of the server behind it, else its host, else the worker's name."""
         return self.joined.server or self.joined.topology.host or self.joined.worker
 
     @property
     def alive(self) -> bool:
-        """Whether its present life has not ended."""
+        """Whether its current instance has not ended."""
         return self.health.status is not HealthStatus.DEAD
 
     @property
@@ -182,7 +182,7 @@ class Worker:
 
     @property
     def lost(self) -> str:
-        """Why it will not return soon; empty if it serves, may serve in a moment, or left gracefully."""
+        """Why it will not return soon; empty if it serves, may soon serve, or left gracefully."""
         h, status = self.health, self.health.status
         if status is HealthStatus.DEAD:
             drained = h.exit.draining and not h.exit.given_up and h.exit.left != BY_ITSELF
@@ -196,16 +196,16 @@ class Worker:
 
     @property
     def cache_epoch(self) -> int:
-        """When a canary last convicted a life of it, in microseconds; 0: never.
+        """The time at which a canary last convicted one of its instances, in microseconds since 1970; 0: never.
 
-        An engine can outlive its worker. What it has cached belongs to the epoch in which it was computed, and is invalid in
-        a later one.
+        An engine can outlive its worker. Its cached blocks belong to the epoch in which they were computed, and are invalid
+        in a later one.
         """
         return round(self.convictions[-1].at.timestamp() * 1e6) if self.convictions else 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it does not get its full share, in a few words each; empty if it does get it."""
+        """The reasons why it gets less than its full share of traffic, in a few words each; empty if it gets its full share."""
         found = []
         h = self.health
         if h.unlimited < 1.0:
@@ -227,11 +227,11 @@ class Worker:
 
 
 def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
-    """Return a worker in its next life. A join of the same or a former instance changes nothing.
+    """Return the worker with the instance that joins. A join of the same or a former instance changes nothing.
 
-    The machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the last life are
-    forgotten. The open incident, the convictions of all lives and the role as a spare are kept. A worker changes that role by
-    joining only if it registers with another role than in its last life.
+    The state machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the previous
+    instance are dropped. The open incident, the convictions of all instances and the role as a spare are kept. A join changes
+    that role only if the worker registers with another role than its previous instance.
     """
     name, instance = fact.worker, fact.instance
     if previous is not None and (instance == previous.joined.instance or instance in previous.past):
@@ -256,12 +256,12 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
 
 
 def lineage_changed(before: WorkerJoined, now: WorkerJoined) -> bool:
-    """Return whether an engine reports another lineage than in the worker's last life."""
+    """Return whether an engine reports another lineage than the worker's previous instance did."""
     return is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
-    """Absorb one fact about this worker and instance with each machine that it concerns."""
+    """Apply one fact about this worker and instance with each state machine that it concerns."""
     if isinstance(fact, RequestOutcome):  # the hot path: only the breaker uses these
         moved = breaker.evolve(state.breaker, fact, cause)
         return state if moved is state.breaker else replace(state, breaker=moved)
@@ -277,7 +277,7 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 
 def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:
-    """Apply that an agreed golden was outvoted: the worker's trial is due at once if it is no longer corrupt."""
+    """Apply the outvoting of an agreed golden. If the worker is then no longer corrupt, its trial is due at once."""
     moved = health.outvoted(state.health, canary, number, agrees=agrees)
     if moved is state.health:
         return state
@@ -288,7 +288,7 @@ def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker
 
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
-    # With several DP ranks no pass is remembered: a pass of one rank does not prove another.
+    # With several DP ranks no pass is recorded: a pass of one rank proves nothing about the others.
     if isinstance(fact, CanaryGood) and state.joined.dp <= 1:
         passes = {**passes, fact.canary: fact.sent_at}
         if len(passes) > PASSES_MAX:
@@ -322,7 +322,7 @@ def _outcome(fact: CanaryResult) -> tuple[str, str]:
 
 
 def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
-    """Return whether a spare is ready to replace a lost worker, but the controller has not decided it yet."""
+    """Return whether a spare is ready to replace a lost worker, but the controller has not activated it yet."""
     ready = (one for one in workers if one.spare.kept and one.well and one.kind == lost.kind)
     return not lost.spare.kept and any(ready)
 

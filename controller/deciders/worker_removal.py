@@ -1,10 +1,10 @@
 """Removal of dead workers from the fleet.
 
-    DEAD ── for `forget_after`, its incident closed, no next life awaited ──▶ forgotten
+    DEAD ── for `forget_after`, its incident closed, no next instance awaited ──▶ forgotten
 
-A forgotten worker leaves what the fleet shows, but `Fleet.departed` still remembers it. Evidence against hardware or
-weights outlives a life: a worker that later joins under the same name may have the same bad device. And a process that was
-cut off for a long time may reconnect and believe that it serves; it must still be notified that it is dead.
+A forgotten worker is no longer listed in the fleet, but `Fleet.departed` still contains it. Evidence against hardware or
+weights outlives an instance: a worker that later joins under the same name may have the same bad device. A process that was
+cut off for a long time may also reconnect and continue to serve; it must still be notified that it is dead.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ForgettingPolicy:
 
 
 def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetime) -> tuple[Decision, ...]:
-    """Return the decision to forget a worker, if due. `awaited`: its next life waits to join."""
+    """Return the decision to forget a worker, if due. `awaited`: the worker's next instance waits to join."""
     due = due_at(policy, worker)
     if due is None or now < due or awaited or worker.incident:
         return ()
@@ -43,14 +43,14 @@ def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetim
 
 
 def due_at(policy: ForgettingPolicy, worker: Worker) -> datetime | None:
-    """Return when the worker may be forgotten, as far as time decides; None if it lives or is never forgotten."""
+    """Return the time from which the worker may be forgotten; None if it is alive or is never forgotten."""
     if worker.alive or policy.forget_after is None:
         return None
     return (worker.health.dead_since or LONG_AGO) + policy.forget_after
 
 
 def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Worker]:
-    """Add a forgotten worker to those that are remembered."""
+    """Add a forgotten worker to the departed ones. Beyond DEPARTED_MAX drop one of them."""
     known = {**departed, worker.joined.worker: worker}
     if len(known) > DEPARTED_MAX:
         del known[next((name for name, one in known.items() if not _stained(one)), next(iter(known)))]
@@ -58,6 +58,6 @@ def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Wor
 
 
 def _stained(worker: Worker) -> bool:
-    """Return whether there is evidence against a worker, or its answers, that its next life would inherit."""
+    """Return whether there is evidence against a worker, or its answers, that its next instance would inherit."""
     inherited = [one for one in worker.health.convictions if one not in (SILENT, ENGINE)]
     return bool(inherited or worker.convictions)

@@ -34,7 +34,7 @@ def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> l
 def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) -> bool:
     """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them.
 
-    With a `tie_margin` answers also count as the same if they diverge at a near tie: what follows cannot be compared.
+    With a `tie_margin` answers also count as the same if they diverge at a near tie: the tokens after it cannot be compared.
     """
     place = parting(one.tokens, other.tokens)
     if place is None:

@@ -1,7 +1,7 @@
 """The quorum that outvotes an agreed golden: independent voices, counted per host and broker account.
 
 A voice is not a worker. Workers on one server or host, or of one broker account, can be wrong together, so they are one
-voice. A camp has as many voices as it has distinct places or distinct accounts, whichever is fewer.
+voice. A group of workers has as many voices as it has distinct machines or distinct accounts, whichever is fewer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ class Voter:
     instance: str
     place: str  # where its answers are computed: the address of a server, or a host
     account: str  # its broker account
-    confirms: bool  # it has passed this canary in this life and is not convicted
+    confirms: bool  # this instance has passed this canary and is not convicted
 
 
 def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
