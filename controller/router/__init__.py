@@ -1,1 +1,1 @@
-"""Routing: the endpoints, what they have cached, their load, and the choice of a worker for a request."""
+"""Routing: the endpoints, their cached prefixes, their load, and the choice of a worker for a request."""

@@ -1,7 +1,7 @@
-"""The endpoint table of a router: one endpoint per life of a worker, maintained from the fold.
+"""The endpoint table of a router: one endpoint per worker instance, maintained from the fold.
 
-An endpoint combines the fleet's view of a worker (weight, health) with what this frontend has in flight there. The lineage
-is what must not change during a request: the revision of the weights, and the tokenizer.
+An endpoint combines the fleet's view of a worker (weight, health) with this frontend's requests in flight there. The lineage
+consists of the properties that must not change during a request: the revision of the weights, and the tokenizer.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ RANKS_MAX = 1024  # DP ranks considered per worker, whatever it registers
 
 
 class ConnectedWorkers(Protocol):
-    """The connection layer's view of workers. No call blocks. This default: all are reachable and report no load."""
+    """The connection layer's view of workers. No call blocks. By default all workers are reachable and report no load."""
 
     def reachable(self, worker: str, instance: str) -> bool:
         """Return whether this instance is connected, and its engine is not known to be stuck."""
@@ -53,12 +53,12 @@ class ConnectedWorkers(Protocol):
         return None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same per DP rank; empty if it has one rank, or does not report per rank."""
+        """Return the external load per DP rank; empty if the worker has one rank, or does not report per rank."""
         return ()
 
 
 class WorkerRank(NamedTuple):
-    """One DP rank of one life of a worker: the unit that has a KV cache of its own."""
+    """One DP rank of a worker instance: the unit that has its own KV cache."""
 
     worker: str
     instance: str
@@ -66,7 +66,7 @@ class WorkerRank(NamedTuple):
 
 
 class Server(NamedTuple):
-    """One life of a worker: the properties on which answers depend."""
+    """The properties of a worker instance on which answers depend."""
 
     key: Key
     exact: bool = True  # accepts and returns token ids
@@ -85,7 +85,7 @@ class KeptRoom:
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One life of a worker to which requests can be sent.
+    """A worker instance to which requests can be sent.
 
     Its counters (`active`, `kept`, `tokens`) are changed only by its own methods (`admit`, `begin` and the like), which each
     sender of requests calls. Other code only reads them.
@@ -118,7 +118,7 @@ class Endpoint:
     server: Server = field(init=False)
 
     def __post_init__(self) -> None:
-        joined = self.joined  # a life registers once, so the values that every choice reads are copied here
+        joined = self.joined  # registered once, so the values that every choice reads are copied here
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
         self.lineage = joined.revision, joined.tokenizer
@@ -173,7 +173,7 @@ class Endpoint:
         self.refused_at = others
 
     def shown(self, reachable: bool) -> dict[str, object]:
-        """Return its state for display."""
+        """Return the endpoint's state for display."""
         return {
             "id": self.worker,
             "instance": self.instance,
@@ -193,7 +193,7 @@ def most_common_value(claims: Sequence[int]) -> int:
 
 
 def confirmed(claims: Iterable[tuple[int, str]]) -> int:
-    """Return the largest value that workers of two broker accounts reach; of a single account, its largest.
+    """Return the largest value that workers of two broker accounts reach; with a single account, the largest value.
 
     `claims`: each worker's value and account.
     """
@@ -252,7 +252,7 @@ class EndpointGroup:
 
 @dataclass(slots=True)
 class TableChange:
-    """The changes that one absorbed state made to the table."""
+    """The changes of the table by one update from the fold."""
 
     updated: list[tuple[Endpoint, Worker]] = field(default_factory=list)
     moved: bool = False  # an updated endpoint may get more or fewer requests, or its requests have to move
@@ -292,7 +292,7 @@ class EndpointTable:
         self._limits: dict[str, int | None] = {}
 
     def absorb(self, fleet: Fleet) -> TableChange:
-        """Absorb the fold's current state, and return what it changed.
+        """Update the table to the fold's current state, and return the changes.
 
         Workers are compared by identity: a thousand of them cost next to nothing when one has changed.
         """
@@ -373,7 +373,7 @@ class EndpointTable:
     def _suspect(self, worker: Worker) -> str:
         """Return why canaries convict a worker that still serves as the last of its model; empty if it does not.
 
-        Between the evidence and the decision this anticipates the decision, so that its requests need not move.
+        Between the evidence and the controller's decision, this predicts the decision, so that requests need not move.
         """
         why = worker.health.charges.accused or worker.health.reason
         if worker.serves_suspect:
@@ -392,9 +392,9 @@ class EndpointTable:
         return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
 
     def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
-        """Return whether only canaries keep a worker, none of `without`, out of service.
+        """Return whether a worker that is not in `without` is out of service only because of canaries.
 
-        It will serve as soon as the controller sees that no other worker of its model does, so waiting for it is worthwhile.
+        It will serve as soon as the controller sees that no other worker of the model does, so requests can wait for it.
         """
         return self._keeps_last and any(
             worker.joined.model == model
@@ -406,13 +406,13 @@ class EndpointTable:
         )
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
-        """Return the fold's state of an endpoint's life; None if that life has ended."""
+        """Return the fold's state of an endpoint's worker; None if that instance has ended."""
         worker = self._known.get(endpoint.worker)
         same = worker is not None and worker.alive and worker.joined.instance == endpoint.instance
         return worker if same else None
 
     def drains(self, endpoint: Endpoint) -> bool:
-        """Return whether the fleet drains an endpoint's life. The worker may not have received the drain yet."""
+        """Return whether the fleet drains an endpoint's worker instance. The worker may not have received the request yet."""
         worker = self.worker(endpoint)
         return worker is not None and worker.drain.active
 
@@ -425,7 +425,7 @@ class EndpointTable:
         return self.worker(endpoint) is not None
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Apply at once what an operator has set here. The fold later returns it, merged with changes at other frontends."""
+        """Apply thresholds set at this frontend at once. The fold later contains them, merged with changes at other frontends."""
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
@@ -438,7 +438,7 @@ class EndpointTable:
         return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
-        """Fill the table with workers that were given directly: all of them HEALTHY."""
+        """Fill the table with these workers instead of a fold's. All of them are HEALTHY."""
         fresh = []
         for fact in joined:
             endpoint = self.endpoints.get((fact.worker, fact.instance)) or Endpoint(fact)
@@ -479,7 +479,7 @@ class EndpointTable:
         )
 
     def migration_limit(self, model: str) -> int | None:
-        """Return the migration limit that most routable workers of this model have registered; None if none has."""
+        """Return the migration limit that most routable workers of this model have registered; None if there is none."""
         if model not in self._limits:
             endpoints = self.models.get(model, ())
             voters = [one for one in endpoints if one.routable] or endpoints

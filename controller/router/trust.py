@@ -1,7 +1,7 @@
 """Trust in a worker's KV cache: whether another worker may receive it.
 
-What a worker computed wrongly is in its KV cache, and stays wrong wherever it is sent. So a shipment requires a
-`TrustedSource`. None exists for a worker that is dead, was ejected for its answers or actions, or is suspected of wrong
+The wrong results of a worker remain in its KV cache, and stay wrong on any worker that receives it. So a shipment requires
+a `TrustedSource`. None exists for a worker that is dead, was ejected for its answers or actions, or is suspected of wrong
 answers. Workers that drain, are throttled or slow, or lost an NVLink compute correctly and are trusted.
 """
 
@@ -19,7 +19,7 @@ class SourceDistrusted(HoldfastError):
 
 
 class TrustedSource:
-    """One life of a worker with a KV cache that may be sent on now. Do not store it: trust can end."""
+    """A worker instance with a KV cache that may be sent to another worker now. Do not store this object: trust can end."""
 
     __slots__ = ("instance", "worker")
 
@@ -39,7 +39,7 @@ class TrustedSource:
 
 
 def _doubt(worker: Worker) -> str:
-    """Return why a worker's state is not trusted; empty if it is."""
+    """Return the reason why a worker's KV cache is not trusted; empty if it is trusted."""
     health = worker.health
     if health.status not in FIT or health.joining:
         return f"it is {health.status.value}"

@@ -1,8 +1,8 @@
 """Verification of workers' KV claims against their registration and what requests found cached.
 
-A worker loses its claims if it claims more blocks than it has, or if requests do not find what it claims. It is then routed
-to as if it had nothing cached, until its life ends. One stale claim is normal, because blocks are evicted. 12 of 16 claims
-of which less than half was found are not.
+A worker loses its claims if it claims more blocks than it has, or if requests do not find what it claims. It is then treated
+as if it had nothing cached, until its instance ends. A claim is wrong if less than half of it was found. One wrong claim is
+normal, because blocks are evicted. 12 wrong ones among the last 16 claims are not.
 """
 
 from collections import deque
@@ -18,15 +18,15 @@ SLACK_BLOCKS = 256
 TIERED_MAX = 256  # times the registered blocks, over all tiers: slower tiers are not registered
 LOOK_AGAIN = 1.25  # growth of a rank's blocks until they are counted again
 CLAIMED_MIN = 64  # tokens; a smaller claim attracts no request
-JUDGED = 16  # last claims of one life that are judged
+JUDGED = 16  # last claims of an instance that are judged
 WRONG = 12  # wrong ones among these that lose the claims
 
 
 @dataclass(slots=True)
 class KvClaims:
-    """The record of claims of each life of a worker."""
+    """The record of claims of each worker instance."""
 
-    lost: Callable[[Key, str], None] = lambda key, why: None  # called when a life loses its claims
+    lost: Callable[[Key, str], None] = lambda key, why: None  # called when an instance loses its claims
     disbelieved: set[Key] = field(default_factory=set)
     _blocks: dict[Key, int] = field(default_factory=dict)  # registered
     _looked: dict[WorkerRank, float] = field(

@@ -10,8 +10,8 @@
     events       must reach back to `next`; a dump replaces everything, part by part
 
 The events to apply are returned. `Cleared` among them means that the rank holds nothing now. Only the answer to the last
-request counts; it is dropped if a fresh start or the missing events have overtaken it. No rank is ever given up: what is
-missing is requested again, with exponential backoff. Events that do not fit into the buffer are requested with the rest.
+request counts; it is dropped if a fresh start or the missing events have arrived before it. No rank is ever given up: missing
+events are requested again, with exponential backoff. Events that do not fit into the buffer are requested with the rest.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Counts:
 
 
 class Feed:
-    """The feed of one rank of one life of a worker. `due`: when to send the next request; None: not now."""
+    """The feed of one rank of a worker instance. `due`: when to send the next request; None: not now."""
 
     __slots__ = (
         "_ahead", "_asked", "_counts", "_dump", "_gap", "_tries", "_weight", "due", "next", "noted",
@@ -80,7 +80,7 @@ class Feed:
         return self._settled(new, now)
 
     def _fresh(self, first: int, events: Sequence[KvEvent]) -> int | None:
-        """Return the event of a batch from which on nothing before it matters; None if there is none."""
+        """Return the index from which the events of a batch apply without any earlier event; None if there is none."""
         for place in range(len(events) - 1, -1, -1):
             if isinstance(events[place], Cleared) and first + place >= (self.next or 0):
                 return place + 1

@@ -69,7 +69,7 @@ def only(masks: Masks, kept: int) -> Masks:
 
 
 def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
-    """Return how many blocks are equal from two positions on. If one block is equal, so are all before it."""
+    """Return how many blocks are equal, from `first` in `own` and `start` in `others`. If one is equal, so are all before it."""
     low, high = 0, min(len(own) - first, len(others) - start)
     if high and own[first + high - 1] == others[start + high - 1]:
         return high
@@ -83,7 +83,7 @@ def common(own: Sequence[int], first: int, others: Sequence[int], start: int) ->
 
 
 def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the first position in a run, and the number, of its blocks that are adjacent from `position` on in `blocks`."""
+    """Return the start and length of the part of a run that equals `blocks` from `position` on, forwards or reversed."""
     own, last = run.blocks, len(blocks) - position
     place, size = run.place(blocks[position]), 1
     while size < last and size <= place and blocks[position + size] == own[place - size]:
@@ -113,7 +113,7 @@ class Depths(Mapping[WorkerRank, int]):
         self._made: dict[WorkerRank, int] | None = None
 
     def named(self) -> dict[WorkerRank, int]:
-        """Return the same as a plain dict."""
+        """Return the depths as a plain dict."""
         made = self._made
         if made is None:
             groups = self.groups
@@ -157,7 +157,7 @@ class Matches(msgspec.Struct):
     disk: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
 
     def scaled(self, factor: float) -> "Matches":
-        """Return the same in blocks of another size: each block counts as `factor` of those."""
+        """Return the matches in blocks of another size: each block counts as `factor` of those."""
         tiers = (self.device, self.host, self.disk)
         return Matches(*({holder: int(count * factor) for holder, count in tier.items()} for tier in tiers))
 
@@ -175,7 +175,7 @@ class KvIndex:
 
     def __init__(self) -> None:
         self._root = BlockRun([], 0, None, NO_HOLDERS)
-        self._runs: dict[int, BlockRun] = {}  # by each block of theirs
+        self._runs: dict[int, BlockRun] = {}  # by each of their blocks
         self._all: set[BlockRun] = set()
         self._bits: dict[WorkerRank, int] = {}
         self._holders: dict[int, WorkerRank] = {}  # by bit position

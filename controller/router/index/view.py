@@ -1,11 +1,11 @@
 """The KV view of one frontend: the index, and one feed per rank that reports its blocks.
 
-    absorb   the live workers: a new rank is restored, one that is gone is forgotten
+    absorb   the live workers: a new rank is restored, a rank that is gone is dropped
     take     workers' live events   ┐
     answer   their responses        ├─▶ feed ─▶ events ─▶ index
     due      the next request       ┘
 
-The shell transports messages and supplies the time. Nothing here blocks.
+The caller transports messages and supplies the time. Nothing here blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ from events.observations import WorkerJoined
 
 # A new rank is queried after a random delay up to this, so that frontends that start together do not query at once.
 FIRST_S = 0.003
-DOUBT_S = 0.5  # the same for all ranks after the broker is reachable again
+DOUBT_S = 0.5  # maximum random delay of all ranks after the broker is reachable again
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class KvView:
         self._turn = count()
 
     def absorb(self, joined: Iterable[WorkerJoined], now: float) -> None:
-        """Follow exactly the ranks of these live workers that report their blocks. Cheap if no worker has joined or left."""
+        """Follow the ranks of these live workers that report their blocks, and no others. Cheap if no worker joined or left."""
         joined = list(joined)
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
@@ -103,7 +103,7 @@ class KvView:
     # --- messages from workers
 
     def take(self, batch: KvBatch, now: float) -> None:
-        """Apply a live batch from a worker. A batch of a rank that is not followed is dropped: it is queried later."""
+        """Apply a live batch from a worker. A batch of a rank that is not followed is dropped; the rank is queried later."""
         holder = WorkerRank(batch.worker, batch.instance, batch.rank)
         feed = self._feeds.get(holder)
         if feed is not None:

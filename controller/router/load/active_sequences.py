@@ -3,16 +3,16 @@
     add ──▶ reading its prompt ── first token ──▶ decoding ── free ──▶ gone
      └───────────────────────────── free ───────────────────────────────┘
 
-A router knows when its requests begin and end, so it keeps these counts itself. It updates them before a request leaves, so
+A router knows when its requests begin and end, so it keeps these counts itself. It updates them before a request is sent, so
 that the next choice sees it at once. No worker has to be polled, and two simultaneous requests do not go to the same idle worker.
 
 A block is counted once per worker, however many of its requests begin with it. A prompt that is being read counts with its
 unread part: all of it until its first token, or, where the reading time is predicted, less as time passes. As in §4.6 of
-Dynamo's rules, the oldest prompt's pace applies to all if all have a prediction; otherwise only the oldest shrinks. Tokens
-that were recently sent count for some seconds after they have been read.
+Dynamo's rules, the oldest prompt's pace applies to all if all have a prediction; otherwise only the oldest's count shrinks.
+Recently sent tokens count for some seconds after they have been read.
 
 The prefixes in use form a tree of pieces: consecutive blocks used by the same requests, with the number of requests per
-holder. A use adds one along a path and a drop subtracts it, in steps of pieces, not blocks. A piece without requests is
+holder. `use` adds one along a path and `drop` subtracts one, piece by piece, not block by block. A piece without requests is
 removed. Only whole prefixes are used, so a holder has no block without those before it.
 
 The loads are stored in columns, one row per holder, so that a choice among a thousand takes only a few vector sums.
@@ -246,7 +246,7 @@ class ActiveSequences:
         """Report every event of this frontend's requests to `listener` from now on, in order."""
         self._listener = listener
 
-    # --- the life of a request ----------------------------------------------------------------------------
+    # --- request lifecycle --------------------------------------------------------------------------------
 
     def add(
         self,
@@ -390,7 +390,7 @@ class ActiveSequences:
         return [(name, one) for name, one in self._requests.items() if one.owner == owner]
 
     def work(self, holder: WorkerRank, *, now: float) -> RankWork:
-        """Return a holder's work. The columns are read only if it shrinks with time: a choice may call this a thousand times."""
+        """Return a holder's work. The columns are read only if unread tokens shrink with time, because this is called often."""
         if (work := self._work.get(holder)) is None:
             return RankWork()
         prefill: float = work.reading_tokens
@@ -421,7 +421,7 @@ class ActiveSequences:
         return [self._of(holder) for holder in holders]
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
-        """Return the result of `shared` piece by piece: a depth, and by row how many requests reach it."""
+        """Return the pieces at the start of a prompt: each one's depth, and by row the number of requests that use it."""
         return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:

@@ -1,7 +1,7 @@
 """Load limits: whether a worker may get another request, and whether a whole model is busy.
 
 Evaluated when a request arrives, from the workers' last reports and from what this frontend has sent. A worker that has not
-reported counts with this frontend's own numbers: silence is a matter of health, not of load.
+reported is judged by this frontend's own counts, because a silent worker is handled by health, not by load.
 
 Dynamo's thresholds (seed 003):
 
@@ -121,7 +121,7 @@ class LoadMonitor:
     def wanted(
         self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
     ) -> RequiredRoom:
-        """Return the room for a request with this longest prompt and this maximum answer length."""
+        """Return the room that a request with this longest prompt and this maximum answer length needs."""
         return RequiredRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
 
     # --- one worker -----------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""Replicates in-flight requests between frontends: each slot tracker also contains the others'.
+"""Replicates in-flight requests between frontends, so that each slot tracker contains all of them.
 
-    ours     tracker ──▶ events ──▶ batches                                      numbered, over one life of a frontend
+    ours     tracker ──▶ events ──▶ batches                                      numbered per frontend process
     theirs   batch, the next one ──▶ tracker
              batch, beyond the next ──▶ tracker, as far as possible, and a `ResendRequest`   batches were lost
-             the first of a full state ──▶ forget what we had of it ──▶ tracker
-             silence ──▶ forget it, once it is no longer a peer
+             the first of a full state ──▶ drop that frontend's earlier requests ──▶ tracker
+             silence ──▶ drop the frontend, once it is no longer a peer
 
-A frontend that starts knows no other's requests and requests all of them; it has them within a moment. Requests that are
-never freed are removed by the tracker's own guard. Pure: the shell (`adapters.slot_sync`) transports messages and supplies
-the time.
+A frontend starts without the requests of the others. It requests their full states, which arrive within a moment. Requests
+that are never freed are removed by the tracker's own guard. No I/O: `adapters.slot_sync` transports messages and supplies the
+time.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ WAITING_MAX = 65_536  # unsent events; beyond this the full state is sent instea
 
 @dataclass(slots=True)
 class _Other:
-    """One life of another frontend."""
+    """One process of another frontend."""
 
     life: str
     next: int  # number of its next batch
@@ -140,7 +140,7 @@ class Replicas:
 
     def take(self, message: SlotBatch | ResendRequest, now: float) -> ResendRequest | None:
         """Apply a message of another frontend. Return a request for its full state if batches were lost."""
-        if message.frontend == self._frontend:  # our own echo
+        if message.frontend == self._frontend:  # our own message
             return None
         if isinstance(message, ResendRequest):
             self._whole = self._whole or message.of in ("", self._frontend)
@@ -187,7 +187,7 @@ class Replicas:
             )
 
     def request_all(self) -> ResendRequest:
-        """Return the request for all full states, sent when this frontend starts to listen, or does so again."""
+        """Return the request for the full state of every frontend. It is sent when this frontend subscribes or resubscribes."""
         for other in self._others.values():
             other.complete = False
         return ResendRequest(self._frontend)

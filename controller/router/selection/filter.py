@@ -1,4 +1,4 @@
-"""Filters the workers that may take a request. Filter, score and pick are the stages of a choice.
+"""Filters the workers that may take a request. Filter, score and pick are the stages of the selection.
 
     filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room
              shared by all frontends (`Headroom`); if any that remain sent a message recently, only those
@@ -238,10 +238,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
 
 def cost(endpoint: Endpoint, external: Load | None) -> float:
-    """Return how long a request would wait there: behind this frontend's requests, which it knows exactly, and behind others'.
+    """Return a measure of how long a request would wait there: behind this frontend's requests, counted exactly, and others'.
 
-    The worker's own report of everything is not compared between workers. It is delayed, and all frontends would send to the
-    worker with the oldest report.
+    The total load that workers report is not compared. Reports are delayed, and all frontends would send to the worker with
+    the oldest report.
     """
     active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:

@@ -18,7 +18,7 @@ with these differences:
 - Requests of other frontends are counted as the worker reports them, if their routers do not report to us.
 - Blocks in use by requests count as cached already, if prefixes are cached at all.
 - A credit above 1 is the price of a computed block beyond its computation: it evicts another one from the cache (`copy`).
-  It is therefore not subtracted from what others have to be read there. If several requests there use a prefix, each
+  It is therefore not subtracted from the unread tokens of other prompts there. If several requests there use a prefix, each
   counts its share: many pay for one more copy, and a hot prefix gets as many copies as it needs. A block on a slower
   tier saves its part of that, too.
 - Prompt tokens sent there in the last ten seconds or so count a little even after they have been read. Among workers with
@@ -153,8 +153,8 @@ def costs(
 ) -> list[Value]:
     """Return the cost of a prompt on each candidate.
 
-    With `terms` there is one candidate, which is all of them as columns: `terms` provides the blocks on slower tiers, and
-    its derived terms are filled in.
+    With `terms`, the only entry of `candidates` has columns with the values of all. `terms` provides the blocks on slower
+    tiers, and its derived terms are filled in.
     """
     tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
     tracked, scale = pricing.track_prefill, pricing.prefill_scale

@@ -285,7 +285,7 @@ class ScoringRequest(
 
 
 class Selection(msgspec.Struct, eq=False):
-    """The chosen candidate, and what is known of the request there. Do not store it: it holds the costs of all candidates."""
+    """The chosen candidate, and the request's cached blocks there. Do not store it: it holds the costs of all candidates."""
 
     endpoint: Endpoint
     holder: WorkerRank
@@ -425,7 +425,7 @@ class Chooser:
         """Return the candidate that is due first. Each pick delays a candidate by the inverse of its weight."""
         holders, now, get = request.candidates.holders, self._due_now, self._due.get
         dues = [get(holder, now) for holder in holders]
-        # a candidate that was away does not catch up on its missed turns
+        # a candidate that was unavailable does not catch up on its missed turns
         turns = np.where(request.weights > 0, np.maximum(dues, now), inf)
         for _ in range(min(LOOKS, len(turns))):
             index = int(turns.argmin())
