@@ -4,10 +4,10 @@
     re-prefill  wait + (tokens queued before it + tokens) / the target's prefill rate
     wait        for a slot in the target's batch, and for one step of it
 
-Both count only what the target does not have in its prefix cache. Blocks are sent whole, and all shards in lockstep, so the
-slowest lane delays all.
+Both methods count only the tokens that are not in the target's prefix cache. Blocks are sent whole, and all shards in
+lockstep, so the slowest lane delays all.
 
-Both sides are linear in the tokens, so there is usually no crossover. A 70B model at TP 8 has 40 KiB per token and shard. At
+Both costs are linear in the tokens, so there is usually no crossover. A 70B model at TP 8 has 40 KiB per token and shard. At
 5,000 tokens/s of prefill a transfer is faster at every length over any link of more than 204.8 MB/s (N13). Only the setup
 makes re-prefill faster, for short sequences: below about setup x rate tokens. The quadratic part of attention is left out; it
 would only make re-prefill more expensive.
@@ -183,7 +183,7 @@ class Prices:
         return self.wait_s + self.moving_s(missing, at_once)
 
     def moving_s(self, missing: int, at_once: int) -> float:
-        """Return the seconds of a transfer without the wait for the target's batch."""
+        """Return the seconds that a transfer takes without the wait for a slot in the target's batch."""
         return at_once * (self.fixed_s + -(-missing // self.block_tokens) * self.block_s)
 
     def reprefill_s(self, missing: int, queued_tokens: int) -> float:

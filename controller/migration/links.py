@@ -5,10 +5,10 @@
     one host, no common domain        `LinkTable.pcie`
     two hosts, one rail               infiniband        each device has its own adapter
     two hosts, two rails              infiniband        all shards share one adapter's rate
-    anything not registered           tcp               all shards share the host's one
+    anything not registered           tcp               all shards share the host's link
 
-Every rate is for one direction. Data sheets add both (H100: "900 GB/s" is 450 each way). A link of 50 GB/s per device
-exists only if each device has its own adapter; otherwise the shards of a group share it (`Lane.sharers`).
+Every rate is for one direction. Data sheets give the sum of both directions (H100: "900 GB/s" is 450 each way). A link of
+50 GB/s per device exists only if each device has its own adapter; otherwise the shards of a group share it (`Lane.sharers`).
 """
 
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def lanes(links: LinkTable, source: Topology, target: Topology, tp: int) -> tupl
 
 
 def _link(links: LinkTable, source: Topology, target: Topology) -> tuple[LinkName, bool]:
-    """Return the link that joins two workers, and whether each shard has its own.
+    """Return the link between two workers, and whether each shard has its own.
 
     A worker registers one host, one domain and one rail, so all its pairs of shards have the same kind of link.
     """

@@ -1,4 +1,4 @@
-"""The placement of the requests of a group that failed or leaves: which group continues which request.
+"""Placement of the requests of a group that failed or drains: which group continues which request.
 
     in order      priority (the lowest number first), then age
     transfer      the one group that can take all of them and is predicted to finish first; if no group can take all, each
@@ -7,8 +7,8 @@
                   spreads them evenly
     failed        no group has room
 
-Each request gets the cheaper of the two methods. Its blocks, and the place of its next token, are reserved before the next
-request is considered, so no group is promised more than it has free.
+Each request gets the cheaper of the two methods. Its blocks, and room for its next token, are reserved before the next
+request is considered, so no group gets more requests than it has room for.
 
 Nothing moves here: `place` only plans. The caller re-prefills if a transfer fails, and may retry a request that could not be
 placed when there is room.
