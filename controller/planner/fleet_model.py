@@ -1,4 +1,4 @@
-"""A simulated fleet of one model in virtual time, for what would take days to measure.
+"""A simulated fleet of one model in virtual time, for experiments that would take days in real time.
 
     a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a slot in the batch ─▶ tokens
 
@@ -167,7 +167,7 @@ class FleetModel:
             heappush(self._late, first if late_first else first + answer * token_s)
 
     def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
-        """Return the share of its time that a worker reads during an answer: now its own, later the fleet's average."""
+        """Return the share of a worker's time spent reading during an answer: at first its own, later the fleet's average."""
         self._all_reading *= exp((self._last_at - now) / ALL_REMEMBERS_S)
         usual = min(BUSY_MAX, self._all_reading / max(1, self.serving))
         self._all_reading += reading_s / ALL_REMEMBERS_S

@@ -1,7 +1,7 @@
 """The history of one model from the journal: traffic, capacity, and the changes proposed and applied.
 
-A minute is known once every frontend has reported it that reported any of the three minutes before. A frontend that fails
-takes its share of the traffic with it, and the reports of the others are then not the whole. A frontend that stops says so.
+A minute is known once it is reported by every frontend that reported any of the three preceding minutes. Otherwise the share
+of traffic of a failed frontend would be missing from the sum. A frontend that stops marks its last report.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -31,7 +31,7 @@ class _MinuteReports:
     traffic: Traffic = field(default_factory=Traffic)
     late: int = 0
     frontends: set[str] = field(default_factory=set)
-    lives: set[str] = field(default_factory=set)  # their process lives
+    lives: set[str] = field(default_factory=set)  # their process instances
     stopped: set[str] = field(default_factory=set)  # frontends for which this was the last minute
 
 

@@ -42,7 +42,7 @@ class Promised:
 
 @dataclass(frozen=True, slots=True)
 class ModelCapacity:
-    """What the workers of one model can carry."""
+    """The capacity of one model's workers."""
 
     provisioned: int
     healthy: int
@@ -53,7 +53,7 @@ class ModelCapacity:
 
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:
-    """Return what one model's workers can carry within its SLO."""
+    """Return the capacity of one model's workers within its SLO."""
     counted = [worker for worker in workers if not (worker.leaving or worker.spare)]
     whole = [(worker.profile, 1.0) for worker in counted]
     within = attainable(slo, whole)
@@ -78,7 +78,7 @@ def view_of(
     lost_after_s: float,
     now: datetime,
 ) -> ModelView | None:
-    """Return one model's view for the decider; None if none of its workers is known, so that their speed is unknown."""
+    """Return one model's view for the decider; None if no worker of it is known, because the workers' speed is then unknown."""
     if not workers:
         return None
     capacity = capacity_of(workers, promised.slo, lost_after_s)
@@ -104,14 +104,14 @@ def view_of(
 
 
 def _floor(profile: Profile, slo: Slo, share: float) -> int:
-    """Return how many workers carry this share of the SLO's throughput; 0 without such an SLO."""
+    """Return the number of workers needed to carry this share of the SLO's throughput; 0 without such an SLO."""
     one = fleet_capacity([(profile, 1.0)], slo).effective_capacity_rps
     wanted = (slo.slo_throughput_rps or 0.0) * share
     return ceil(wanted / one - 1e-9) if wanted > 0 and one > 0 else 0
 
 
 def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: PlannerPolicy, now: datetime) -> int:
-    """Return the number of workers as it will be once those that start or drain have done so."""
+    """Return the number of workers. A recently applied proposal counts as complete, although workers still start or drain."""
     applied, proposed = history.last_applied, history.last_proposal
     if applied is None or proposed is None or now - applied.at > timedelta(seconds=policy.start_s):
         return capacity.provisioned

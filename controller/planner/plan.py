@@ -2,12 +2,12 @@
 
     stale data, or recent traffic unknown   ──▶ hold: unknown is not low load
     an operator has set the number          ──▶ that number, until the operator releases it
-    more are needed soon than there are     ──▶ up, at most `step_max`, to what may be needed until the next change
+    more needed soon than exist             ──▶ up, at most `step_max`, to the number that may be needed until the next change
     fewer suffice, and would have sufficed  ──▶ down, at most `step_max`: enough for the forecast and for the recent peak, with
       for `down_after_s`                        the traffic of leaving workers shared by the rest
     lost workers are replaced: a worker that does not serve carries nothing
 
-The only memory is the journal: two planners that read the same decide the same.
+The only state is the journal: two planners that read the same journal compute the same decisions.
 """
 
 from collections.abc import Callable, Sequence
@@ -177,7 +177,7 @@ def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
 
 
 def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
-    """Return why nothing can be planned for a model; None if it can."""
+    """Return the reason why nothing can be planned for a model; None if a plan is possible."""
     last = view.minutes[-max(1, round(policy.unknown_s / BIN_S)) :]
     if not known(last):
         return f"no frontend reported traffic in the last {policy.unknown_s:.0f} s"
@@ -224,7 +224,7 @@ def _stepped(
 
 
 def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
-    """Return why no change is allowed yet; None if one is.
+    """Return the reason why no change is allowed yet; None if a change is allowed.
 
     `short`: fewer workers than the minimum, which overrides the limit of changes per hour.
     """
@@ -265,7 +265,7 @@ def _proposal(view: ModelView, after: int, why: str, needed: _Needs | None, held
 def _within_budget(
     policy: PlannerPolicy, models: Sequence[ModelView], proposals: Sequence[Proposal]
 ) -> list[Proposal]:
-    """Limit the proposals to the GPUs of all models together. The model that lacks most gets the next worker."""
+    """Limit the proposals to `gpus_max` for all models together. The model that lacks most gets the next worker."""
     if policy.gpus_max is None:
         return list(proposals)
     gpus = {view.model: view.gpus for view in models}

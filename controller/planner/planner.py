@@ -41,7 +41,7 @@ class PlannerDuties:
 
 @dataclass(frozen=True, slots=True)
 class PlannerOutlook:
-    """The data read at one time, and then the proposals made from it."""
+    """The data read at one time, and the proposals computed from it."""
 
     at: datetime
     position: int  # sequence up to which the state store was read
@@ -121,7 +121,7 @@ class Planner:
     # --- facts to publish -----------------------------------------------------------------------------------------------------
 
     def capacities(self, seen: PlannerOutlook) -> dict[str, ModelCapacity]:
-        """Return what each model's workers carry; empty if the projection is stale."""
+        """Return the capacity of each model's workers; empty if the projection is stale."""
         if seen.projection_age_s > self.policy.stale_s:
             return {}
         lost_after_s = self._duties.lost_after_s

@@ -1,9 +1,10 @@
 """Calibrates the sizing model: the pressure that workers sustain, from their share of late answers.
 
-A minute's pressure is the workers its traffic needed by the model, divided by those that served; 1 is exactly what the
-model allows. If more answers than allowed were late at a pressure near 1, the model is too optimistic for these workers and
-this traffic. The needs are then divided by the highest pressure at which few were late. If workers sustain 1 and more with
-a quarter of the allowed late answers, a slightly higher pressure is tried. Without data the model is trusted.
+A minute's pressure is the number of workers that the model computes for its traffic, divided by the number that served. At 1
+the workers carry exactly what the model allows. If more answers than allowed were late at a pressure near 1, the model is
+too optimistic for these workers and this traffic. The needs are then divided by the highest pressure at which few were late.
+If workers sustain 1 and more with a quarter of the allowed late answers, a slightly higher pressure is tried. Without data
+the model is trusted.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ MINUTES_LEAST = 4  # minutes at a pressure beyond 1 before it is trusted
 
 @lru_cache(maxsize=4096)
 def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
-    """Return how many workers a minute's traffic needed by the model."""
+    """Return how many workers a minute's traffic needed according to the model."""
     return size(traffic, BIN_S, profile, objectives).workers
 
 

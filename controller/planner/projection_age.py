@@ -25,7 +25,7 @@ class ProjectionAge:
             self._ends.append((now, last))
 
     def of(self, shown: int, now: float) -> float:
-        """Return for how long events after `shown` have been on the journal, as far as observed; 0 if there are none."""
+        """Return the observed age of the oldest journal event after sequence `shown`; 0 if there is none."""
         while self._ends and self._ends[0][1] <= shown:
             self._ends.popleft()
             self._reached = True

@@ -1,9 +1,9 @@
 """The number of spares that a fleet needs, and the shortage that remains with a given number.
 
-Failures of many independent units are a Poisson process, and each unit is away for a while. The number away at one moment is
-Poisson distributed with mean rate times mean time to repair, whatever the distribution of these times (M/G/∞). Its quantile
-gives the spares that suffice for that share of the time. Percentages do not scale: for 99.9 % 128 nodes need 7.8 %, 1,250
-need 3.8 %.
+Failures of many independent units are a Poisson process, and each unit is away until it is repaired. The number of units
+away at one moment is Poisson distributed with mean rate times mean time to repair, whatever the distribution of these times
+(M/G/∞). Its quantile gives the spares that suffice for that share of the time. Percentages do not scale: for 99.9 % 128
+nodes need 7.8 %, 1,250 need 3.8 %.
 """
 
 from collections.abc import Sequence
@@ -85,17 +85,17 @@ class Outage:
 class Missing:
     """A fleet's shortage, in units × time."""
 
-    unit_time: float  # of active places that were not filled
+    unit_time: float  # of active slots without a unit
     worst: int  # largest number of units at one moment
     lacking: float  # share of the time with any unit missing
-    replaced: int  # number of times that a spare filled a place
+    replaced: int  # number of times that a spare replaced a unit
 
 
 def missing(outages: Sequence[Outage], spares: int, activation: float, until: float) -> Missing:
-    """Return the shortage of a fleet with this many spares over `until`, if a spare fills a place within `activation`.
+    """Return the shortage of a fleet with this many spares over `until`, if a spare replaces a unit within `activation`.
 
-    A spare that is away cannot replace another unit. A place is empty for the activation time, and for as long as more units
-    are away than there are spares. A returning unit fills an empty place as fast as a spare does, or becomes a spare.
+    A spare that is away cannot replace another unit. A slot is empty for the activation time, and for as long as more units
+    are away than there are spares. A returning unit fills an empty slot as fast as a spare does, or becomes a spare.
     """
     ends: list[float] = []
     away = worst = replaced = 0

@@ -76,7 +76,7 @@ def total(minutes: Iterable[Minute]) -> Traffic:
 
 
 def work(traffic: Traffic, profile: Profile) -> float:
-    """Return the seconds that one otherwise idle worker needs: to read the prompts, and each token's share of full batches."""
+    """Return the seconds of one worker that the traffic costs: reading the prompts, and each token's share of a full batch."""
     rate, batch = profile.prefill_tokens_per_s, max(1, profile.max_batch)
     reading = traffic.prompt_tokens / rate if rate > 0 else 0.0
     share_ms = tpot_ms(profile, batch) / batch

@@ -12,7 +12,7 @@ LEFT = "left: graceful"  # `reason` of a worker that will not return by itself
 
 
 class WorkersSeen:
-    """Remembers since when each worker gets no requests, which the rows do not contain."""
+    """Records since when each worker has received no requests. The rows do not contain this time."""
 
     def __init__(self) -> None:
         """Start without any worker."""
