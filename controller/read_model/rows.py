@@ -226,7 +226,7 @@ def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
 
 
 def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:
-    """Return the values that are not the same object as before, and the keys that are gone."""
+    """Return the values that are new or another object than before, and the removed keys."""
     if before is after:
         return [], []
     changed = [value for key, value in after.items() if before.get(key) is not value]
@@ -261,7 +261,7 @@ def _as_read(column: str, text: str) -> str:
     value = json.loads(text)
     try:
         read = codec.to_builtins(_READ[column](text))
-    except msgspec.MsgspecError:  # not written by us: it is kept unchanged, and differs
+    except msgspec.MsgspecError:  # not written by this project: kept unchanged, and differs
         read = None
     return json.dumps(read if _within(value, read) else value, sort_keys=True)
 
@@ -301,7 +301,7 @@ def worker_row(worker: Worker) -> Row:
 
 
 def breaker_row(worker: Worker) -> Row:
-    """Return a worker's breaker's row."""
+    """Return the row of a worker's breaker."""
     breaker = worker.breaker
     failures = min(max(breaker.request_failures, breaker.canary_failures), COUNT_MAX)
     return (
@@ -322,7 +322,7 @@ def golden_row(golden: Golden) -> Row:
 
 
 def level_row(model: Degradation) -> Row:
-    """Return a model's level's row."""
+    """Return the row of a model's degradation level."""
     return (
         model.model,
         model.level,

@@ -1,9 +1,9 @@
 """Encodes a settled fleet for snapshots: as a blob in the state store, and in parts on the journal.
 
 A snapshot belongs to the deciders version that folded it and to the shape of its states; both are stored with the bytes. A
-snapshot of another version is not read, but folded again from the journal, so the encoding needs no compatibility. But where the
-journal has dropped the events before, its own snapshot is the only source. So `Parts` also reads one of another shape, as far as
-fields that this version has added have defaults.
+snapshot of another version is not read: the fleet is folded again from the journal, so the encoding needs no compatibility.
+But if the journal has dropped the earlier events, its own snapshot is the only source. So `Parts` also reads a snapshot of
+another shape, if the fields that this version has added have defaults.
 """
 
 import hashlib
@@ -81,11 +81,11 @@ _unpack = msgspec.msgpack.Decoder(_Blob).decode
 
 
 def snapshot_due(decided: int, kept: int, every: int) -> bool:
-    """Return whether the state store keeps another snapshot.
+    """Return whether the state store should keep another snapshot now.
 
     `decided` and `kept` are the sequences of the last decision, and of the last one that a snapshot contains. The first snapshot
     is kept with the first decision, then one each time the history has doubled, then one after `every` events. So a process that
-    starts without the broker finds one, and folds no more events than it lacks.
+    starts without the broker always finds a snapshot, and folds no more events after it than the snapshot contains.
     """
     return decided > kept and decided - kept >= min(every, kept)
 
@@ -120,7 +120,7 @@ class Parts:
         self._pieces: list[bytes] = []
 
     def take(self, fact: SnapshotKept) -> tuple[Fleet, Position, dict[str, Last]] | None:
-        """Return a whole snapshot with its last part. Incomplete snapshots are dropped. Raise BadSnapshot."""
+        """Add a part; return the snapshot if it is complete. Incomplete snapshots are dropped. Raise BadSnapshot."""
         if fact.part == 1:
             self._first, self._pieces = fact, []
         if self._first is None or fact.snapshot != self._first.snapshot:
