@@ -109,7 +109,7 @@ class Endpoint:
     model: str = field(init=False)
     ranks: int = field(init=False)
     max_batch: int = field(init=False)
-    holds: int = field(init=False)  # requests that it registers it can hold; more are never sent
+    holds: int = field(init=False)  # its registered limit of requests; more are never sent
     block_tokens: int = field(init=False)  # 1 if it registers an invalid value
     context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
     key: Key = field(init=False)

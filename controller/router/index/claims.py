@@ -31,7 +31,7 @@ class KvClaims:
     _blocks: dict[Key, int] = field(default_factory=dict)  # registered
     _looked: dict[WorkerRank, float] = field(
         default_factory=dict
-    )  # how much a rank may hold until it is counted again
+    )  # how many blocks a rank may claim until they are counted again
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
     def know(self, blocks: Mapping[Key, int]) -> None:
@@ -44,7 +44,7 @@ class KvClaims:
             del self._looked[holder]
 
     def check(self, holder: WorkerRank, index: KvIndex) -> bool:
-        """Return whether a rank holds no more than it can. Cheap until it holds more than at the last check."""
+        """Return whether a rank claims no more blocks than it can hold. Cheap until it claims many more than last time."""
         held, key = index.count(holder), (holder.worker, holder.instance)
         most = self._blocks.get(key, 0) * SLACK + SLACK_BLOCKS
         if held <= self._looked.get(holder, most):

@@ -15,7 +15,7 @@ The prefixes in use form a tree of pieces: consecutive blocks used by the same r
 holder. `use` adds one along a path and `drop` subtracts one, piece by piece, not block by block. A piece without requests is
 removed. Only whole prefixes are used, so a holder has no block without those before it.
 
-The loads are stored in columns, one row per holder, so that a choice among a thousand takes only a few vector sums.
+The loads are stored in columns, one row per holder, so that choosing among a thousand holders needs only a few vector sums.
 """
 
 from collections import OrderedDict

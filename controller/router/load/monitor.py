@@ -231,7 +231,7 @@ class LoadMonitor:
     def overloaded(self, model: str) -> bool:
         """Return whether all of a model's usable workers (at least one) are busy by the thresholds.
 
-        With a thousand workers the check takes 10 ms. A positive result is cached for a fifth of a second then, so that a burst
+        With a thousand workers the check takes 10 ms, and a positive result is cached for a fifth of a second, so that a burst
         of requests does not wait for it.
         """
         if not self.decides:
