@@ -4,10 +4,10 @@ A latency is compared with others at the same load: a server that decodes 60 seq
 idle one, and is not broken. A load level is a power of two of the sequences in the worker's batch. The baseline is, in order:
 
     peers        the median of the other workers at the same level, if at least two of them were measured often enough
-    own past     it may rise to at most half above its warm-up, so that a creeping slowdown is still seen (B13)
-    lower level  its baseline, times PER_DOUBLING for each level in between
+    own past     the worker's own median, capped at 1.5 times its warm-up, so that a gradual slowdown is detected (B13)
+    lower level  the baseline of the nearest lower level, times PER_DOUBLING for each level in between
 
-A worker is slow only if it is also slower than the last latency of most of its peers. If most became slow at once, the cause is
+A worker is slow only if its latency also exceeds the last latencies of most peers. If most became slow at once, the cause is
 common (an unseen load, a network), and no worker is to blame.
 
 The first sample of an instance is cold (caches, connections, compilation) and is never kept.
@@ -22,7 +22,7 @@ from controller.router.load.batch_growth import PER_DOUBLING
 
 WINDOW = 20  # samples kept per worker and level
 DRIFT_MAX = 1.5  # limit of a lone worker's baseline, relative to its warm-up
-SPREADS = 5.0  # median absolute deviations above the median that are still usual
+SPREADS = 5.0  # median absolute deviations above the median that still count as normal
 PEERS_MIN = 2
 
 
@@ -31,8 +31,8 @@ class _Past:
     """One worker's samples at one load level, milliseconds."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    typical: float | None = None  # the median of the recent ones, cached: each probe needs it of every peer
-    warm: float | None = None  # the median of the warm-up
+    typical: float | None = None  # median of the recent samples, cached: each probe reads every peer's
+    warm: float | None = None  # the median of the warm-up samples
     first: list[float] = field(default_factory=list)
 
 
@@ -41,7 +41,7 @@ class _Measured:
     """The measurements of one instance of a worker."""
 
     instance: str
-    last: float | None = None  # its last latency, slow or not; None: it was cold
+    last: float | None = None  # its last latency, slow or not; None: only the cold sample so far
     levels: dict[int, _Past] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ class Baseline:
         return self._usual(worker, _level(load))[0]
 
     def forget(self, workers: Iterable[Hashable]) -> None:
-        """Drop workers that are gone: their latencies say nothing about those that stay."""
+        """Drop workers that are gone: their latencies must not affect the baselines of the others."""
         for worker in workers:
             self._workers.pop(worker, None)
 
@@ -86,7 +86,7 @@ class Baseline:
         return None, 0.0
 
     def _at(self, worker: Hashable, level: int) -> tuple[float | None, float]:
-        """Return the baseline of one level and its spread: of the peers, or of the worker's own warm-up."""
+        """Return the baseline of one level and its spread: from the peers, or from the worker's own warm-up."""
         peers = list(self._peers(worker, level))
         if len(peers) >= PEERS_MIN:
             return median(peers), _deviation(peers)
@@ -115,7 +115,7 @@ class Baseline:
                 yield past.typical
 
     def _common(self, worker: Hashable, latency_ms: float) -> bool:
-        """Return whether the last latencies of most peers were about as long."""
+        """Return whether the last latencies of most peers were about as long as this one."""
         last = [m.last for name, m in self._workers.items() if name != worker and m.last is not None]
         return len(last) >= PEERS_MIN and not self._exceeds(latency_ms, median_low(last), 0.0)
 
@@ -129,6 +129,6 @@ def _level(load: int) -> int:
 
 
 def _deviation(samples: Sequence[float]) -> float:
-    """Return the median absolute deviation: half of the samples are within it of their median."""
+    """Return the median absolute deviation: the median distance of the samples from their median."""
     middle = median(samples)
     return median(abs(sample - middle) for sample in samples)

@@ -1,4 +1,4 @@
-"""Calibrates the logprob tolerance of right answers from healthy workers, per canary key. Pure."""
+"""Calibrates the logprob tolerance from right answers of healthy workers, per canary key. Pure."""
 
 import math
 from collections import deque
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 SAMPLES_MAX = 100  # distances kept per worker
-OTHERS_MIN = 2  # workers that one must be compared with before it can be an outlier
-OUTLIER = 10.0  # times the median of all
+OTHERS_MIN = 2  # other workers needed before one can be an outlier
+OUTLIER = 10.0  # a worker's distance, as a multiple of the median of all workers
 
 
 @dataclass(slots=True)
 class Calibration:
-    """The distance between healthy workers of one canary key: the largest of enough samples, times a margin.
+    """The logprob tolerance of one canary key: the largest distance of enough healthy samples, times a margin.
 
-    A worker that drifts from its start must not widen the tolerance until it fits itself. So with three or more workers, one
-    that is far from the others does not count.
+    A worker that drifts from the start must not widen the tolerance until its own answers pass. So with three or more workers,
+    one that is far from the others does not count.
     """
 
     fixed: float | None  # the operator's tolerance; None: calibrate
@@ -62,7 +62,8 @@ class Calibration:
         return max(self.floor, self._noise() * self.margin)
 
     def _noise(self) -> float:
-        """Return the noise, cached: it is needed twice per probe, and a fleet of a thousand sends dozens of probes a second."""
+        """Return the largest healthy distance, cached: each probe needs it twice, and a fleet of a thousand workers sends dozens
+        of probes a second."""
         if self._cached_noise is None:
             self._cached_noise = self._compute_noise()
         return self._cached_noise

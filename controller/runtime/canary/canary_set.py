@@ -2,7 +2,7 @@
 
 The goldens themselves are in the fold. A set adds what only the prober needs: the questions in the model's tokens, the ranking
 of the pool from which new goldens are chosen, the calibration of the tolerance, and the usual latencies. All of this may be
-lost: a new leader rebuilds it by asking again.
+lost: a new leader rebuilds it by probing again.
 """
 
 import asyncio
@@ -117,14 +117,14 @@ class CanarySet:
         return self.ranking or ()
 
     def answer_before(self, canary: Canary, answer: CanaryAnswer) -> CanaryAnswer | None:
-        """Return the ranking's answer if it equals `answer`. If it does not, it may come from another worker, or from one that
+        """Return the ranking's answer if it equals `answer`. A different one may come from another worker, or from one that
         was healed since: only a repetition can show whether this answer is reproducible."""
         before = self.ranked.get(canary.id)
         return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
-        """Whether asking this worker is informative: not for a question that only doubtful workers have answered. A vote in a
-        dispute is requested again."""
+        """Whether this worker's answer is informative. A doubtful worker's answer to a question without a golden is not. A worker
+        that has voted in a dispute is probed again."""
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
@@ -136,7 +136,7 @@ class CanarySet:
         return not doubtful
 
     def voted(self, fleet: Fleet, golden: Golden) -> bool:
-        """Whether this same answer of this worker is recorded already."""
+        """Whether the journal already holds this answer of this worker as a vote."""
         known = fleet.goldens.get((self.key, golden.canary))
         votes = known.votes if known is not None else ()
         return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
@@ -196,7 +196,7 @@ class CanarySet:
     def settled_part(
         self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
     ) -> CanaryAnswer | None:
-        """Return the part of an answer that can be a golden; None if it was not even reproduced."""
+        """Return the part of an answer that can be a golden; None if repeating the question gave another answer."""
         if (
             len(answer.tokens) != canary.max_tokens
         ):  # some upstreams report fewer: their positions are unknown
@@ -225,7 +225,7 @@ class CanarySet:
     def usual(
         self, worker: Hashable, instance: str, tokens: int, latency_ms: float, load: int
     ) -> float | None:
-        """Add a latency at a load of `load` sequences; return the baseline (ms) that it exceeds by far, or None."""
+        """Add a latency at a load of `load` sequences; return the baseline (ms) if the latency exceeds it by far, else None."""
         baseline = self.baselines.get(tokens)
         if baseline is None:
             s = self.settings
@@ -239,7 +239,7 @@ class CanarySet:
             baseline.forget(names)
 
     def spoil(self, canary: Canary) -> bool:
-        """Replace a candidate without a reproducible answer, if the pool has another one; return whether it was."""
+        """Exclude a candidate without a reproducible answer if the pool has a replacement; return whether it was excluded."""
         left = [id for id in self.ranking or () if id not in self.spoilt and id != canary.id]
         if len(left) < self.settings.canaries or canary.configured:
             return False

@@ -5,7 +5,7 @@ few hundred rows; users touch them all. With slices of 512 tokens, four question
 vocabulary, and the most used part of a large one, since byte-pair tokenizers number tokens by how often they merged.
 Measured in `docs/concepts/silent-corruption.md`.
 
-Questions still compete by their margins, but within their slice: the first of an order cover every slice.
+Questions are still ranked by margin, but within their slice, so that the best-ranked questions cover every slice.
 """
 
 import random
@@ -34,7 +34,7 @@ def covering(pool: Sequence[Canary], vocabulary: int) -> tuple[Canary, ...]:
 
 
 def dealt(order: Sequence[str], pool: Sequence[Canary]) -> tuple[str, ...]:
-    """Return the ids of `order` (best first), reordered so that the best of each slice precede all second best."""
+    """Return the ids of `order` (best first), reordered: the best of each slice, then the second best of each, and so on."""
     slice_of = {canary.id: number % SLICES for number, canary in enumerate(pool)}
     taken = [0] * SLICES
     places = {}

@@ -34,8 +34,8 @@ class Probed:
     check_type: CheckType
     sent_under: int
     sent_at: datetime
-    rank: int | None = None  # of several DP ranks
-    temperature: float | None = None  # of a sampled canary
+    rank: int | None = None  # the DP rank probed, if the worker has several
+    temperature: float | None = None  # set only for a sampled canary
 
     def _common(self, verdict: Verdict) -> dict[str, Any]:
         return {
@@ -53,7 +53,7 @@ class Probed:
         }
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
-        """Return the fact that the answer was right; with a baseline, that it was slow."""
+        """Return the fact of a right answer: passed, or slow if a baseline is given."""
         distance = verdict.worst.distance or 0.0
         if baseline_ms is None:
             return CanaryPassed(**self._common(verdict), distance=distance)
@@ -62,7 +62,7 @@ class Probed:
     def failed(
         self, verdict: Verdict, golden: Golden | None, *, contested: bool = False
     ) -> CanaryFailed | GoldenDisputed:
-        """Return the fact that the answer was wrong.
+        """Return the fact of a wrong answer.
 
         A confirmed wrong answer to another worker's provisional golden disputes the golden instead. So does one to a configured
         answer that is `contested`."""
@@ -99,7 +99,7 @@ class Probed:
         )
 
     def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
-        """Return the proposal of this worker's answer as the golden; a configured canary supplies its own."""
+        """Return the proposal of this worker's answer as the golden; a configured canary supplies its own answer."""
         return GoldenProposed(
             worker=self.worker,
             instance=self.instance,

@@ -6,7 +6,7 @@ step, because greedy decoding is not invariant under batching (B15). So those wi
 from a pool.
 
 Raw logits are not compared: they are defined only up to a shift, and no API guarantees them. Logprobs of the top k are
-compared (B14). A token missing from a top k was below its last entry, which bounds the distance from below.
+compared (B14). A token missing from a top k ranked below its last entry, which gives a lower bound of the distance.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class CanaryAnswer:
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     finite: bool = True
-    cut: bool = False  # reading stopped early: this part was wrong already
+    cut: bool = False  # reading stopped early, because the answer was already wrong
     shortened: bool = False  # truncated by us before its first near tie
 
     @property
@@ -97,7 +97,7 @@ class CanaryAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GoldenDifference:
-    """The difference between an answer and its golden. `reason` None: there is none."""
+    """The difference between an answer and its golden. `reason` None: they agree."""
 
     reason: Literal["token_mismatch", "logit_drift", "non_finite"] | None
     distance: float | None  # the largest logprob difference; None: nothing could be compared
@@ -175,7 +175,7 @@ def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float
 
 
 def read(chunks: Iterable[Chunk]) -> CanaryAnswer:
-    """Return the answer that a worker's chunks add up to.
+    """Return the answer assembled from a worker's chunks.
 
     Where an engine returns text and no tokens, the text's bytes stand for tokens, so that they can be compared as well.
     """
@@ -270,7 +270,7 @@ class ExpectedAnswer:
     _logprobs_read: int = 0
 
     def departs(self, chunk: Chunk) -> bool:
-        """Consume the next chunk; return whether it shows already that the answer is wrong."""
+        """Consume the next chunk; return whether the answer is already known to be wrong."""
         if self._as_expected(chunk):
             return False
         due = tuple(self.tokens[self._tokens_read : self._tokens_read + len(chunk.tokens)])
@@ -285,7 +285,7 @@ class ExpectedAnswer:
         return far is not None and far > self.tolerance
 
     def _as_expected(self, chunk: Chunk) -> bool:
-        """Consume a chunk that is exactly as expected, as nearly all are; otherwise change nothing."""
+        """Consume a chunk that is exactly as expected, and return True; otherwise change nothing. Nearly all chunks are."""
         said, shown, logprobs = self._tokens_read, self._logprobs_read, chunk.logprobs or ()
         if list(self.tokens[said : said + len(chunk.tokens)]) != chunk.tokens:
             return False

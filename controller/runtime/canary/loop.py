@@ -7,7 +7,7 @@
 If more workers join than can be probed concurrently, each is admitted by its first good answer, and the rest of its round is
 spread over an interval. There is one task per worker, so that a hung worker delays no other one (B11), and so that two
 probes of one worker never overlap. Only the holder of the lease probes. Probes continue while a worker's breaker is open: they
-show whether it recovers, and enough good ones acquit a convicted worker.
+show whether it recovers, and enough passed probes acquit a convicted worker.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ class WorkerWatch:
     instance: str
     next_at: float  # monotonic
     turn: CanaryTurn
-    failures: int = 0  # join probes in a row
+    failures: int = 0  # consecutive failed join probes
     trial_of: int = 0  # number of the decision that opened the trial sent last
-    resumed: bool = False  # its resumption has been answered with a probe
+    resumed: bool = False  # a probe was sent after its resumption
     spread: bool = False  # it has its own offset within the interval
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when its state has changed
     task: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class CanaryLoop:
                     self._changed.set()
 
     def _recheck(self, name: str) -> None:
-        """Ask a worker all canaries at once: an agreed golden convicts it, and its whole answers are its votes."""
+        """Probe a worker with all canaries at once: agreed goldens can convict it, and its whole answers are its votes."""
         watch = self._watches.get(name)
         if watch is not None and not watch.turn.recheck:
             watch.turn.ask_all_again()
@@ -200,7 +200,7 @@ class CanaryLoop:
             self._schedule_next(watch, began, outcome, joining)
 
     async def _unmarked_loop(self, watch: WorkerWatch) -> None:
-        """Ask a worker as users do, in addition to its canaries, at moments that it cannot predict."""
+        """Send a worker unmarked questions, in addition to its canaries, at times that it cannot predict."""
         check = self._runner.unmarked
         while True:
             await self._clock.sleep(check.pause_s)
@@ -210,7 +210,7 @@ class CanaryLoop:
                     await self._runner.probe_unmarked(worker)
 
     async def _due(self, watch: WorkerWatch) -> CheckType | None:
-        """Wait until this worker is due and return the check type; None when it need not be watched any more."""
+        """Wait until this worker is due and return the check type; None if its instance has ended or the lease is lost."""
         while True:
             watch.wake.clear()
             worker = self._worker(watch)
@@ -229,7 +229,7 @@ class CanaryLoop:
             await self._pause(watch.wake, wait)
 
     def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
-        """Whether probing is useless: it drains and was not resumed. A resumed worker is due at once."""
+        """Whether the worker drains and was not resumed, so that it needs no probes. A resumed worker is due at once."""
         if worker.health.status is not HealthStatus.DRAINING:
             return False
         if worker.health.exit.resumed and not watch.resumed:
@@ -249,7 +249,7 @@ class CanaryLoop:
             await asyncio.gather(timer, flagged, return_exceptions=True)
 
     def _schedule_next(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
-        """Schedule the next probe. `joining`: the first round was not over when this probe began."""
+        """Schedule the next probe. `joining`: the worker was still in its first round when this probe began."""
         interval, jitter = self._settings.interval_s, self._settings.jitter
         now = self._clock.monotonic()
         watch.next_at = max(now, began + interval * (1 + self._draw.uniform(-jitter, jitter)))
@@ -263,11 +263,11 @@ class CanaryLoop:
             watch.next_at = min(watch.next_at, now + JOIN_AGAIN_S * 2 ** min(watch.failures - 1, 16))
         elif joining and watch.turn.first_round:
             watch.failures = 0
-            crowd = self._slots.locked()  # others wait for the question that admits them
+            crowd = self._slots.locked()  # other workers wait for the probe that admits them
             watch.next_at = now + interval * self._draw.random() if crowd else now
         elif (worker := self._worker(watch)) is not None and self._runner.wants_samples(worker):
             watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
-        elif not watch.spread:  # workers that joined together must not be probed together for ever
+        elif not watch.spread:  # otherwise workers that joined together would always be probed together
             watch.spread = True
             watch.next_at = max(now, began + interval * self._draw.random())
 

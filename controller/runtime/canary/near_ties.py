@@ -4,8 +4,8 @@ Pure functions.
 Greedy decoding is not invariant under batching: the last bits of a logit depend on the batch. So a correct engine sometimes
 flips a near tie, and all tokens after the flipped one differ as well. Such a flip is no evidence of corruption.
 
-- A golden answer is cut before its first near tie (`usable`), so that most questions have none.
-- Where a tie remains (an older golden, a tolerance that grew), a differing token counts only if the margin between it and
+- A golden is truncated before its first near tie (`usable`), so most goldens contain none.
+- If a tie remains (an older golden, or a tolerance that grew), a differing token counts only if the margin between it and
   the expected token is larger than the tie margin (`margin`), and nothing after it is compared.
 - An engine without logprobs shows no margins. There a tie is found by repetition (`HiddenTies`).
 """
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from events.observations import TopK
 
-TOKENS_MIN = 8  # a golden is not cut shorter than this: it would compare too little
+TOKENS_MIN = 8  # a golden is not truncated below this: too few tokens would be compared
 
 
 def margin(golden: TopK, answer: TopK, expected: int, got: int) -> float | None:
-    """Return the lead of the expected token over the one that came instead; None without logprobs.
+    """Return the lead of the expected token over the one that the answer has; None without logprobs.
 
     The golden's logprobs decide. A token that they do not list was below the last one listed, so the lead is at least that.
     Without them (a configured answer) it is the lead that the answer's own logprobs show, in reverse.
@@ -46,8 +46,8 @@ def usable(top_k: Iterable[TopK], margin_min: float, length: int) -> int:
 class HiddenTies:
     """Near ties of one canary key with an engine that reports no logprobs, found by answers that vary.
 
-    A worker that answers the same question in two ways shows a tie, or is intermittently corrupt. It is a tie if another
-    worker varies at the same position, or if there is no other worker to compare it with.
+    A worker that gives two answers to the same question either met a near tie or is intermittently corrupt. It counts as a tie
+    if another worker varies at the same position, or if there is no other worker to compare with.
     """
 
     _flips: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # by canary and position: workers

@@ -29,7 +29,7 @@ from events.wire import Chunk, Generate, Sampling, without_quotes
 CHUNKS_MAX = 10_000  # of one answer
 LOOK_S = 0.1  # interval of the check whether a question waits for other requests
 LATE_S = 0.02  # delay above which our own loop lags
-BUSY_WAIT_S = 0.2  # before an overloaded worker is asked again
+BUSY_WAIT_S = 0.2  # before a canary is sent again to an overloaded worker
 LEAVING = ("engine_shutdown", "not_serving")
 
 T = TypeVar("T")
@@ -44,13 +44,13 @@ class ProbeResult:
     failure: Literal["no_response", "timeout", "exception", "non_finite"] | None = None
     detail: str = ""
     declined: bool = False  # the worker is leaving, or full
-    waited_ms: float = 0.0  # part of the latency before the answer began, spent on other requests
+    waited_ms: float = 0.0  # part before the answer that the engine spent on other requests
     engine_went_on: bool = False  # timeout: the engine served other requests until the end
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of a probe. `first` is the result of the first question; `worst` the difference that it is judged by."""
+    """The verdict of a probe. `first` is the result of the first question; `worst` is the difference that decides the verdict."""
 
     first: ProbeResult
     worst: GoldenDifference
@@ -66,7 +66,7 @@ class Deadline:
     clock: Clock
     at: float  # monotonic
     spare_s: float = 0.0  # how far it may still move
-    moved_to: float = 0.0  # earlier time is accounted for already: questions may run concurrently
+    moved_to: float = 0.0  # time before this is already excluded: questions may run concurrently
 
     @property
     def left_s(self) -> float:
@@ -88,9 +88,9 @@ class ProbeReader:
     prompt_tokens: int
     open: bool = False  # it was sent to the worker
     begun: bool = False  # the answer has begun
-    waited_s: float = 0.0  # time before that, spent on other requests
-    waits_since: float | None = None  # since when it has waited for other requests, at the last look
-    goes_on: bool = False  # the engine serves other requests, at the last look
+    waited_s: float = 0.0  # time before the answer began that the engine spent on other requests
+    waits_since: float | None = None  # as of the last look: start of its wait for other requests
+    goes_on: bool = False  # as of the last look: the engine serves other requests
 
     def look(self, prober: Prober, since: float, now: float) -> bool:
         """Return whether the time since the last look was spent on other requests."""
@@ -146,7 +146,7 @@ async def _wait_briefly(doing: "asyncio.Future[T]", clock: Clock, seconds: float
 
 
 def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
-    """Return the request for a canary: it bypasses the prefix cache, and is marked as no user's."""
+    """Return the request for a canary: it bypasses the prefix cache, and is marked as a canary."""
     id = codec.new_id()
     return Generate(
         stream=0,
@@ -185,9 +185,9 @@ def greedy(canary: Canary, top_k: int) -> Sampling:
 async def ask(
     prober: Prober, worker: str, request: Generate, deadline: Deadline, expected: ExpectedAnswer | None = None
 ) -> ProbeResult:
-    """Ask once, to the end of the answer, or until it departs from the expected one.
+    """Send one question and read the answer to its end, or until it departs from the expected one.
 
-    The rest would add no information, and a corrupt worker should be detected as soon as possible.
+    After a wrong token the rest would add no information, and a corrupt worker should be detected as soon as possible.
     """
     clock = deadline.clock
     began = clock.monotonic()
@@ -276,7 +276,7 @@ async def ask_until_sure(
     """Send a canary, and repeat it after a wrong answer: at most `retries` times, or until a second wrong answer confirms it.
 
     `once` sends it once; its argument is whether this is a repetition. After the deadline it fails at once, so the deadline
-    covers the whole.
+    covers all repetitions.
     """
     first = await once(False)
     if first.answer is None:

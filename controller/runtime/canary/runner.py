@@ -65,7 +65,7 @@ class CanaryRunner:
     def __init__(
         self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
     ) -> None:
-        self._look = look  # the shown fleet, and the number of the last decision in it
+        self._look = look  # returns the current fleet and the number of its last decision
         self._tools = tools
         self._meter = tools.meter
         self._journal = tools.journal
@@ -124,7 +124,7 @@ class CanaryRunner:
         return "failed"
 
     def _next(self, turn: CanaryTurn, canary_set: CanarySet, worker: Worker) -> Canary:
-        """Return the next canary of the round robin. A doubtful worker gets no question that is not answered yet."""
+        """Return the next canary of the round robin. A doubtful worker gets no question without a known answer."""
         fleet, _ = self._look()
         canary_set.folded(fleet)
         canaries = canary_set.canaries(fleet)
@@ -172,7 +172,7 @@ class CanaryRunner:
         deadline = Deadline(clock, clock.monotonic() + s.timeout_s, s.busy_s)
         return Probe(worker, canary_set, canary, check, probed, deadline, rank)
 
-    # --- asking -------------------------------------------------------------------------------------------
+    # --- probing ------------------------------------------------------------------------------------------
 
     async def _ask_once(
         self,
@@ -184,7 +184,7 @@ class CanaryRunner:
         *,
         marked: bool = True,
     ) -> ProbeResult:
-        """Ask one question, and measure it."""
+        """Send one question, and measure the latency and the cost."""
         drawn = sampling or greedy(canary, self._settings.top_k)
         if marked:
             request = question(canary, drawn, rank=probing.rank)
@@ -200,7 +200,7 @@ class CanaryRunner:
     async def _sample(
         self, worker: Worker, turn: CanaryTurn, canary_set: CanarySet, check: CheckType
     ) -> Outcome | None:
-        """Ask a sampled canary, if one is due and a golden gives the expected answer. Return None otherwise."""
+        """Send a sampled canary if one is due and a golden gives the expected answer. Return None otherwise."""
         if turn.first_round or turn.recheck or not self.sampling.due(turn.sampling, worker):
             return None
         agreed = canary_set.comparable(self._look()[0])
@@ -231,7 +231,7 @@ class CanaryRunner:
         return "passed"
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
-        """Ask a worker the whole pool at once, to choose canaries from it. Return None once they are chosen."""
+        """Send a worker the whole pool at once, to choose canaries from it. Return None once they are chosen."""
         if not canary_set.wants_ranking(self._look()[0]):
             return None  # another worker's answers have been ranked meanwhile
         probing = self._begin(worker, canary_set, canary_set.pool[0], check)
@@ -248,7 +248,7 @@ class CanaryRunner:
             )
             return None
         if canary_set.canaries(self._look()[0]):
-            return None  # the existing goldens suffice, and will show what is wrong with this worker
+            return None  # the existing goldens suffice to find the fault of this worker
         first = next((a for a in asked if a.answer is None), asked[0])
         if first.declined:
             return "nothing"
@@ -258,7 +258,7 @@ class CanaryRunner:
         )
 
     async def _check_or_record(self, probing: Probe) -> Outcome | None:
-        """Check or record. Return None if this canary turned out to be unusable."""
+        """Check the answer against the golden, or record it. Return None if this canary turned out to be unusable."""
         fleet, _ = self._look()
         golden = probing.canary_set.golden(fleet, probing.canary)
         if golden is None and probing.canary.configured:
@@ -268,7 +268,7 @@ class CanaryRunner:
         return await self._check(probing, golden)
 
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
-        if not golden.configured:  # it may be shorter than the candidate that it was made from
+        if not golden.configured:  # the golden may be shorter than its candidate
             probing = replace(probing, canary=as_agreed(golden, probing.canary))
 
         async def once(again: bool) -> ProbeResult:
@@ -293,7 +293,7 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _record(self, probing: Probe) -> Outcome | None:
-        """Ask for an unknown answer twice, or once if this worker has given it for the ranking."""
+        """Send a question without a golden twice, or once if this worker has already answered it for the ranking."""
         first, before, attempts = await self._ask_repeatedly(probing)
         if first.declined or not self._still_valid(probing):
             return "nothing"
@@ -304,14 +304,14 @@ class CanaryRunner:
         found = compare(first.answer, tokens=before.tokens, top_k=before.top_k, tolerance=0.0)
         part = probing.canary_set.settled_part(probing.canary, first.answer, before)
         if found.reason == "token_mismatch" and part is not None:
-            found = replace(found, reason=None)  # the part up to there can be compared
+            found = replace(found, reason=None)  # the part before the near tie can be compared
         verdict = Verdict(first, found, attempts, found.reason == "token_mismatch")
         if found.reason == "token_mismatch" and probing.canary_set.spoil(probing.canary):
             log.info(
                 "canary_spoilt", canary=probing.canary.id, key=probing.canary_set.key, worker=probing.name
             )
             return None
-        if found.blind and found.position:  # compared up to there, as long as this controller leads
+        if found.blind and found.position:  # this leader compares only the part before it
             probing.canary_set.note_tie(probing.canary, found.position, probing.name)
         elif found.reason is not None:
             return self._fail(probing, verdict, None)
@@ -324,7 +324,7 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _ask_repeatedly(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
-        """Ask for an answer and repeat; return the first, the one to compare it with, and the number of questions.
+        """Send a question repeatedly; return the first result, the answer to compare it with, and the number of questions.
 
         Without logprobs a near tie shows only as a difference, so the question is repeated more often, until one differs.
         """
@@ -351,7 +351,7 @@ class CanaryRunner:
         return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
     async def probe_unmarked(self, worker: Worker) -> None:
-        """Ask a worker as a user would, and record the finding. A result without a finding is not recorded."""
+        """Send a worker unmarked questions, and record the finding. A result without a finding is not recorded."""
         found = await self.unmarked.examine(worker, await self._canary_set(worker.joined))
         if found is None or not self._still_valid(found.probing):
             return

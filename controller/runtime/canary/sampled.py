@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from events.observations import TopK
 
 SURPRISE_MIN = 1e-6  # lower bound of a p-value
-UNLISTED_MIN = 1e-4  # lower bound of the probability of all unlisted tokens: logprobs are rounded
+UNLISTED_MIN = 1e-4  # lower bound of the total probability of the unlisted tokens: logprobs are rounded
 TEMPERATURE_MAX = 1.0  # of a sampled canary: above it, the weight outside the top k cannot be bounded
 
 
@@ -37,7 +37,7 @@ class SamplingParameters:
 
     @property
     def bounded(self) -> "SamplingParameters":
-        """The nearest parameters with draws that can be judged."""
+        """The nearest parameters for which draws can be judged."""
         return SamplingParameters(min(self.temperature, TEMPERATURE_MAX), self.top_p, self.top_k)
 
 

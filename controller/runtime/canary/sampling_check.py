@@ -28,7 +28,7 @@ from events.fact import Fact
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow, RequestsServed, TokensUnlikely
 from events.wire import Sampling
 
-SUSPECT = 0.05  # p-value of one answer at or below which it is asked again
+SUSPECT = 0.05  # p-value of one answer at or below which the canary is repeated
 ATTEMPTS_MAX = 16
 ATTEMPTS_MIN = 3  # before chance may explain an unlikely answer
 SEED = 20_260_101  # of first questions
@@ -37,7 +37,7 @@ CONVICTED_EVERY = (
     2  # interval of sampled canaries of a convicted worker, so that greedy ones alone do not acquit it
 )
 USERS_CHANCE = 1e-6  # probability that a share of unlikely tokens is reported by mistake
-ACCUSED_S = 30.0  # within which a reported wrong answer is folded and decided on
+ACCUSED_S = 30.0  # time in which a reported wrong answer is folded and decided on
 USERS_AGAIN_S = 600.0  # before a worker's share is reported again
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
 class SamplingTurn:
     """The schedule of one instance's sampled canaries."""
 
-    since: int = 0  # greedy canaries since then
+    since: int = 0  # greedy canaries since the last sampled one
     number: int = 0  # sampled canaries so far
 
 
@@ -74,12 +74,12 @@ class SamplingCheck:
         self._draw = tools.draw
         self._settings = settings
         self._users = UserTokens()
-        self._ordinary: dict[tuple[str, str], bool] = {}  # by worker and instance: its last sampled canary
+        self._ordinary: dict[tuple[str, str], bool] = {}  # by worker, instance: last answer ordinary
         self._accused_at: dict[
             tuple[str, str], float
-        ] = {}  # by worker and instance, monotonic: of a wrong answer
+        ] = {}  # by worker and instance: monotonic time of its last reported wrong answer
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
-        self._reported_at: dict[str, float] = {}  # by worker, monotonic: its share of users' tokens
+        self._reported_at: dict[str, float] = {}  # by worker: monotonic time of the last report
         self.wanted: set[str] = set()  # workers to probe next, because users' tokens are unlikely
 
     # --- when ---------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class SamplingCheck:
         tolerance: float,
         ask: Ask,
     ) -> Verdict:
-        """Ask a sampled canary, and repeat it while its answers are unlikely. `confirmed`: chance is excluded."""
+        """Send a sampled canary, and repeat it while its answers are unlikely. `confirmed`: chance is excluded."""
         known = self._known.setdefault(f"{golden.canary_key}|{canary.id}|{drawn.name}", KnownAnswers())
         first = await ask(self._sampling(canary, drawn, SEED if known.reproduced else None), None, False)
         if first.answer is None and first.failure != "non_finite":
@@ -204,7 +204,7 @@ class SamplingCheck:
         return surprise(golden.top_k, golden.tokens, asked.answer.tokens, drawn, tolerance)
 
     def _learn(self, known: KnownAnswers, tokens: tuple[int, ...]) -> None:
-        """Keep an ordinary answer to the fixed seed, and track whether it is always the same."""
+        """Store an ordinary answer to the fixed seed, and track whether all such answers are equal."""
         if not known.reproduced or not tokens or tokens in known.answers:
             return
         if known.answers:
@@ -227,7 +227,7 @@ class SamplingCheck:
     def accuse(self, worker: str, instance: str) -> None:
         """Record that a wrong answer of this worker was just reported.
 
-        Until the fold shows the decision on it, this worker does not count as a serving peer in `may_convict`."""
+        For ACCUSED_S, until the decision on it is folded, the worker does not count as a serving peer in `may_convict`."""
         self._accused_at[worker, instance] = self._clock.monotonic()
 
     def _accused(self, worker: Worker) -> bool:

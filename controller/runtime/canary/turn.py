@@ -16,10 +16,10 @@ class CanaryTurn:
     """The position of one instance in the round robin of its canaries."""
 
     number: int = 0
-    rank: int = 0  # probes passed so far: the DP ranks are probed in turn, and a failed one again
-    asked: set[str] = field(default_factory=set)  # since it joined
-    first_round: bool = False  # not every canary has been asked yet
-    recheck: bool = False  # all canaries are asked again at once: its answers are votes on their goldens
+    rank: int = 0  # probes passed so far: selects the DP rank; a failed rank is probed again
+    asked: set[str] = field(default_factory=set)  # canaries sent since it joined or the last recheck
+    first_round: bool = False  # not every canary has been sent yet
+    recheck: bool = False  # all canaries are sent again at once: the answers are votes on their goldens
     sampling: SamplingTurn = field(default_factory=SamplingTurn)
 
     def ask_all_again(self) -> None:

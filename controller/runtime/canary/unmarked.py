@@ -35,14 +35,14 @@ from events.decisions import HealthStatus
 from events.observations import UNMARKED, CheckType
 from events.wire import Sampling
 
-PEERS_MAX = 8  # peers that are asked
+PEERS_MAX = 8  # peers that receive the question
 VOTERS_MIN = 2  # marked answers that must agree, if the worker has peers
 
 log = structlog.get_logger(__name__)
 
 
 class Ask(Protocol):
-    """Sends the probed worker one question, and measures it."""
+    """Sends the probed worker one question, and measures the latency and the cost."""
 
     async def __call__(
         self,
@@ -69,7 +69,7 @@ class UserAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The result of unmarked questions to a worker."""
+    """The result of sending a worker unmarked questions."""
 
     probing: Probe
     verdict: Verdict
@@ -113,10 +113,10 @@ class UnmarkedCheck:
         return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
 
     async def examine(self, worker: Worker, canary_set: CanarySet) -> Examination | None:
-        """Ask a worker until it has given one right answer, or two wrong ones; None: no conclusion is possible.
+        """Send unmarked questions to a worker until it has given one right answer, or two wrong ones; None: no conclusion.
 
-        An unconfirmed wrong answer is kept: it confirms the first wrong one of the next examination. For a lying worker may be
-        careful for a while after each lie.
+        An unconfirmed wrong answer is kept: one more wrong answer in the next examination confirms it. Otherwise a compromised
+        worker could evade conviction by answering correctly for a while after each wrong answer.
         """
         known = [golden for golden in canary_set.goldens(self._look()) if golden.status != "retired"]
         if not known:
@@ -153,7 +153,7 @@ class UnmarkedCheck:
         return Examination(probing, verdict, Golden(key, id, status="agreed", tokens=first.right.tokens))
 
     async def _ask_unmarked(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
-        """Ask one fresh question, and compare the answer; None: no conclusion is possible."""
+        """Send one fresh question without a mark, and compare the answer; None: no conclusion is possible."""
         joined = worker.joined
         question = fresh_question(self._draw, canary_set.vocabulary, self._settings.tokens)
         if len(question.prompt) + question.max_tokens > joined.context_tokens:
@@ -178,8 +178,8 @@ class UnmarkedCheck:
     async def _ask_marked(
         self, workers: Sequence[Worker], canary_set: CanarySet, question: Canary
     ) -> list[CanaryAnswer | None]:
-        """Ask these workers a question as a canary; None for a missing answer, or one without logprobs: without them a near tie
-        looks like a lie."""
+        """Send these workers a question as a canary; None for a missing answer, or one without logprobs: without them a near tie
+        looks like a wrong answer."""
         sampling = Sampling(max_tokens=question.max_tokens, logprobs=self._settings.top_k)
 
         async def ask(worker: Worker) -> CanaryAnswer | None:

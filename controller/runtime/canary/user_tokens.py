@@ -1,7 +1,7 @@
 """Statistics of users' requests: the usual sampling parameters, and workers with unlikely tokens.
 Frontends report both with `RequestsServed`. Logprobs exist only where clients requested them: requesting more would change what
-engines compute. A share of unlikely tokens beyond the peers' is no proof, so such a worker gets a sampled canary at once, which
-can be one.
+engines compute. A worker with a larger share of unlikely tokens than its peers is not proven faulty, so it gets a sampled canary
+at once, which can prove a fault.
 """
 
 from collections import Counter, deque
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from controller.runtime.canary.sampled import SamplingParameters, differ_by_chance
 from events.observations import RequestsServed
 
-WINDOWS = 120  # reports kept per worker and for all parameters: ten minutes of one frontend's
-TOKENS_MIN = 200  # with logprobs, of a worker and of its peers together, before they are compared
-REQUESTS_MIN = 20  # requests with known parameters, before those count as usual
+WINDOWS = 120  # reports kept, per worker and for all parameters: ten minutes of one frontend's reports
+TOKENS_MIN = 200  # minimum of tokens with logprobs, of a worker and of its peers together, to compare them
+REQUESTS_MIN = 20  # minimum of requests with known parameters to determine the usual ones
 
 
 @dataclass(slots=True)
