@@ -1,12 +1,12 @@
 """Level-triggered actuator: commands workers until their heartbeats agree with the fold.
 
 - It commands workers to drain and to resume.
-- It ends an instance that was declared dead but still lives, so that its successor can join: DEAD is final, even after the
-  worker was forgotten. This includes a hung worker in a process with other workers that still send messages: it must end
-  alone, and no signal could end only one of them.
-- It ends a former instance if another process took its name over and left again: two live instances would keep taking the
-  name from each other.
-- It notifies a worker that was convicted of wrong answers or a failed device: the worker then sends its KV caches nowhere.
+- It ends an instance that was declared dead but still runs, so that its successor can join: DEAD is final, even after the
+  worker was forgotten. This includes a hung worker in a process with other workers that still send messages: a
+  signal would end all of them, so a command ends this worker only.
+- It ends a former instance if another process registered under the same name and left again: two live instances would keep
+  displacing each other.
+- It notifies a worker that was convicted of wrong answers or a failed device: the worker then sends no KV caches to others.
 - It sends each worker the share of its batch that it may fill at its model's degradation level; a model has one level for all.
 
 The actuator keeps no position: it compares the fold with the heartbeats and repeats a command until they agree. Commands are
@@ -35,7 +35,7 @@ from events.observations import ResumeRequested
 
 BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
-CONFIRMED_S = 2.0  # time that a worker has from its confirmation until its beats show the change
+CONFIRMED_S = 2.0  # from a worker's confirmation of a command until its beats must show the change
 
 ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust", "batch"]
 SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
@@ -56,10 +56,10 @@ class _Attempt:
 
     instance: str
     command: ActuatorCommand
-    share: float  # of the batch that the instance may fill
+    share: float  # the share of its batch that the instance may fill
     next_at: float = 0.0
     wait_s: float = 0.0
-    confirmed: bool = False  # its beats will show the change
+    confirmed: bool = False  # the worker has confirmed it; its beats will follow
 
     @property
     def wish(self) -> tuple[str, ActuatorCommand, float]:
@@ -105,7 +105,7 @@ class Actuator:
             await self._wait()
 
     async def _wait(self) -> None:
-        """Wait until the fold changes, at most `retry_s`, for beats can differ without a change of the fold."""
+        """Wait until the fold changes, at most `retry_s`: beats can start to differ although the fold does not change."""
         timer = asyncio.ensure_future(self._clock.sleep(self._settings.retry_s))
         moved = asyncio.ensure_future(self._changed.wait())
         try:
@@ -116,7 +116,7 @@ class Actuator:
             await asyncio.gather(timer, moved, return_exceptions=True)
 
     def _due(self) -> dict[str, ActuatorCommand]:
-        """Return the command of each worker that disagrees with the fold by its beats and is due for a (re)try."""
+        """Return the command of each worker with beats that disagree with the fold, if the command is due for a (re)try."""
         found: dict[str, ActuatorCommand] = {}
         workers = {**self._view.fleet.departed, **self._view.fleet.workers}
         for name in self._attempts.keys() - workers.keys():
@@ -140,7 +140,7 @@ class Actuator:
 
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
         """Return the command that the worker needs; None if its last beat agrees or no process would receive it. `heard`:
-        the processes that are alive, since one of their workers sent a message."""
+        the processes that are alive, because one of their workers sent a recent beat."""
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         if not worker.alive:
@@ -163,7 +163,7 @@ class Actuator:
         return 1.0 if model is None else model.knobs.batch_size
 
     def _processes(self) -> set[tuple[str, int]]:
-        """Return the processes that are alive by the beats of at least one of their workers."""
+        """Return the processes with a recent beat from at least one of their workers."""
         workers, fresh = self._view.fleet.workers, self._beats.fresh
         heard = (w for n, w in workers.items() if fresh(n, w.joined.instance, BEAT_FRESH_S) is not None)
         return {_process(worker) for worker in heard if worker.joined.topology.host}
@@ -209,5 +209,5 @@ def _process(worker: Worker) -> tuple[str, int]:
 
 
 def _doubtful_convictions(worker: Worker) -> tuple[str, ...]:
-    """Return the convictions that put the worker's computation in doubt: neither its silence nor the end of its engine does."""
+    """Return the convictions that put the worker's computation in doubt: all except silence and the end of its engine."""
     return tuple(one for one in worker.health.convictions if one not in (SILENT, ENGINE))

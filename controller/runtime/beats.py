@@ -20,7 +20,7 @@ from events.intrusion.send_budget import HEARTBEATS, SubjectBudgets, TrafficLimi
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
-NAMES_MAX = 100_000  # workers and frontends remembered; more than that is a fault of the sender
+NAMES_MAX = 100_000  # workers and frontends stored; more must be a fault of a sender
 
 Life = tuple[str, str]  # worker, instance
 
@@ -34,7 +34,7 @@ class Heartbeat:
     at: float
     draining: bool
     load: Mapping[str, int]
-    convicted: bool = False  # the worker knows that it is convicted
+    convicted: bool = False  # the worker was notified of its conviction
     batch: float | None = None  # the share of its batch that it may fill; None: not supported
     skews: deque[float] = field(default_factory=lambda: deque(maxlen=SKEWS_KEPT))
 
@@ -45,7 +45,7 @@ class Heartbeat:
 
     @property
     def skew_s(self) -> float:
-        """Offset of its clock from ours, seconds (positive: ahead); the transit time makes it look slightly behind."""
+        """Offset of its clock from ours, seconds (positive: ahead); the transit time makes it appear slightly behind."""
         return median(self.skews) if self.skews else 0.0
 
 
@@ -83,7 +83,7 @@ class Beats:
         return False
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:
-        """Return this instance's last beat if it is not older than `within_s`."""
+        """Return this instance's last beat if it is at most `within_s` old, else None."""
         beat = self.lives.get((worker, instance))
         return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
 

@@ -13,7 +13,7 @@ PATIENCE_S = 30.0  # for the next batch of events that are known to exist
 
 
 async def history(journal: JournalReads, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
-    """Yield the events above `after` up to `until`, in batches. Raise JournalUnavailable if a batch does not arrive in time."""
+    """Yield the events after sequence `after` up to `until`, in batches. Raise JournalUnavailable if a batch is late."""
     if until > after:
         async for batch in patient(journal.read(after, until=until), after, until):
             yield batch

@@ -1,6 +1,6 @@
 """The answer to an operator's command that was carried out, derived from the command's fact.
 
-So the controller that carried it out and any later reader of the journal give the same answer.
+Any later reader of the journal therefore gives the same answer as the controller that carried it out.
 """
 
 from events.decisions import PolicyAdopted
@@ -30,7 +30,7 @@ def verb(fact: Commanded) -> str:
 
 
 def allowed(fact: PolicyAdopted) -> str:
-    """Return what `holdfast fleet allow` did."""
+    """Return a sentence that states what `holdfast fleet allow` has put in force."""
     kinds = len(fact.kinds or ())
     return f"deciders version {fact.deciders_version} and {kinds} new kinds are in force"
 

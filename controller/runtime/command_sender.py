@@ -1,7 +1,7 @@
 """Sends an operator command and determines its outcome when no controller answers.
 
-A command has an id, and is carried out before its deadline or never. The deadline is an instant by the broker's clock, which
-is read first, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once the
+A command has an id, and is carried out before its deadline or never. The sender first reads the broker's clock and sets the
+deadline by it, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once the
 deadline has passed by the same clock, a command without a fact on the journal will not be carried out any more.
 """
 
@@ -19,7 +19,7 @@ from events.journal.port import JournalUnavailable, StreamEnd
 from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NoSubscriber, NotAllowed
 from events.observations import Commanded, CommandRefused
 
-ON_ITS_WAY_S = 1.0  # for an answer sent at the last moment
+ON_ITS_WAY_S = 1.0  # extra wait for an answer that was sent just before the deadline
 LOOK_S = 0.1
 
 Said = dict[str, Any]
@@ -67,7 +67,9 @@ async def _end(bus: NatsBus) -> StreamEnd:
 
 
 async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime) -> Said | None:
-    """Return a command's outcome by the journal, once its deadline has passed; None: there is none. Raise JournalUnavailable."""
+    """Return a command's outcome according to the journal, once its deadline has passed; None: it was not carried out.
+
+    Raise JournalUnavailable."""
     from events.journal.nats import NatsJournal  # imported late: it is slow to import
 
     end = await _end(bus)

@@ -3,16 +3,16 @@
     received by every controller ──▶ ended already? ──▶ answered again
                     │
                     ├── its deadline has passed ──▶ refused, and the refusal journalled
-                    ├── another one leads ────────▶ silent, until it has ended or its deadline has passed
+                    ├── another controller leads ─▶ no answer, until it has ended or its deadline has passed
                     └── we lead ──────────────────▶ carried out ──▶ answered, once the journal has it
 
 Only the leader answers. Every command that a controller has read ends in a fact with the command's id: its effect, or
 `CommandRefused`. So a repeated command is not carried out again, even if another controller leads by then.
 
 The clocks of two machines are never compared. A deadline is an instant by the clock that stamps the journal; to check it, a
-controller asks the broker for that clock's time and for how far it must have read. A check alone does not guarantee timeliness,
-since a process can be paused between any two instructions. So the facts carry the deadline, and readers ignore a fact that lands
-after it (`Commanded.late`).
+controller queries the broker for that clock's time and for the sequence up to which it must have read. A check alone does not
+guarantee timeliness, since a process can be paused between any two instructions. So the facts carry the deadline, and readers
+ignore a fact that lands after it (`Commanded.late`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,13 +29,13 @@ from events.observations import Commanded, CommandRefused
 
 AHEAD_MAX_S = 60.0  # a deadline further away is refused
 SETTLE_S = 2.0  # grace after the deadline, for the leader to report an action just before it
-PATIENCE_S = 90.0  # for an unavailable journal; then the command is forgotten, long after its deadline
-READ_S = 2.0  # to read up to the journal's known end
+PATIENCE_S = 90.0  # wait for an unavailable journal; then the command is dropped, long after its deadline
+READ_S = 2.0  # deadline for reading up to the journal's known end
 LOOK_S = 0.02
 SPELL_S = 2.0  # without a leader, until another controller answers a query
 FLUSH_S = 1.0
 CERTAIN_S = 0.8  # after the deadline: the sender waits 1 s for a late answer
-KNOWN_MAX = 1000  # ended commands to remember
+KNOWN_MAX = 1000  # number of ended commands that are kept
 LATE = "its deadline passed before it could be carried out, and it will not be carried out any more"
 
 log = structlog.get_logger(__name__)
@@ -58,7 +58,8 @@ class OperatorCommands:
         leading: Callable[[], bool],
         vacant: Callable[[], bool],
     ) -> None:
-        """`seq`: the journal position passed to `heard` so far. `vacant`: no controller leads, as far as can be seen."""
+        """`seq`: returns the journal position up to which `heard` was called. `vacant`: returns whether no controller seems to
+        lead."""
         self._journal = journal
         self._clock = clock
         self._seq = seq
@@ -85,7 +86,7 @@ class OperatorCommands:
         """Execute an operator command and return its answer; None if another controller answers or the outcome is unknown."""
         give_up = self._clock.monotonic() + PATIENCE_S
         while self._clock.monotonic() < give_up:
-            # read before the journal is asked: a leader until then may have acted on the command last
+            # read before the journal's end: a previous leader may have acted on the command until then
             led = self._ours(command)
             due = await self._due(command)
             now, ours = self._clock.monotonic(), self._ours(command)
@@ -110,9 +111,9 @@ class OperatorCommands:
         return self._leading() or self._vacant()
 
     async def _due(self, command: Command) -> float | None:
-        """Return when the deadline passes, by our monotonic clock and rather too early; None if that is unknown now.
+        """Return when the deadline passes, by our monotonic clock, rather too early than too late; None if that is unknown now.
 
-        On return, everything that the journal held at the time of the question has been read.
+        On return, everything that the journal held at the start of this call has been read.
         """
         assert command.deadline is not None
         asked_at = self._clock.monotonic()
@@ -155,17 +156,17 @@ class OperatorCommands:
         if isinstance(said, str) and self._journal.withheld(command.id):
             self._end(
                 command.id, {"says": said}
-            )  # done, though the kinds in force do not allow this fact on the journal yet
+            )  # carried out, although the kinds in force do not yet allow its fact on the journal
         while command.id not in self._ended and self._clock.monotonic() < due:
             await self._clock.sleep(LOOK_S)
         if isinstance(said, str) and "says" in self._ended.get(command.id, {}):
-            self._ended[command.id] = {"says": said}  # more detailed than what the fact says
+            self._ended[command.id] = {"says": said}  # more detailed than the answer derived from the fact
         return self._ended.get(command.id) or await self._not_accepted(command)
 
     async def _not_accepted(self, command: Command) -> Answer | None:
         """Return why a command had no effect if the journal did not accept its fact in time; None if that is not certain.
 
-        It is certain once everything that the journal held at the deadline, by its own clock, or later has been read.
+        It is certain once we have read everything that the journal held at the deadline (by the journal's clock) or later.
         """
         give_up = self._clock.monotonic() + CERTAIN_S
         while command.id not in self._ended and (asked_at := self._clock.monotonic()) < give_up:

@@ -30,13 +30,13 @@ from events.observations import ChaosInjected
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
 ON_THE_DEAD = (*SIGNALS, "heal")  # faults that apply to the process of a dead instance
-WAKES_WITHIN_S = 2.0  # for a resumed process to receive commands
+WAKES_WITHIN_S = 2.0  # time that a resumed process needs to receive commands again
 
 log = structlog.get_logger(__name__)
 
 
 async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[str, Any]) -> None:
-    """Send a worker a command that it carries out soon or never: if it receives the command late, because it hung, it refuses.
+    """Send a worker a command that it must carry out soon: if it receives the command late, because it hung, it refuses.
 
     Raise NotPossible if it refuses, Unanswered if it does not answer."""
     try:
@@ -53,7 +53,7 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[
 
 
 def shares_process(fleet: Fleet, worker: Worker) -> bool:
-    """Return whether its process runs other workers too: a signal would hit all, so the worker simulates the fault itself."""
+    """Return whether a worker's process runs other workers too: a signal would hit all, so the worker simulates the fault."""
     name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
     others = (other.joined for other in fleet.workers.values())
     return bool(host) and any(
@@ -78,7 +78,7 @@ class Rehearsals:
         self._bus = bus
         self._processes = processes
         self._allowed = allowed
-        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # by us, for a limited time
+        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # stopped by us, for a limited time
 
     async def play(
         self,
@@ -115,15 +115,15 @@ class Rehearsals:
         return done(said)
 
     def close(self) -> None:
-        """Resume all workers that are stopped for a limited time: no other process will."""
+        """Resume all workers that are stopped for a limited time: no other process would resume them."""
         for _, worker in list(self._stopped.values()):
             self._resume(worker)
 
     async def _command_worker(self, worker: Worker, body: dict[str, Any]) -> None:
-        """Tell a worker to simulate a fault or to heal; resume a stopped one first, so that it receives it. Raise NotPossible."""
+        """Command a worker to simulate a fault or to heal; resume it first if it is stopped. Raise NotPossible."""
         woken = body["fault"] == "heal" and self._resume(worker)
         if woken and not worker.alive:
-            return  # it is told to end, and its successor is healthy
+            return  # the actuator commands it to end, and its successor is healthy
         loop, name = asyncio.get_running_loop(), worker.joined.worker
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:

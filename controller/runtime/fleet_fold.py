@@ -15,7 +15,7 @@ class FleetFold:
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet with all events folded that were read."""
+        """The fleet as of the last event read."""
         return self.order.shown
 
     @property
@@ -30,7 +30,7 @@ class FleetFold:
 
     @property
     def whole(self) -> bool:
-        """Whether the fold has read up to what its snapshot had already absorbed."""
+        """Whether the fold has read at least up to the last event that its snapshot contains."""
         return self.order.last_seq >= self.order.position.decided
 
     def take(self, batch: Sequence[Recorded]) -> None:

@@ -1,11 +1,11 @@
 """Checks a worker that a frontend reports as stalled, if a spare is ready to replace it.
 
-    RequestFailed, stalled ─▶ asked ── an answer, a beat, a link of a frontend ──▶ it lives
+    RequestFailed, stalled ─▶ query ── an answer, a beat, a link of a frontend ──▶ alive
                                ▲└── none of these within `answer_s`, spare ready ──▶ WorkerSilent, at once
                                └───────────────────── spare not ready: repeat while the report is recent
 
 Without a spare, an early report would gain nothing: `Liveness` waits for the silence, and a worker that was only slow for a
-moment stays in service. With a spare, a mistake costs little: the worker becomes the spare when it answers again.
+moment stays in service. With a spare, a false alarm costs little: the worker becomes the spare when it answers again.
 
 The query is a `batch` command with the share that the worker has to fill anyway: any live worker answers it.
 """
@@ -32,7 +32,7 @@ from events.observations import RequestFailed
 STALLED = "stalled"
 NEWS = timedelta(seconds=2)  # older reports are ignored: the silence itself is detected soon after
 DUE_MAX = 64  # instances waiting to be checked
-LATE_S = 0.1  # lag of our own loop beyond which an answer may have arrived and not been read
+LATE_S = 0.1  # lag of our own loop above which an answer may have arrived unread
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class HangCheck:
         self._settings = settings
         self._leading = leading
         self._due: asyncio.Queue[Life] = asyncio.Queue(DUE_MAX)
-        self._asked = set[Life]()  # checked now, or queued
+        self._asked = set[Life]()  # instances that are queried now, or queued
         self._unanswered: dict[Life, float] = {}  # when they were last reported as stalled
         view.listen(self._on_batch)
 
@@ -137,7 +137,7 @@ class HangCheck:
         return connected is not None and connected <= since and not self._bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
-        """Return whether the worker, or a frontend connected to it, has sent a message after `since`."""
+        """Return whether, after `since`, the worker has sent a beat or a frontend has reported a connection to it."""
         beats, (name, instance) = self._beats, life
         lives, frontends = beats.lives, beats.frontends
         beat, reports = lives.get(life), [one for one in frontends.values() if one.at >= since]

@@ -1,6 +1,7 @@
 """Checks and signals the process of a worker's instance on this host.
-A worker registers its pid, and a worker can lie. So the process must also run as our user, and be a worker by the environment
-that `holdfast up` has set or, if started otherwise, by its command line, which must contain this worker's name.
+A worker registers its pid, and a compromised one may register a false pid. So the process must also run as our user, and be a
+worker by the environment that `holdfast up` has set or, if started otherwise, by its command line, which must contain this
+worker's name.
 
 A pid does not identify a process: the system reuses it. So a process that began after the instance had joined is another one.
 And an ended process keeps its pid until its parent collects its status (a zombie): it is not alive.
@@ -19,7 +20,7 @@ from events.broker_users import account_of, names
 from events.intrusion.reports import ReportIntrusion, not_reported
 from events.intrusion.source_rule import COUNT_MAX
 
-CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
+CLOCKS_S = 10.0  # seconds that the journal's clock may be behind this host's
 
 
 def began_at(pid: int) -> float | None:
@@ -95,7 +96,7 @@ class HostProcesses:
         return worker.joined.topology.host in ("", self.host)
 
     def next_life(self, worker: Worker) -> str:
-        """Return what happens next to a worker with a dead instance, as a clause."""
+        """Return a clause that states what happens next to a worker with a dead instance."""
         if self.live(worker):
             pid = worker.joined.pid
             return f"its process {pid} still lives: `holdfast restart {worker.joined.worker}` ends it"
@@ -125,7 +126,9 @@ class HostProcesses:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
 
     def _foreign(self, worker: Worker) -> str:
-        """Return why the process that a worker has registered is not its own. Test doubles have no command lines to check."""
+        """Return why the process that a worker has registered is not its own; "" if it may be.
+
+        Not checked if tests replace `began_at`: their processes have no command lines."""
         return why_foreign(worker, worker.joined.pid) if self.began_at is began_at else ""
 
     def _missing(self, worker: Worker) -> str:

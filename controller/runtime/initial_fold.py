@@ -43,7 +43,7 @@ def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
 
 
 async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
-    """Return the initial order, from the store's last settled state if there is one, and the store's position."""
+    """Return the initial order (from the store's last settled state if there is one) and the store's position."""
     snapshot: Snapshot | None = None
     position = ReadPosition()
     if store is not None:
@@ -95,7 +95,7 @@ async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) ->
 
 
 async def newest(journal: Journal, after: int) -> Snapshot:
-    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none, so what follows `after` is lost."""
+    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none: events after `after` are lost."""
     found: Snapshot | None = None
     async for _, snapshot in snapshots(journal):
         found = snapshot
@@ -103,8 +103,8 @@ async def newest(journal: Journal, after: int) -> Snapshot:
 
 
 async def oldest(journal: Journal, after: int) -> Snapshot:
-    """Return the oldest whole snapshot that the journal can continue. Raise JournalDropped if there is none, so what follows
-    `after` is lost."""
+    """Return the oldest whole snapshot that the journal can continue. Raise JournalDropped if there is none: the events
+    after `after` are lost."""
     async for _, snapshot in snapshots(journal):
         return snapshot
     return await _raise_dropped(journal, after)

@@ -1,15 +1,15 @@
 """The lease: elects the controller that decides.
 
-It only saves wasted work; correctness rests on the journal's fence.
+The lease only avoids duplicate work; correctness rests on the journal's fence.
 The holder renews a value every quarter of its time to live. No clocks are compared: a standby watches the value's revision. If
-that has not changed for a whole time to live by the standby's own clock, it takes over by compare-and-set. The holder counts its
-time from *before* the renewal request, so it stops before any standby can start.
+the revision has not changed for a whole time to live by the standby's own clock, it takes over by compare-and-set. The holder
+counts its time from *before* the renewal request, so it stops before any standby can start.
 
 Bytes that no controller writes (an acknowledgement that the broker was made to send here) say nothing about the lease: a holder
-that finds them overwrites them at once, and a standby does not treat them as a vacancy. Only a controller's value ends or passes
-on a lease.
+that finds them overwrites them at once, and a standby does not treat them as a vacancy. Only a controller's value ends or
+transfers a lease.
 
-    ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another one holds it
+    ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another contender holds it
 """
 
 import asyncio
@@ -130,7 +130,7 @@ class Lease:
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         holder = _holder(value)
-        if holder is None:  # the last leader continues, or its lease expires
+        if holder is None:  # ignored: the last leader continues, or its lease expires
             self._report_foreign(value)
             self._revision = revision
             if not self.leader and not self._expired():

@@ -1,10 +1,10 @@
 """Detects processes that outlive their dead instance, and reports WorkerLingered, once per instance.
 
-    DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── it is gone, or a successor has joined ──▶ forgotten
+    DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── it is gone, or a successor has joined ──▶ dropped
 
-`holdfast up` ends such a process within GRACE_S of the decision, and the actuator tells one that resumes to end. Other
-supervisors wait for a process to end by itself, which a stopped or hung one never does. Then no successor comes, and an
-operator must know.
+`holdfast up` ends such a process within GRACE_S of the decision, and the actuator commands a resumed one to end. Other
+supervisors wait for a process to end by itself, which a stopped or hung one never does. Then no successor starts, so an
+operator must be notified.
 
 The absence of heartbeats proves nothing, for the process may hang. On its host, the process itself is the evidence; elsewhere
 its port is, which the system keeps open as long as the process exists, hung or not.
@@ -23,7 +23,7 @@ from controller.runtime.liveness import FactRecorder, FleetSource
 from events.observations import WorkerLingered
 
 LOOK_S = 5.0
-LINGERS_AFTER_S = 15.0  # `holdfast up` needs a third of it
+LINGERS_AFTER_S = 15.0  # `holdfast up` ends a process in a third of this time
 BEAT_FRESH_S = 3.0
 TOGETHER = 64  # ports probed concurrently
 
@@ -51,7 +51,7 @@ class Lingering:
         self._port_open = port_open
         self._clock = clock
         self._leading = leading
-        self._since: dict[Life, float] = {}  # by dead instance: since when its process was seen
+        self._since: dict[Life, float] = {}  # by dead instance: when its process was first seen
         self._reported: set[Life] = set()
 
     @property
@@ -67,7 +67,7 @@ class Lingering:
 
     async def look(self) -> None:
         """Check all dead instances once."""
-        fleet = self._view.fleet  # departed: those that were forgotten meanwhile
+        fleet = self._view.fleet  # departed: dead workers that were removed from the fleet meanwhile
         workers = {**fleet.departed, **fleet.workers} if self._leading() else {}
         dead = [worker for worker in workers.values() if not worker.alive and not worker.health.exit.left]
         seen = {_life(worker): (worker, evidence) for worker, evidence in await self._evidence(dead)}

@@ -1,12 +1,12 @@
 """Detects silent workers: reports WorkerSilent, once per silence, and WorkerHeard on return.
 
-    heard ── no beat for `silent_after_s`, observer listened all that time ──▶ silent ── a beat ──▶ heard
+    alive ── no beat for `silent_after_s`, observer listened all that time ──▶ silent ── a beat ──▶ alive
 
 Silence is a statement about the observer as well. It counts only if, during the whole window, we were connected, our own loop
 ran, and we kept up with the messages on the bus. If more than half of the fleet is silent at once, the observer itself is in
-doubt: it reports ObserverBlind and accuses no worker. The last beats of a fleet that is cut off lie within about one beat of
-each other. So when the first worker is late, those that will be late within a beat and a half are counted too. A frontend's live
-connection to the instance is a veto: the instance is alive, but its messages do not reach us.
+doubt: it reports ObserverBlind and reports no worker as silent. The last beats of a fleet that is cut off lie within about one
+beat of each other. So when the first worker is late, workers that will be late within a beat and a half are counted as silent
+too. A frontend's live connection to the instance is a veto: the instance is alive, but its messages do not reach us.
 """
 
 import asyncio
@@ -75,10 +75,10 @@ class Liveness:
         self._clock = clock
         self._settings = settings
         self._leading = leading
-        self._awake_since = clock.monotonic()  # our own loop has not lagged since then
-        self._first_seen: dict[Life, float] = {}  # when we first knew of an instance
+        self._awake_since = clock.monotonic()  # since when our own loop has not lagged
+        self._first_seen: dict[Life, float] = {}  # when an instance first appeared in the fleet
         self._reported: dict[Life, Literal["silent", "heard"]] = {}
-        self._accused: dict[Life, float] = {}  # when: an earlier beat does not acquit
+        self._accused: dict[Life, float] = {}  # when reported as silent: an earlier beat is no return
         self.blind = False
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class Liveness:
         self._beats.forget(living, FORGET_AFTER_S)
 
     def _last_heard(self, life: Life) -> float:
-        """Return when this instance last sent a beat, or was first known."""
+        """Return when this instance last sent a beat, or was first seen in the fleet if that is later."""
         beat, met = self._beats.lives.get(life), self._first_seen[life]
         return beat.at if beat is not None and beat.at > met else met
 
@@ -149,7 +149,7 @@ class Liveness:
             return
         if self.blind:
             self.blind = False
-            self._awake_since = now  # every worker gets a whole window again
+            self._awake_since = now  # the silence of every worker is measured anew
             log.info("observer_sees_again")
             return
         for life in late:
@@ -165,7 +165,7 @@ class Liveness:
             self._journal.observe(ObserverBlind(observer=self._journal.source, silent=silent, known=known))
 
     def accuse(self, life: Life) -> None:
-        """Report an instance as silent that another check has found to be gone."""
+        """Report an instance as silent because another check has found it unresponsive."""
         workers, now = self._view.fleet.workers, self._clock.monotonic()
         worker = workers.get(life[0])
         if worker is None or worker.joined.instance != life[1] or self._known_silent(life, worker):

@@ -31,7 +31,7 @@ from events.process.presence import Presence
 from events.versions import InForce
 
 FLUSH_S = 1.0
-OBEYS_WITHIN_S = 2.0  # for a process to react to a stop; its grace period may take longer
+OBEYS_WITHIN_S = 2.0  # for a process to react to a shutdown command; its grace period may take longer
 LOOK_S = 0.1
 LINKED_S = 1.5  # frontends report their connected workers every second
 STALE_S = 3.0  # maximum age of a load report
@@ -91,7 +91,7 @@ class ControlOperations:
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Request a drain. Raise UnknownWorker, or NotPossible for a worker with a dead instance: it has no requests."""
+        """Request a drain. Raise UnknownWorker, or NotPossible if the worker's instance is dead: it has no requests to finish."""
         instance = self._living(worker).joined.instance
         return await self._record(
             DrainRequested(
@@ -137,7 +137,7 @@ class ControlOperations:
         )
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Tell a worker to shut down gracefully; if it does not answer or its instance is dead, end its process.
+        """Command a worker to shut down gracefully; if it does not answer or its instance is dead, end its process.
 
         Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
@@ -218,7 +218,7 @@ class ControlOperations:
             if self._processes.live(known) or not self._processes.here(known):
                 raise
             return f"{name} {why}: its process has ended; its supervisor starts it again"
-        with contextlib.suppress(NotPossible):  # it has ended meanwhile
+        with contextlib.suppress(NotPossible):  # the process has ended meanwhile
             self._processes.send(known, signal.SIGCONT)  # a stopped process must continue before it can end
             if not await self._reacts(known):
                 self._processes.send(known, signal.SIGKILL)
@@ -226,8 +226,8 @@ class ControlOperations:
         return f"{name} {why}: its process ends; its supervisor starts it again"
 
     async def _reacts(self, known: Worker) -> bool:
-        """Return whether a process that was told to end does so in time, or is alive: it answers us, or a frontend has a
-        connection to it, where only its connection to the broker is broken."""
+        """Return whether a process that was signalled to end has ended in time or is responsive: it accepts a shutdown command,
+        or a frontend is connected to it (then only its broker connection is broken)."""
         loop, life = asyncio.get_running_loop(), (known.joined.worker, known.joined.instance)
         until = loop.time() + OBEYS_WITHIN_S
         while loop.time() < until:

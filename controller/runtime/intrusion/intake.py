@@ -1,14 +1,14 @@
 """Intake of workers' facts: each is checked here before it reaches the journal.
 
     worker ── say.ACCOUNT.WORKER.KIND ──▶ intake ── fleet.observed.worker.WORKER.KIND ──▶ journal
-           ◀── acknowledgement, or why not ──┘
+           ◀── acknowledgement or refusal ───┘
 
 The broker lets an account publish only below its own `say.ACCOUNT`, so the subject proves the sender. The intake checks the
 sender's budget, its reply address, the fact's source and source number, the fact itself and its values. It rewrites the headers:
 no header that JetStream obeys (batches, expectations, expiry) is taken from a worker. A fact that can never be accepted is
 refused permanently, and its worker drops it; each such refusal is reported with the sender's name.
 
-All controllers of a fleet share the subjects: when one is gone, another serves the next message. The journal deduplicates
+All controllers of a fleet share the subjects: if one controller fails, another serves the next message. The journal deduplicates
 repetitions by their ids, and the sender restores the order of facts that overtook one another (`events.journal.publisher`).
 """
 
@@ -37,11 +37,11 @@ from events.permissions import PUBLISHES
 
 QUEUE = "intake"
 KB = 1024
-UNANSWERED_MAX = 1_024  # facts that the journal has not acknowledged yet
+UNANSWERED_MAX = 1_024  # facts published to the journal and not acknowledged yet
 ACK_S = 2.0
 ACCOUNTS_MAX = 16_384
 ROLES = ("worker", "watch")
-NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # of an event that is not on the journal yet
+NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # timestamp of an event that is not on the journal yet
 KINDS = frozenset(kind.kind() for kind in PUBLISHES["worker"])
 
 log = structlog.get_logger(__name__)
@@ -100,7 +100,7 @@ def check_source(user: str, source: str, number: int) -> None:
 
 
 def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of an accepted fact: only those that a fact has."""
+    """Return the headers of an accepted fact: only those of a fact, none that the worker added."""
     assert event.said_at is not None
     return codec.encode_headers(
         event.fact,
@@ -119,10 +119,10 @@ class _Account:
 
     def __init__(self, limit: TrafficLimit, day: Rate, now: float) -> None:
         self._facts, self._day = TrafficBudget(limit, now), SendBudget(day, now)
-        self._patience = SendBudget(limit.messages, now)  # an honest worker waits 2.5 s for an answer
+        self._patience = SendBudget(limit.messages, now)  # a correct worker waits 2.5 s for an answer
 
     def excess(self, size: int, now: float) -> tuple[str, bool] | None:
-        """Return the budget that a fact exceeds, and whether its sender is ejected for that; None if it exceeds none."""
+        """Return the name of the exceeded budget, and whether the sender is ejected for that; None if no budget is exceeded."""
         if not self._facts.take(1, size, now):
             return "its budget", not self._patience.take(1, now)
         return None if self._day.take(size, now) else ("its budget of a day", True)

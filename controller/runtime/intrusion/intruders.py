@@ -60,7 +60,7 @@ class Intruders:
         await self.intake.run(nats_url, name)
 
     def foreign_lease(self, value: bytes) -> None:
-        """Report a lease value that no controller has written. If it is an acknowledgement, blame the publisher of its fact."""
+        """Report a lease value that no controller has written. If it is an acknowledgement, name the publisher of the fact."""
         seq = acknowledged(value)
         if seq is None:
             self.intrusions.report("unknown", "write into the controllers' lease")

@@ -2,7 +2,8 @@
 
     state store ─▶ Planner ─▶ CapacityReported, ScaleProposed ─▶ hook ─▶ ScaleApplied
 
-Two planners that read the same state decide the same. The journal accepts the first proposal; the other planner reads again.
+Two planners that read the same state decide the same. The journal accepts the proposal that arrives first; the other
+planner reads again.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from events.errors import HoldfastError
 from events.journal.port import Fenced, Journal
 from events.observations import ScaleApplied, ScaleProposed
 
-EVENTS_MAX = 10_000  # in one reading
+EVENTS_MAX = 10_000  # events per read
 READ_S = 20.0
 JOURNAL_S = 5.0
 
@@ -52,7 +53,7 @@ class Planning:
             repeat_s=settings.repeat_s,
         )
         self._planner = Planner(name, settings.policy, duties)
-        self.outlook: PlannerOutlook | None = None  # of the last look
+        self.outlook: PlannerOutlook | None = None  # the result of the last look
         self.why_not = "the planner has not read the state store yet"  # empty: there is an outlook
 
     async def run(self) -> None:

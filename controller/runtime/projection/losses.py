@@ -1,7 +1,7 @@
 """Detects rows that the store has lost.
 
 Causes are a truncated table, a lost position row, or tables restored from an older backup. Continuing to project would leave
-an unnoticed hole.
+an unnoticed gap.
 """
 
 from controller.ports import StateStore, StoreLost
@@ -27,12 +27,13 @@ async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
 
 
 async def _lacks(journal: Journal, store: StateStore, after: int, until: int) -> bool:
-    """Return whether the store lacks one of these events that it must hold. A repeated event is kept under its first sequence."""
+    """Return whether the store lacks one of these events that it must hold. An event published twice is stored under
+    its first sequence."""
     try:
         async for batch in history(journal, after, until):
             for event in batch:
                 if audited(event.fact) and await store.locate(event.id) is None:
                     return True
-    except JournalChanged:  # the journal begins later by now
+    except JournalChanged:  # the journal has dropped these events meanwhile
         return False
     return False

@@ -2,7 +2,7 @@
 
     journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
 
-Reading and folding continue while the last batch is written, and what has gathered by then is the next batch. So batches
+Reading and folding continue while the last batch is written; the events gathered meanwhile form the next batch. So batches
 grow with the load, and a single event is written without delay. The projector keeps no state outside the store: after any
 failure it reads its position there and restarts from it. That makes a kill at any step harmless.
 
@@ -100,7 +100,7 @@ class Projector:
                 await self._follow(None)
             except StoreForbidden:
                 raise
-            except StoreRefused as error:  # the tables existed when this process began
+            except StoreRefused as error:  # a lost table: all existed when this process started
                 raise StoreLost(
                     f"tables are missing: {error.__cause__ or error}. {StoreLost.__doc__}"
                 ) from error

@@ -3,7 +3,7 @@
 A view and the projector fold the same journal, so at the same position they must agree. A difference is a bug, or a manual
 change in the database: it is reported, and the fold stays authoritative.
 
-The rows are nearly always slightly behind the view. So the view's last states are kept (they share what did not change),
+The rows are nearly always slightly behind the view. So the view's last states are kept (successive states share unchanged parts),
 and the rows are compared with the state of their own position.
 """
 
