@@ -1,6 +1,6 @@
 """The ports of the controller: protocols that adapters implement and tests replace with doubles.
 
-The journal's port lives with the journal: `events.journal.port`.
+The port of the journal is in `events.journal.port`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -71,10 +71,10 @@ class AnotherProjector(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """The position of the rows of the read model: they are the fold of everything up to `seq`."""
+    """The position of the read model: its rows are the fold of all events up to `seq`."""
 
     seq: int = 0
-    id: str = ""  # the ce-id of that event: a recreated stream has another one there
+    id: str = ""  # the ce-id of that event: a recreated stream has another id there
     at: datetime | None = None  # the stream's timestamp of that event
     settled: Position = Position()
     deciders_version: int = 0
@@ -110,14 +110,14 @@ class StateStore(Protocol):
         ...
 
     async def position(self) -> ReadPosition:
-        """Return how far the rows reach. Raise StoreUnavailable."""
+        """Return the position of the rows. Raise StoreUnavailable."""
         ...
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        `after` is the store's position: the one right before `events`, or before any if the store is empty. If it is not, raise
-        AnotherProjector and write nothing. Raise StoreUnavailable.
+        `after` is the position that the store must have: the one directly before `events`, or the initial one if the store is
+        empty. If the store has another position, raise AnotherProjector and write nothing. Raise StoreUnavailable.
         """
         ...
 
@@ -143,7 +143,7 @@ class StateStore(Protocol):
 
 
 class Archive(Protocol):
-    """Reads the events that the store keeps, by what they concern. The journal is the truth; this is its index."""
+    """Finds stored events by worker, incident or request. The journal is authoritative; the archive is an index of it."""
 
     async def locate(self, reference: str) -> int | None:
         """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
@@ -214,13 +214,13 @@ class Prober(Protocol):
         ...
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> "OthersWork":
-        """Return how the engine serves other requests, compared with one of `own_tokens` tokens that has `begun` or not."""
+        """Return how the engine serves other requests, relative to ours of `own_tokens` tokens. `begun`: our answer has begun."""
 
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
 OthersWork = Literal[
     "", "beside", "before"
-]  # the engine serves other requests beside ours, or before ours; empty: unknown
+]  # the engine serves others beside ours, or before ours; empty: unknown
 
 
 class Sink(Protocol):
@@ -235,7 +235,7 @@ class Sink(Protocol):
         ...
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The worker cannot continue this stream. No more calls follow."""
+        """Handle the loss of the stream: the worker cannot continue it. No more calls follow."""
         ...
 
 
@@ -244,15 +244,15 @@ class TransferSink(Sink, Protocol):
     another sink adopts the stream; `lost` concerns only the connection to the target."""
 
     def reserved(self, frame: Reserved) -> None:
-        """The target has reserved the room."""
+        """Handle the target's reservation of the room."""
         ...
 
     def declined(self, stream: int, why: str) -> None:
-        """The target has dropped its stream, or the source, which owns the stream, continues to decode it."""
+        """Handle the end of the move: the target has dropped its stream, or the source, which owns it, continues to decode."""
         ...
 
     def committed(self, frame: Committed) -> None:
-        """The target decodes: its chunks follow."""
+        """Handle the target's commit: it decodes now, and its chunks follow."""
         ...
 
 
@@ -260,10 +260,10 @@ class RequestPlane(ConnectedWorkers, Protocol):
     """The request plane, as the frontend's scheduler and its streams use it. No call blocks."""
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return the same as `Prober.others_work`."""
+        """Return how the engine serves other requests: see `Prober.others_work`."""
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
-        """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""
+        """Send a request and return its stream number, which is also set in `request`. Raise WorkerUnreachable."""
         ...
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
@@ -271,7 +271,7 @@ class RequestPlane(ConnectedWorkers, Protocol):
         ...
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is connected and has asked for no new requests."""
+        """Return whether this instance is connected and has signalled that it accepts no new requests."""
         ...
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
@@ -279,11 +279,11 @@ class RequestPlane(ConnectedWorkers, Protocol):
         ...
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
-        """Tell a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        """Command a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
         ...
 
     def stay(self, worker: str, stream: int) -> None:
-        """Tell a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
+        """Command a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
         ...
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
@@ -354,7 +354,7 @@ class Control(Protocol):
         ...
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Tell a worker to shut down gracefully."""
+        """Command a worker to shut down gracefully."""
         ...
 
     async def status(self) -> dict[str, Any]:

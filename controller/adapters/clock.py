@@ -22,7 +22,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that tests advance by hand. Sleepers wake in the order of their instants, and only then."""
+    """A clock that tests advance by hand. Each sleeper wakes when the clock reaches its instant, in the order of the instants."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._start = start
@@ -61,6 +61,6 @@ class VirtualClock:
 
 
 async def _settle() -> None:
-    """Run everything that can run without time passing: ten loop turns reach through any chain of awaits here."""
+    """Run everything that can run without time passing: ten loop turns suffice for the longest chain of awaits in the tests."""
     for _ in range(10):
         await asyncio.sleep(0)

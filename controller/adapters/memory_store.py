@@ -1,6 +1,6 @@
 """The state store in memory: a double that passes the same conformance suite as the real one.
 
-Rows go through the same functions as Postgres's, snapshots through the same codec.
+It makes rows by the same functions as the Postgres store, and encodes snapshots by the same codec.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -60,7 +60,7 @@ class DatabaseAccounts:
         return DatabaseUrls(owner, writer, reader)
 
     def verifiers(self) -> dict[str, str]:
-        """Return what the server stores instead of each password (RFC 5803): it never receives the password itself."""
+        """Return each account's verifier: the server stores it (RFC 5803) and never receives the password itself."""
         return {name: verifier(password) for name, password in self.passwords.items()}
 
 

@@ -37,7 +37,7 @@ _SINGLE = {"exit_on_error": "on", "log_min_error_statement": "panic"}
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """The location of one database. `held` is its open directory: see `name`."""
+    """The location of one database. `held` is the descriptor of its open directory: see `name`."""
 
     install: Path
     directory: Path
@@ -47,7 +47,7 @@ class ClusterPlace:
     def name(self, part: str) -> str:
         """Return a path of `part` that `user` can open.
 
-        A directory below root's home (0700) cannot be entered by path by any other user. It can be entered through a descriptor
+        No other user can enter a directory below root's home (0700) by its path. The user can enter it through a descriptor
         that was opened before the change of user.
         """
         if self.user is None or hidden_by(self.directory / part, self.user) is None:
@@ -76,7 +76,7 @@ def hidden_by(path: Path, user: str) -> Path | None:
 
 
 def write_hba_file(place: ClusterPlace) -> str:
-    """Write the access rules beside the data, so that no backup of the data restores other rules; return the file's name."""
+    """Write the access rules beside the data, so that restoring a backup of the data keeps them; return the file name."""
     path = place.directory / "pg_hba.conf"
     fresh = path.with_suffix(".tmp")
     fresh.write_text(HBA_RULES)
@@ -89,9 +89,9 @@ def write_hba_file(place: ClusterPlace) -> str:
 
 
 async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Create a cluster beside `data`, then move it there as a whole: a killed start leaves nothing half-made.
+    """Create a cluster beside `data`, then move it there as a whole: a killed start leaves no incomplete cluster.
 
-    Each call works in its own directory: the last processes of a killed one may still write to theirs. Raise ServerFailed.
+    Each call works in its own directory: the last processes of a killed call may still write to theirs. Raise ServerFailed.
     """
     for left in place.directory.glob("data.partial*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -114,7 +114,7 @@ async def set_up(place: ClusterPlace, database: str, accounts: DatabaseAccounts)
         await administer(place, [f'CREATE DATABASE "{database}"'])
     await administer(place, cluster_sql.rights(database), database=database)
     mark = place.directory / f"database.{database}"
-    mark.unlink(missing_ok=True)  # of an older release, which relied on it
+    mark.unlink(missing_ok=True)  # written by an older release, which relied on it
 
 
 async def administer(
@@ -132,7 +132,7 @@ async def administer(
 
 
 async def admits(place: ClusterPlace, port: int, database: str, accounts: DatabaseAccounts) -> bool:
-    """Return whether the database admits its owner by our password, and is set up as this version requires."""
+    """Return whether the owner can log in with our password, and the database is set up as this version requires."""
     psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-w", "-h", "127.0.0.1", "-p", str(port)]
     ask = "SELECT shobj_description(oid, 'pg_database') FROM pg_database WHERE datname = current_database()"
     secret = {"PGPASSWORD": accounts.passwords[OWNER]}  # `ps` shows arguments to every user, but not this

@@ -32,7 +32,7 @@ def free_port() -> int:
         if len(_names) > NAMES_MAX:
             _names.popleft().close()
         return port
-    with socket.socket() as probe:  # the kernel's own range reaches down here
+    with socket.socket() as probe:  # the kernel's own range includes the ports from LOWEST on
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 

@@ -23,14 +23,14 @@ _CONNECTION = re.compile(rb"\S+ \S+ \S+ \[ERR\] (\S+ - cid:[0-9]+) - ")
 
 
 class LogTail:
-    """Reads the part of a server's log that was not read yet."""
+    """Reads the lines that a server has logged since the last read."""
 
     def __init__(self) -> None:
         self._pid = 0
-        self._read = 0  # bytes of the log, for this process
+        self._read = 0  # bytes of the log read so far, for this process
 
     def news(self, server: EmbeddedServer) -> bytes:
-        """Return what was logged since the last call. Raise OSError."""
+        """Return the bytes logged since the last call. Raise OSError."""
         with server.log.open("rb") as log:
             if server.pid != self._pid:  # skip lines of earlier processes
                 self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)

@@ -18,7 +18,7 @@ class BrokerUsers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: list[tuple[str, int, bool]] = []  # configured seeds: file, mtime, by intake
-        self._withdrawn: dict[str, str] = {}  # names by public key: later log lines may refer to them
+        self._withdrawn: dict[str, str] = {}  # names by public key: for later log lines
         self._looked = 0  # mtime of the folder at the last look
 
     def make(self, processes: Iterable[str]) -> None:
@@ -34,7 +34,7 @@ class BrokerUsers:
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
         by_intake = {name for name in workers if self._knows_intake(name)}
-        for name in workers:  # before the broker is configured: a process that is refused looks again
+        for name in workers:  # before the broker is configured: a refused process checks these files again
             given = self.folder / f"{name}{keys.INTAKE}"
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
@@ -42,8 +42,8 @@ class BrokerUsers:
     def withdraw(self, name: str, worker: str) -> list[str]:
         """Revoke a user's access by its present seed, and return the revoked accounts. Raise OSError.
 
-        If there is no such user, revoke those with this worker in their process: the reporter may not know its number of
-        workers."""
+        If there is no such user, revoke the users of processes that run this worker: the reporter may not know how many workers
+        a process runs."""
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
         for user in out:
@@ -61,7 +61,7 @@ class BrokerUsers:
         return False
 
     def admitted(self) -> None:
-        """Record beside each seed that the broker admits its user: a process with a new seed waits for that."""
+        """Write a file beside each seed as a mark that the broker admits its user: a process with a new seed waits for it."""
         for name in keys.users(self.folder):
             (self.folder / f"{name}{keys.ADMITTED_SUFFIX}").write_text(keys.public(self.folder, name) + "\n")
 

@@ -108,7 +108,7 @@ async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServe
         log,
         user=place.user,
         fds=(place.held,),
-        dies_by=signal.SIGQUIT,  # at once, like SIGKILL, but it also frees its few bytes of System V shared memory
+        dies_by=signal.SIGQUIT,  # ends at once, like SIGKILL, but also frees its few bytes of System V shared memory
     )
     try:
         await wait_until_ready(
@@ -144,7 +144,7 @@ def _command(place: ClusterPlace, port: int, hba_file: str) -> list[str]:
 
 
 def _ready(data: Path, pid: int) -> bool:
-    """Return whether the postmaster's file says `ready`, so that connections are accepted; that of another pid is stale."""
+    """Return whether the postmaster's file says `ready`, so that connections are accepted; a file with another pid is stale."""
     try:
         lines = (data / "postmaster.pid").read_text().splitlines()
     except OSError:

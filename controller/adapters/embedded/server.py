@@ -17,7 +17,7 @@ from typing import Any
 from controller.adapters.embedded.free_port import free_port
 from events.errors import HoldfastError
 
-START_DEADLINE_S = 30.0  # a broker with millions of messages, a database in recovery
+START_DEADLINE_S = 30.0  # enough for a broker with millions of messages, or a database in recovery
 STOP_DEADLINE_S = 5.0
 LOCK_WAIT_S = 3.0  # the children of a killed postgres hold its directory for a moment longer
 POLL_S = 0.004
@@ -145,7 +145,7 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], N
     def arrange() -> None:
         os.setsid()  # Ctrl-C is for this process, which stops the servers in order
         libc.prctl(PR_SET_PDEATHSIG, by)
-        if os.getppid() != parent:  # it has died in between
+        if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
 
     return arrange

@@ -25,7 +25,7 @@ ASK_S = 2.0
 RETRY_S = 0.2
 SWEEP_RUNS = 200  # of the index, freed per turn of the loop
 SWEEP_S = 0.005
-BATCHES = TrafficLimit(  # of one worker: an engine's step produces at most one
+BATCHES = TrafficLimit(  # batches of one worker: an engine's step produces at most one
     messages=Rate(per_s=2_000.0, burst=20_000.0),
     size=Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0),
 )
@@ -62,7 +62,7 @@ class KvEvents:
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(ASKS_MAX)
         self._wake = asyncio.Event()  # set when a query may be due
-        self._look_at = inf  # time of the next look without that
+        self._look_at = inf  # time of the next look without a wake-up
         connection.listen(self._changed)
 
     @classmethod
@@ -84,7 +84,7 @@ class KvEvents:
         return self.view.index
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Update the living workers; those that publish KV events are followed. Cheap: call it at every change."""
+        """Update the live workers; those that publish KV events are followed. Cheap: call it at every change."""
         self.view.absorb(joined, self._loop.time())
         self._look()
 

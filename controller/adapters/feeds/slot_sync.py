@@ -24,14 +24,14 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 WINDOW_S = 0.001
 BEAT_S = 1.0
 RETRY_S = 0.2
-UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond it, the broker does not keep up, and gets the whole state later
+UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond it the broker does not keep up: the whole state is sent later
 _ROUTE = f"{subjects.KV_SLOTS} ".encode()
 
 log = structlog.get_logger(__name__)
 
 
 class SlotSync:
-    """Keeps one frontend's slot tracker in sync with the others'. It only needs to listen to the tracker.
+    """Keeps one frontend's slot tracker in sync with the others'. It subscribes to the tracker's events.
 
     `run` is a service of the frontend's loop. `peers` returns the frontends that currently serve, as far as is known.
     """

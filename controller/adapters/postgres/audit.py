@@ -1,4 +1,4 @@
-"""Writes the rows of `fleet_events`, which follow from the events alone."""
+"""Writes the rows of `fleet_events`, which depend on the events only, not on the fold."""
 
 from collections.abc import Sequence
 

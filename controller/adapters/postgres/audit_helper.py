@@ -29,7 +29,7 @@ from events.errors import HoldfastError
 from events.fact import Recorded
 
 END_S = 5.0
-COLLECT_AT = 500_000  # objects: rows leave no cycles behind
+COLLECT_AT = 500_000  # objects until the garbage collector runs: rows create no reference cycles
 DONE = b"done\n"
 _LENGTH = 4
 _encode = msgspec.json.Encoder().encode
@@ -48,7 +48,7 @@ class HelperPolicy:
     answer_s: float = 50.0  # to send one batch, or to commit the last three
 
     def possible(self) -> bool:
-        """Return whether there is a core for it, and a kernel that ends it together with us."""
+        """Return whether a spare core exists, and a kernel that ends the helper together with us."""
         return sys.platform == "linux" and len(os.sched_getaffinity(0)) >= self.cores_min
 
 
@@ -59,7 +59,7 @@ class AuditHelper:
         self._policy = policy
         self._place = {"url": url, "schema": schema}
         self._process: asyncio.subprocess.Process | None = None
-        self._refused = False  # the first batch was small: the folding process writes the rows too
+        self._refused = False  # the first batch was small: no helper, the folding process writes the rows
 
     @property
     def pid(self) -> int | None:

@@ -13,7 +13,7 @@ _OF_THE_SCHEMA = """SELECT '' AS name, privilege_type AS what, rolname AS accoun
 
 
 async def copy(connection: Connection, schema: str, to: str) -> None:
-    """Grant on `to` what is granted on `schema`: a rebuild must not revoke grants that were made by hand."""
+    """Copy all grants on `schema` to `to`: a rebuild must not revoke grants that were made by hand."""
     found = [*await connection.fetch(_OF_THE_SCHEMA, schema), *await connection.fetch(_OF_TABLES, schema, to)]
     for row in found:
         what = f"{quoted(to)}.{quoted(row['name'])}" if row["name"] else f"SCHEMA {quoted(to)}"

@@ -83,7 +83,7 @@ class Link:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Connection]:
-        """Lend the connection to one task. Raise StoreUnavailable (StoreGone), StoreRefused or BadStoreUrl."""
+        """Yield the connection to one task at a time. Raise StoreUnavailable (StoreGone), StoreRefused or BadStoreUrl."""
         async with self._lock:
             try:
                 yield await self._open()

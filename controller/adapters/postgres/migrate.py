@@ -56,7 +56,7 @@ compatible release: `COMMENT ON TABLE alembic_version IS 'runs with releases fro
 
 
 async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
-    """Apply all missing migrations, and grant our accounts, if the server has them, their rights on new objects.
+    """Apply all missing migrations, and grant our accounts their rights on new objects, if the server has these accounts.
 
     A database that a newer release has only added to is not changed.
 
@@ -130,7 +130,7 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
 
 
 async def _runs_with(url: str, schema: str) -> str:
-    """Return the oldest migration with a release that is compatible with a database; "9999" if the database names none."""
+    """Return the oldest migration of a release that is compatible with a database; "9999" if the database names none."""
     link = Link(url, schema)
     try:
         async with link.use() as connection:
@@ -174,7 +174,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     late: asyncio.TimerHandle | None = None
 
     async def connect() -> Any:
-        """Connect with a time limit: a server that hangs in the middle would block even the rollback."""
+        """Connect with a time limit: a server that hangs during a migration would block even the rollback."""
         nonlocal late
         connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
         late = asyncio.get_running_loop().call_later(WITHIN_S, connection.terminate)
@@ -186,7 +186,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
             aside = up and await _set_aside(connection, schema)
-            if there.scalar() is None or aside:  # it may own one without the right to create one
+            if there.scalar() is None or aside:  # the owner may lack the right to create one
                 await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
@@ -208,7 +208,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
 async def _set_aside(connection: Any, schema: str) -> bool:
     """Rename the schema if its version is lost, and return whether it was renamed.
 
-    The tables are rebuilt from the journal, and the next rebuild drops what is left of the old ones."""
+    The tables are rebuilt from the journal, and the next rebuild drops the renamed schema."""
     from sqlalchemy import text
 
     names = [f'"{schema}".{table}' for table in ("fleet_events", "alembic_version")]

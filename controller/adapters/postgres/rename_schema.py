@@ -1,4 +1,4 @@
-"""Sets aside a projection that cannot be rebuilt, since its journal is lost: it is all that is left."""
+"""Renames the schema of a projection to preserve it: its journal is lost, so it cannot be rebuilt."""
 
 from controller.adapters.postgres.link import Link
 from controller.adapters.postgres.schema import SCHEMA

@@ -5,7 +5,7 @@ If the position is not the expected one, nothing changes.
          …     AS (INSERT … SELECT … FROM unnest($n, …) WHERE EXISTS (SELECT FROM moved) ON CONFLICT …)
     SELECT count(*) FROM moved
 
-Several statements in one transaction would take three times as long. Which parts are needed differs from batch to batch, so the
+Several statements in one transaction would take three times as long. Each batch needs different parts, so the
 text is assembled from parts; asyncpg keeps each combination prepared.
 """
 

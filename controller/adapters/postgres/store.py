@@ -1,7 +1,7 @@
 """The state store in Postgres: the fleet's rows, all events, snapshots of the fold, and the position.
 
-The position must be exactly the start of a batch, or nothing is written. So an event is projected once, however often a
-projector dies and even if two of them run.
+A batch is written only if the store's position is exactly its start. So each event is projected once, however often a
+projector is killed and even if two projectors run.
 
 The projector's connection does not wait for the disk (`synchronous_commit = off`). What a crash loses, rows and position alike,
 is projected again from the journal. A transaction is still whole or absent.
@@ -54,7 +54,7 @@ class PostgresStore(RowReader):
         self._writer: Writer | None = None
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
-        """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
+        """Write the changes of a batch of events in one transaction. Raise AnotherProjector or StoreUnavailable."""
         helped = self._helper is not None and await self._helper.write(events)
         await self.prepare().project(events, shown, settled, after, audit=not helped)
 
@@ -66,7 +66,7 @@ class PostgresStore(RowReader):
         return await super().look()
 
     def prepare(self) -> "Writer":
-        """Load what `project` needs, before events wait for it.
+        """Load the modules that `project` needs before the first events arrive.
 
         This imports SQLAlchemy, which takes 0.2 s: only a projecting process should wait for that.
         """
@@ -104,9 +104,9 @@ class PostgresStore(RowReader):
             await _drop(connection, fresh.schema)
 
     async def swap(self, fresh: "PostgresStore", catch_up: CatchUp, *, carry: bool) -> None:
-        """Rename the fresh schema to this one's name, in one transaction; `carry` over what the journal no longer has.
+        """Rename the fresh schema to this one's name, in one transaction; `carry`: copy the history that the journal has dropped.
 
-        A running projector waits meanwhile, readers do not. So the fresh store catches up with a position that does not move. The
+        A running projector waits meanwhile, readers do not. So the position stays fixed while the fresh store catches up. The
         projector then finds the new tables under the old name.
         """
         old = f"{self.schema}_old"

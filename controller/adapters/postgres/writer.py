@@ -35,12 +35,12 @@ class Writer:
         self._decided: tuple[int, datetime] | None = (
             None  # the last decision's sequence and the stream's time
         )
-        self._written: Fleet | None = None  # the fleet in the rows; None: unknown, so write all of them
+        self._written: Fleet | None = None  # the fleet in the rows; None: unknown, so all rows are due
 
     async def project(
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int, *, audit: bool
     ) -> None:
-        """Write what a batch of events changed, and the new position. Write nothing unless the projection is at `after`.
+        """Write the changes of a batch of events, and the new position. Write nothing unless the projection is at `after`.
 
         Without `audit`, the events themselves are not written: the helper process does that.
         """

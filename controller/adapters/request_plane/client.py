@@ -45,7 +45,7 @@ class RequestPlaneClient:
         self.links.want(addresses)
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection was opened, closed, or changed its state."""
+        """Call `changed` whenever a connection is opened, is closed, or changes its state."""
         self.links.listen(changed)
 
     @property
@@ -83,8 +83,8 @@ class RequestPlaneClient:
         return connection is not None and not connection.detector.stuck and not connection.draining
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is reachable, and has sent a frame as recently as a live one does. While our loop stands
-        still it reads no frames, so time beyond the watch's next check does not count."""
+        """Return whether this instance is reachable, and has sent a frame as recently as a live instance does. While our loop is
+        blocked it reads no frames, so time beyond the watch's next check does not count."""
         # `_connection` inlined: called per worker and request, like `external_load`; saves 1 % of a request
         link = self._by_worker.get(worker)
         connection = link.connection if link is not None else None
@@ -148,7 +148,7 @@ class RequestPlaneClient:
             connection.cancel(stream, why)
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is connected and has asked for no new requests."""
+        """Return whether this instance is connected and has signalled that it accepts no new requests."""
         connection = self._connection(worker, instance)
         return connection is not None and connection.draining
 
@@ -159,12 +159,12 @@ class RequestPlaneClient:
         return stream
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, sink: TransferSink) -> None:
-        """Tell a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        """Command a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
         connection = self._standing(source.worker, source.instance)
         connection.ship(stream, offer.grants, sink)
 
     def stay(self, worker: str, stream: int) -> None:
-        """Tell a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
+        """Command a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.stay(stream)

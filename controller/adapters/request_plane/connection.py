@@ -24,14 +24,14 @@ from events.intrusion.send_budget import TrafficLimit
 
 
 class StreamReservations:
-    """The streams of one connection that are being moved."""
+    """The streams of one connection that are being moved between workers."""
 
     def __init__(self) -> None:
-        self.reserved: dict[int, TransferSink] = {}  # reserved here, not begun
-        self.shipping: dict[int, TransferSink] = {}  # open here, on the way to another worker
+        self.reserved: dict[int, TransferSink] = {}  # reserved on this worker, not yet decoded
+        self.shipping: dict[int, TransferSink] = {}  # open on this worker, being sent to another worker
 
     def take(self, frame: wire.ToFrontend) -> None:
-        """Dispatch the worker's frame about a move. Frames of moves that were given up are dropped."""
+        """Dispatch the worker's frame about a move. Frames of cancelled moves are dropped."""
         if isinstance(frame, wire.Reserved) and (sink := self.reserved.get(frame.stream)):
             sink.reserved(frame)
         elif isinstance(frame, wire.Declined):
@@ -40,7 +40,7 @@ class StreamReservations:
                 here.declined(frame.stream, frame.reason)
 
     def forget(self, stream: int) -> bool:
-        """Stop moving a stream. Return whether it was only reserved here."""
+        """Cancel the move of a stream. Return whether this worker had only reserved room for it."""
         self.shipping.pop(stream, None)
         return self.reserved.pop(stream, None) is not None
 
@@ -116,7 +116,7 @@ class WorkerConnection(asyncio.Protocol):
                             self._dispatch(chunks)
                             chunks[chunk.stream] = chunk
                     continue
-                if steps:  # they precede this frame
+                if steps:  # the steps precede this frame
                     self._stepped(steps, chunks)
                     steps = 0
                 if type(frame) is wire.Beat:
@@ -199,7 +199,7 @@ class WorkerConnection(asyncio.Protocol):
             self._changed()
 
     def others_work(self, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return whether the engine makes progress on other requests, before or beside one of ours that has `begun` or not.
+        """Return how the engine serves other requests: see `Prober.others_work`.
         Concurrent questions of ours count as other requests to one another."""
         load = self.load.total
         if load.running + load.waiting < 2 or not self.detector.gets_on(self._loop.time(), own_tokens):
@@ -254,7 +254,7 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
 
-    # --- planned moves: a reservation is no open stream, so no frame is owed for it ---------------------------
+    # --- planned moves: a reservation is not an open stream, so the worker owes no frame for it ---------------------------
 
     def reserve(self, stream: int, request: wire.Generate, room: int, sink: TransferSink) -> None:
         """Ask the worker to reserve room for a request. Raise WorkerUnreachable."""
@@ -269,7 +269,7 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(frame)
 
     def ship(self, stream: int, grants: list[bytes], sink: TransferSink) -> None:
-        """Tell the worker to send a stream's KV cache. Raise WorkerUnreachable."""
+        """Command the worker to send a stream's KV cache. Raise WorkerUnreachable."""
         transport = self._writable()
         if stream not in self._sinks:
             raise WorkerUnreachable("the stream has ended")
@@ -327,7 +327,7 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.close()
 
     def readable(self) -> bool:
-        """Return whether the socket has unread bytes: then it is this process that is late."""
+        """Return whether the socket has unread bytes: then this process is late, not the worker."""
         if self._transport is None:
             return False
         sock = self._transport.get_extra_info("socket")

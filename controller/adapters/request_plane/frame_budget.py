@@ -10,7 +10,7 @@ FRAMES = TrafficLimit(
 )
 
 
-SHARE = 0.01  # of a burst: amount to count before the budget is checked
+SHARE = 0.01  # share of a burst that is counted before the budget is checked
 
 
 class FrameBudget:

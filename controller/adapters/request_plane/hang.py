@@ -23,8 +23,8 @@ from math import inf
 from events.wire import Beat
 
 OWED_S = 0.1  # interval of frames of a worker with open streams of ours
-OWED_IDLE_S = 1.0  # interval of frames of any other
-LATE_S_MIN = 0.06  # excess over that which is remembered: one tick of ours, and a margin
+OWED_IDLE_S = 1.0  # interval of frames of any other worker
+LATE_S_MIN = 0.06  # lateness above which it is recorded: one tick of ours, and a margin
 LATE_S_BORNE = 0.6  # tolerated lateness of a process without a history
 LATE_FACTOR = 3.0
 LATE_MEMORY_S = 30.0
@@ -40,17 +40,17 @@ class HangPolicy:
     step_factor: float = 10.0
     step_floor_s: float = 5.0  # a busy CPU can make a step take seconds
     prefill_s_per_token: float = 0.03
-    all_silent_s: float = 2.0  # silence of all workers at once beyond which it is not our own fault
+    all_silent_s: float = 2.0  # silence of all workers at once up to which it is attributed to us
     step_memory_s_max: float = 10.0
 
 
 class Process:
-    """The lateness of one process, from what its workers send. Without effect for a process with a single worker."""
+    """The lateness of one worker process, derived from its workers' frames. Without effect if it has a single worker."""
 
     __slots__ = ("_heard_at", "_late_at", "_worst_s", "late_s", "look_due", "shared")
 
     def __init__(self, now: float) -> None:
-        self.shared = False  # by more than one worker: see `house`
+        self.shared = False  # whether more than one worker runs in it: see `house`
         self.late_s = 0.0  # total time in which all workers owed a frame and none sent one
         self.look_due = inf  # our next look: time beyond it is our own loop's lag
         self._heard_at = now
@@ -62,7 +62,7 @@ class Process:
         self.shared = workers > 1
 
     def hear(self, owed_at: float, now: float) -> None:
-        """Record a frame of a worker that owed one since `owed_at`."""
+        """Record a frame from a worker of this process that was due since `owed_at`."""
         heard_at = min(now, self.look_due)
         late_s = heard_at - max(owed_at, self._heard_at)
         if late_s > 0:
@@ -76,7 +76,7 @@ class Process:
         self._heard_at = min(now, self._heard_at + lag_s)
 
     def excused_s(self, now: float, most_s: float) -> float:
-        """Return the part of a silence until now that the whole process may owe to lateness: at most `most_s`."""
+        """Return the part of the current silence that may be due to lateness of the whole process: at most `most_s`."""
         if not self.shared:
             return 0.0
         worst_s = self._worst_s if now - self._late_at <= LATE_MEMORY_S else 0.0
@@ -102,7 +102,7 @@ class HangDetector:
     def __init__(self, policy: HangPolicy, now: float, process: Process | None = None) -> None:
         self._policy = policy
         self._process = process or Process(now)
-        self._late_s = self._process.late_s  # of its process, when this worker last sent a frame
+        self._late_s = self._process.late_s  # the process's `late_s` at this worker's last frame
         self._recent_s = 0.0  # the slowest recent step, decaying
         self._stepped_at: float | None = None
         self.heard_at = now
@@ -112,7 +112,7 @@ class HangDetector:
         self.open_streams = 0
 
     def opened(self, now: float) -> None:
-        """Record the opening of a stream. With the first one, silence begins to count."""
+        """Record the opening of a stream. Silence counts from the opening of the first one."""
         if not self.open_streams:
             self.heard_at = max(self.heard_at, now)
             self._late_s = self._process.late_s
@@ -165,7 +165,7 @@ class HangDetector:
 
     @property
     def stuck(self) -> bool:
-        """Whether the engine's step is older than any step should get."""
+        """Whether the engine's step is older than the limit."""
         return self.age_s > self._policy.step_floor_s and self.age_s > self.step_limit_s()
 
     def gets_on(self, now: float, own_tokens: int) -> bool:

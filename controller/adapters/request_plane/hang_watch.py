@@ -79,7 +79,7 @@ class HangWatch:
             worker = next((name for name, one in connections.items() if one is connection), "?")
             log.warning("worker_hung", worker=worker, why=why, streams=connection.detector.open_streams)
             if connection.detector.silent_s(now) > policy.silence_s:
-                connection.drop("stalled", why)  # all of them before any stream looks for another worker
+                connection.drop("stalled", why)  # drop all before any stream is routed to another worker
         for connection, why in guilty:
             connection.lose("stalled", why)  # a live loop reports when the engine makes progress again
         self._changed()

@@ -1,8 +1,8 @@
 """Connections to workers through the broker: `--request-plane nats`.
 
-A connection over a channel is one like any other, with two differences. If the worker no longer listens, a request that it never
-read has found no responder, and counts as not sent. And all channels share one socket, which nearly always has unread bytes: what
-counts is whether the bytes that were unread a moment ago have been read.
+A connection over a channel differs from a TCP connection in two ways. If the worker no longer listens, a request that it never
+read has found no responder, and counts as not sent. And all channels share one socket, which nearly always has unread bytes: so
+`readable` checks whether the bytes that were unread a moment ago have been read.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ class ChannelConnection(WorkerConnection):
     ) -> None:
         super().__init__(frontend, policy, changed, process, key, frames)
         self._channel: Channel | None = None
-        self._unread: deque[tuple[int, int]] = deque()  # requests: their end in our byte stream, their number
-        self._read_to = 0  # of the broker's bytes: end of those unread at the first call in this silence
+        self._unread: deque[tuple[int, int]] = deque()  # per request: end in our byte stream, stream
+        self._read_to = 0  # end of the broker's bytes unread at the first call in this silence
         self._asked_at = float("-inf")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,7 +69,7 @@ class ChannelConnection(WorkerConnection):
         super().connection_lost(exc)
 
     def readable(self) -> bool:
-        """Return whether some of the bytes that were unread at the first call in this silence still are."""
+        """Return whether bytes that were unread at the first call in this silence are still unread."""
         if self._channel is None:
             return False
         broker, now = self._channel.carrier, self._loop.time()

@@ -2,7 +2,7 @@
 
 A marked canary bypasses the prefix cache, takes no slot and is no user's request. A compromised worker can answer it correctly
 and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`). They use a separate
-connection, under a name like a frontend's. This requires that the worker's Welcome announces the same answers for both
+connection, under a name like a frontend's. This requires that the worker's Welcome declares that it answers both alike
 (`alike`, since 0.3); for other workers, all questions are marked.
 """
 

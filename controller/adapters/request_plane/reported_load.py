@@ -14,12 +14,12 @@ class ReportedLoad:
     def __init__(self) -> None:
         self.total = Load()
         self.by_rank: Sequence[Load] = ()  # per DP rank, once reported
-        self.external = Load()  # the part of other clients
+        self.external = Load()  # load by other clients' requests
         self.external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
-        self.ranks: dict[int, int] = {}  # of our streams and reservations on a rank other than 0
+        self.ranks: dict[int, int] = {}  # by stream or reservation of ours: its rank, if not 0
 
     def place(self, stream: int, rank: int) -> None:
-        """Record the rank, other than 0, of a request."""
+        """Record the rank of a request, if it is not 0."""
         self.ranks[stream] = rank
 
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
@@ -36,8 +36,8 @@ class ReportedLoad:
 
 
 def without(load: Load, own: int) -> Load:
-    """Return the part of a load that is not due to `own` requests; canaries do not count. Tokens are assumed to be spread
-    evenly."""
+    """Return a load without `own` requests of ours; canaries do not count. All requests are assumed to have equally many
+    tokens."""
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
     tokens = load.active_tokens * others // whole if whole > 0 else 0

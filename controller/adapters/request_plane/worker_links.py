@@ -4,7 +4,7 @@
                                  ▲                                  │
                                  └──── backoff, jittered ◀──────────┘
 
-The TCP dialer needs neither broker nor database: with both down, connections stay open and are reopened.
+The TCP dialer needs neither broker nor database: even with both down, connections stay open, and broken ones are reopened.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 class Address(NamedTuple):
     """The address of one worker instance: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
 
-    An empty instance: any that answers. Workers of the same `process` may share its event loop; empty: a process of its own."""
+    Empty `instance`: any that answers. Workers of the same `process` may share an event loop; empty: a separate process."""
 
     instance: str
     url: str
@@ -65,13 +65,13 @@ class PlaneLimits:
     ask_connect_s: float = 1.0  # wait of a probe for a connection that is being reopened
     ask_connect_first_s: float = 5.0  # the same without a failed attempt: a thousand workers may join at once
     ask_chunks_max: int = 4096
-    connections_max: int = 65_536  # a process has open files for other purposes, too
+    connections_max: int = 65_536  # a process needs open files for other purposes, too
     heard_s: float = 2.5  # age of a frame up to which a link is reported; an idle worker beats each second
     lately_s: float = 1.3  # a worker silent for longer is chosen last; an idle one beats each second
     lately_busy_s: float = 0.25  # the same with open streams of ours: it beats every 0.1 s
     hang: HangPolicy = field(default_factory=HangPolicy)
     frames: TrafficLimit = FRAMES  # of one worker's connection
-    flood_pause_s: float = 30.0  # until a worker that exceeded it is connected again
+    flood_pause_s: float = 30.0  # until a worker that exceeded `frames` is connected again
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class WorkerLinks:
             process.house(housed[name])
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection was opened, closed, or changed its state."""
+        """Call `changed` whenever a connection is opened, is closed, or changes its state."""
         self._listeners.append(changed)
 
     @property
@@ -167,7 +167,7 @@ class WorkerLinks:
     def heard(self) -> dict[str, str]:
         """The connected workers that recently sent a frame: the content of the link report.
 
-        A stopped process, or one behind a network that drops everything, keeps its connection but sends no frames."""
+        A stopped process, or one behind a network that drops all packets, keeps its connection but sends no frames."""
         since = asyncio.get_running_loop().time() - self._limits.heard_s
         connections = ((link, link.live) for link in self.by_worker.values())
         return {
@@ -212,7 +212,7 @@ class WorkerLinks:
         return {worker: connection for worker, connection in found if connection is not None}
 
     async def awaited(self, worker: str) -> WorkerLink:
-        """Return the link to a worker once it is live, which may take a moment. Raise WorkerUnreachable."""
+        """Return the link to a worker once it is live; wait for a limited time. Raise WorkerUnreachable."""
         loop, limits = asyncio.get_running_loop(), self._limits
         began = loop.time()
         while True:

@@ -1,10 +1,10 @@
 """Scales by a command of the operator, from `docker` to `sbatch`.
 
     {"model": …, "before": 2, "after": 4, …} ─▶ stdin      stdout ─▶ its last line: what was done   (status 0)
-                                                           stderr ─▶ its last line: why not         (any other)
+                                                           stderr ─▶ its last line: the error       (any other)
 
-A command has ended when its process has, although a process that it started may continue and hold its output open. That is
-tolerated; only at the deadline is the whole process group killed.
+A command has ended when its process has ended, although its child processes may continue and hold its output open. That is
+tolerated; the whole process group is killed only at the deadline.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ async def _kill(process: Process) -> None:
     """Kill a command and all processes that it has started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):  # a process that is blocked in the kernel is left alone
+    with contextlib.suppress(TimeoutError):  # a process that is blocked in the kernel cannot be waited for
         async with asyncio.timeout(KILLED_WITHIN_S):
             await process.wait()
 
@@ -123,7 +123,7 @@ class KeptOutput:
 
     def rest(self) -> bytes:
         """Return the end of the output, including what is still in the pipe."""
-        for _ in range(OUTPUT_KEPT // READ_BYTES + 1):  # more than a pipe holds: another process still writes
+        for _ in range(OUTPUT_KEPT // READ_BYTES + 1):  # bounded: another process may still write
             if not self._read_available():
                 break
         return bytes(self._kept)

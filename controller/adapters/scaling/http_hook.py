@@ -24,7 +24,7 @@ from controller.ports import HookResult, ScaleRequest
 from events.errors import BadSetting, HoldfastError
 
 TIMEOUT_S = 10.0  # for both requests
-BODY_MAX = 256 * 1024  # bytes; a Scale has a thousand
+BODY_MAX = 256 * 1024  # bytes; a Scale object has about a thousand
 TOKEN_MAX = 64 * 1024  # bytes
 MERGE = "application/merge-patch+json"
 PLACE = "{model}"
