@@ -10,7 +10,7 @@
 - It sends each worker the share of its batch that it may fill at its model's degradation level; a model has one level for all.
 
 The actuator keeps no position: it compares the fold with the heartbeats and repeats a command until they agree. Commands are
-idempotent. A worker that does not answer is retried with backoff; other components decide that it is gone.
+idempotent. A worker that does not answer is retried with backoff; other components decide whether it is dead.
 """
 
 import asyncio

@@ -144,11 +144,11 @@ class Rehearsals:
             self._stopped[name] = timer, worker
 
     def _resume(self, worker: Worker) -> bool:
-        """Resume a process that may be stopped; return whether there is one within reach."""
+        """Resume a process that may be stopped; return whether a signal could be sent to it."""
         self._forget(worker.joined.worker)
         if shares_process(self._fleet(), worker):
             return False
-        with contextlib.suppress(NotPossible):  # it has ended meanwhile, or is on another host
+        with contextlib.suppress(NotPossible):  # the process has ended meanwhile, or is on another host
             self._processes.send(worker, signal.SIGCONT)
             return True
         return False

@@ -81,7 +81,7 @@ class Lease:
             await self.release()
 
     async def look(self) -> None:
-        """Renew, or take over if the holder is gone."""
+        """Renew the lease, or take over if the holder has stopped renewing."""
         try:
             await (self._renew_over_foreign() if self.held else self._contend())
         except Fenced:

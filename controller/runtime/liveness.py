@@ -90,7 +90,7 @@ class Liveness:
             now = self._clock.monotonic()
             if now - due > self._settings.lag_max_s:
                 self._awake_since = now
-                await asyncio.sleep(0)  # process first what arrived meanwhile
+                await asyncio.sleep(0)  # first process the messages that arrived meanwhile
             self.look(now)
 
     def look(self, now: float) -> None:

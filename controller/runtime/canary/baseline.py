@@ -55,7 +55,7 @@ class Baseline:
     _workers: dict[Hashable, _Measured] = field(default_factory=dict)
 
     def judge(self, worker: Hashable, instance: str, latency_ms: float, load: int = 1) -> float | None:
-        """Add one latency at a load of `load` sequences; return the baseline that it exceeds by far, or None."""
+        """Add one latency at a load of `load` sequences; return the baseline if the latency exceeds it by far, else None."""
         measured = self._workers.get(worker)
         if measured is None or measured.instance != instance:
             self._workers[worker] = _Measured(instance)

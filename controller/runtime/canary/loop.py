@@ -171,7 +171,7 @@ class CanaryLoop:
                     watch.unmarked = group.create_task(self._unmarked_loop(watch), name=f"unmarked {name}")
 
     def _new_watch(self, worker: Worker) -> WorkerWatch:
-        """Return a fresh watch: a worker that was never probed is due at once, the others are spread over the interval."""
+        """Return a fresh watch: due at once if the worker was never probed, otherwise after a random part of the interval."""
         joining = worker.last_canary is None or worker.health.joining
         wait = 0.0 if joining else self._draw.uniform(0, self._settings.interval_s)
         due = self._clock.monotonic() + wait

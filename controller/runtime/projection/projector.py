@@ -216,8 +216,8 @@ def _reach(snapshot: Snapshot) -> int:
 
 
 async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or all end. The first failure cancels the others and is raised; a permanent one before one that can
-    be retried.
+    """Run all until one fails or all end. The first failure cancels the others and is raised. If several fail, a permanent
+    failure is raised before one that can be retried.
 
     Not a TaskGroup. In Python 3.11, if a group is cancelled in the moment in which one of its tasks fails, it raises only the
     failure, so a caller that retries never ends. And a group that fails while it waits leaves its caller marked as cancelled,

@@ -128,7 +128,7 @@ class FleetVersions:
             self._since = (can, now)
 
     def wish(self, fleet: Fleet) -> InForce | None:
-        """Return what to put in force now; None: no change."""
+        """Return the kinds and version to put in force now; None: no change."""
         if not self._leading() or not fleet.number:
             return None
         now = in_force(fleet)
@@ -182,7 +182,7 @@ class FleetVersions:
         return in_force(self._view.fleet)
 
     def _common_knowledge(self) -> InForce | None:
-        """Return what every live process knows; None while the announcement of some may still be missing."""
+        """Return the kinds and version that every live process knows; None while announcements may still be missing."""
         heard_s = self._clock.monotonic() - (self._listening_since or self._clock.monotonic())
         if heard_s < LISTEN_S or self._old_readers is None or not self._view.fleet.number:
             return None
@@ -195,7 +195,7 @@ class FleetVersions:
         return InForce.of(now.kinds | kinds, max(now.deciders_version, version))
 
     def report(self) -> Mapping[str, Any]:
-        """Return what `holdfast fleet versions` shows, as plain JSON values."""
+        """Return the output of `holdfast fleet versions`, as plain JSON values."""
         now, ours = self._in_force(), InForce.of(new_kinds(), DECIDERS_VERSION)
         held = {*(ours.kinds - now.kinds)}
         shown = [
