@@ -1,6 +1,6 @@
 """The effects of the request state machine: instructions to the driver about a request.
 
-They are applied in order. `SelectWorker` and `Judge` are answered by the driver with an event; they come last.
+The driver applies them in order. It responds to `SelectWorker` and `Judge` with an event, so these come last.
 """
 
 from typing import Literal, TypeAlias
@@ -16,24 +16,24 @@ Outcome: TypeAlias = Literal["success", "failure", "cancelled"]
 
 
 class SelectWorker(msgspec.Struct, frozen=True):
-    """Choose a worker and send an attempt. Answered by Sent, ConnectFailed or NoWorkerFound."""
+    """Choose a worker and send an attempt. The driver responds with Sent, ConnectFailed or NoWorkerFound."""
 
     planned: Key | None = None  # preferred worker
     avoid: frozenset[Key] = frozenset()
     fallback: frozenset[Key] = frozenset()  # avoid only these if no other worker is left
-    declined: frozenset[Key] = frozenset()  # those of `avoid` that are closed for a while
+    declined: frozenset[Key] = frozenset()  # those of `avoid` that accept no new requests for a while
     missed: frozenset[Key] = frozenset()  # those of `fallback` that were unreachable just now
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """Count the failed attempt against its worker, if that is at fault. Answered by Judged."""
+    """Count the failed attempt against its worker, if the worker is at fault. The driver responds with Judged."""
 
     failure: Failure
     begun: bool
 
 
 class CancelStream(msgspec.Struct, frozen=True):
-    """Cancel the stream at its worker: it is no longer read."""
+    """Cancel the attempt's stream at its worker, because the frontend no longer reads it."""
 
     why: Literal["gone", "elsewhere", "complete"] = "gone"
 
@@ -45,22 +45,22 @@ class NoteUnjudged(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Record that the worker had no room: it gets no request until it next reports its load."""
+    """Record that the worker had no room: it gets no new request until its next load report."""
 
 
 class Complete(msgspec.Struct, frozen=True):
-    """Leave the worker, count the request as served, and end it: the current attempt completed the answer."""
+    """End the request as served, because the current attempt completed the answer. This also ends the attempt."""
 
     finish: str  # finish reason for the client
-    alone: bool  # no other attempt has produced any of it
+    alone: bool  # no other attempt has produced any part of the answer
 
 
 class LeaveWorker(msgspec.Struct, frozen=True):
-    """End the current attempt: slots, counters and provenance."""
+    """End the current attempt: release its slot, and update counters and token provenance."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Record that the attempt has read its prompt. `first`: this is the answer's first token."""
+    """Record that the attempt has completed its prefill. `first`: its first token is also the answer's first token."""
 
     first: bool
 
@@ -72,18 +72,19 @@ class Rewind(msgspec.Struct, frozen=True):
 
 
 class Park(msgspec.Struct, frozen=True):
-    """Hold the request until a worker may accept it. `keep_room`: keep the room that it was admitted with."""
+    """Park the request until a worker may accept it. `keep_room`: keep the room reserved at its admission."""
 
     keep_room: bool = False
 
 
 class QueueAgain(msgspec.Struct, frozen=True):
-    """Put the request before all others in the admission queue."""
+    """Return the request to the admission queue, ahead of all requests that were not admitted yet."""
 
 
 class Reroute(msgspec.Struct, frozen=True):
-    """Place the request together with all that lost their workers in this turn of the event loop. Not `planned`: route it
-    separately.
+    """Choose a new worker for the request.
+
+    `planned`: jointly with all requests that lost their workers in this turn of the event loop; otherwise separately.
     """
 
     planned: bool = True
@@ -102,15 +103,15 @@ class StayAtSource(msgspec.Struct, frozen=True):
 
 
 class SwitchToTarget(msgspec.Struct, frozen=True):
-    """Read the target's stream from now on. Answered by Switched."""
+    """Read the target's stream from now on. The driver responds with Switched."""
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Make the target's stream the current attempt; the KV cache carries the provenance of the source."""
+    """Make the target's stream the current attempt. Its tokens also depend on the source, which computed the KV cache."""
 
 
 class TransferOver(msgspec.Struct, frozen=True):
-    """End the transfer, which has switched, stayed or been replayed."""
+    """End the KV transfer. `state`: its outcome; `why`: the reason if it failed."""
 
     state: str
     why: str
@@ -131,7 +132,7 @@ class CountRestored(msgspec.Struct, frozen=True):
 
 
 class ReportMigrated(msgspec.Struct, frozen=True):
-    """Report that the answer moved. `well`: the next token has arrived; otherwise the new attempt failed too."""
+    """Report a migration. `well`: the next token has arrived; otherwise the new attempt has failed too."""
 
     move: Move
     well: bool
@@ -151,7 +152,7 @@ class ReportExposure(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """End the request with the reason why no worker can serve it. `abandoned`: it had begun, which is reported."""
+    """End the request with an error that states why no worker can serve it. `abandoned`: also report the failed migration."""
 
     abandoned: bool
 

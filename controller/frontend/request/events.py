@@ -14,7 +14,7 @@ from controller.router.endpoints import Key, Server
 
 @final
 class Launched(msgspec.Struct, frozen=True):
-    """The request is admitted, and its prompt is tokenized."""
+    """The request was admitted and its prompt tokenized: it can be sent."""
 
     planned: Key | None = None  # preferred worker
 
@@ -27,7 +27,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """No connection to the chosen worker could be established."""
+    """The frontend could not reach the chosen worker."""
 
     key: Key
 
@@ -35,9 +35,9 @@ class ConnectFailed(msgspec.Struct, frozen=True):
 class NoWorkerFound(msgspec.Struct, frozen=True):
     """No worker can serve the request now."""
 
-    code: str  # of the `NoWorker` error
-    stands_in: bool = False  # a worker that canaries keep out of service is about to serve
-    reopens_s: float = 0.0  # seconds until a closed worker accepts it; inf: all have declined it
+    code: str  # error code of the `NoWorker` exception
+    stands_in: bool = False  # an unhealthy worker is about to serve, because it is the last one of the model
+    reopens_s: float = 0.0  # seconds until a closed worker accepts requests; inf: all have declined this one
 
 
 @final
@@ -50,11 +50,11 @@ class Finished(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
     reason: str
-    cancel: bool = False  # cancel the stream: its worker does not know that the answer is complete
+    cancel: bool = False  # cancel the stream at its worker, which does not know that the answer is complete
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """No worker could answer this request, or none accepts it."""
+    """The request ends with this error: no other worker would accept it, or handling it has failed."""
 
     error: ApiError
 
@@ -68,76 +68,76 @@ class AttemptFailed(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """The failed attempt was counted. `suspicion`: what the failure implies about the request itself."""
+    """The driver has counted the failed attempt. `suspicion`: whether the request itself may be harmful."""
 
     suspicion: Suspicion
 
 
 class WorkerUnhealthy(msgspec.Struct, frozen=True):
-    """The fleet took the request's worker out of service."""
+    """The controller took the request's worker out of service."""
 
-    corrupt: bool  # canaries convict it
-    others: Collection[Key]  # workers that could serve requests like this one
+    corrupt: bool  # canaries found that the worker computes wrong results
+    others: Collection[Key]  # other workers that could serve the request
     answer: AnswerProgress
 
 
 class Exposed(msgspec.Struct, frozen=True):
-    """A worker that produced some of its tokens is convicted: tokens from index `first` on may be wrong."""
+    """A worker that produced some of the answer's tokens is convicted as corrupt: tokens from index `first` on may be wrong."""
 
     first: int
-    key: Key
-    carried: bool  # new tokens are computed from that worker's results
-    stays: bool  # that worker keeps serving, as the last one of its model
+    key: Key  # of the convicted worker
+    carried: bool  # new tokens are still computed from the convicted worker's KV cache or tokens
+    stays: bool  # the convicted worker keeps serving, as the last one of its model
     answer: AnswerProgress
 
 
 class TransferBegun(msgspec.Struct, frozen=True):
-    """A target was asked to reserve room for the request and its KV cache."""
+    """A KV transfer has started: its target was requested to reserve room for the request and its KV cache."""
 
 
 class TransferAdvanced(msgspec.Struct, frozen=True):
-    """The KV transfer advanced. `said`: tokens accepted from the source since the target was asked."""
+    """The KV transfer advanced. `said`: tokens accepted from the source since the transfer started."""
 
     event: planned_move.Event
     said: tuple[int, ...] = ()
 
 
 class TransferDeclined(msgspec.Struct, frozen=True):
-    """A requested transfer does not take place."""
+    """A requested KV transfer will not take place, for the reason `why`."""
 
     why: str
 
 
 class Switched(msgspec.Struct, frozen=True):
-    """The request continues at the target of its transfer."""
+    """The request continues at the target of its KV transfer."""
 
     server: Server
     move: Move
 
 
 class MovedOnPurpose(msgspec.Struct, frozen=True):
-    """The request must leave a worker that has not failed, without its KV cache."""
+    """A planned move without KV cache: the request must leave a worker that has not failed."""
 
     move: Move
-    target: Key | None  # None: it is preempted
+    target: Key | None  # None: the request is preempted instead of moved
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The request may be sent again."""
+    """A waiting request may be sent again."""
 
-    planned: Key | None = None
+    planned: Key | None = None  # preferred worker
 
 
 class Woken(msgspec.Struct, frozen=True):
-    """A worker may have joined, or may have room."""
+    """A parked request may retry: a worker may have joined or may have room."""
 
 
 class NoneLeft(msgspec.Struct, frozen=True):
-    """The request was preempted for long enough, and no worker can serve it."""
+    """The request has reached its maximum preemption time, and no worker can serve it."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. `latency`: the model's factor on waiting times."""
+    """Periodic check of time limits. `latency`: the model's factor on the time limits."""
 
     latency: float = 1.0
 

@@ -1,8 +1,8 @@
-"""Classifies failed attempts: may the request move, is its worker at fault, and the client's error.
+"""Classifies failed attempts: the worker's fault, the cost of a retry, and the client's error.
 
-Migration replays the prompt and all accepted tokens on a worker that has not failed this request yet. One budget covers all
-kinds of failure: with a limit of 3, a request is sent at most four times. A rejection before any work was done is free the
-first time: there may be workers that have not been tried.
+Migration replays the prompt and all accepted tokens on a worker on which the request has not failed yet. One budget covers all
+kinds of failure: with a limit of 3, a request is sent at most four times. A worker's first rejection of the request costs no
+budget if no work was done: there may be workers that have not been tried.
 """
 
 from collections.abc import Iterable
@@ -18,34 +18,34 @@ PREEMPTED: PlannedCause = "preempted"
 
 
 class Suspicion(Enum):
-    """What a failure implies about its request."""
+    """Whether a failure suggests that the request itself is harmful."""
 
     NONE = "none"
-    SUSPECT = "suspect"  # it may crash workers
-    POISONOUS = "poisonous"  # it fails in the same way on any worker
+    SUSPECT = "suspect"  # the request may crash workers
+    POISONOUS = "poisonous"  # the request fails in the same way on any worker
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The meaning of a failure.
+    """The properties of one kind of failure.
 
-    `patient`: when every worker was tried, it is worth waiting for a new one. `again`: only the connection failed, so if no
-    other worker is left the same one is tried again.
+    `patient`: after all workers were tried, the request waits for a new worker instead of ending. `again`: only the connection
+    failed, so the same worker may be tried again if no other is left.
     """
 
     cause: MigrationCause | Literal["preempted"]
     status: int
     message: str
-    blames: bool = True  # it counts against the worker
-    free: bool = False  # it costs no budget if no work was done
+    blames: bool = True  # the failure counts against the worker
+    free: bool = False  # the attempt costs no budget if no work was done
     patient: bool = True
     again: bool = False
 
 
-FULL = "overloaded"  # before the first token this is no failure: the worker had no room
+FULL = "overloaded"  # the worker had no room; before the first token this does not count as a failure
 ERRORS = frozenset(
     ("engine_error", "stream_incomplete", "non_finite")
-)  # end one request; the worker keeps running
+)  # errors that end one request, while its worker keeps running
 KINDS = {
     "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
     "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
@@ -69,7 +69,7 @@ KINDS = {
     ),
 }
 
-# Nothing has failed: the move is planned.
+# Reasons of planned moves, without any failure.
 PLANNED: dict[PlannedCause, Kind] = {
     "drain": Kind("drain", 503, "the worker is drained", blames=False),
     "device_fault": Kind("device_fault", 503, "a device of the worker is broken", blames=False),
@@ -84,12 +84,12 @@ CAUSES = sorted({kind.cause for kind in (*KINDS.values(), *PLANNED.values())})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt ended. `quoted`: the detail is the worker's text, which is not passed on to clients."""
+    """The reason why an attempt ended. `quoted`: `detail` is the worker's text, which clients must not receive."""
 
     reason: str  # a key of KINDS or PLANNED
     detail: str
     quoted: bool = False
-    one_stream: bool = False  # only the stream stopped; its connection and its worker are running
+    one_stream: bool = False  # only this stream stopped; the connection and the worker still work
 
     @property
     def kind(self) -> Kind:
@@ -97,12 +97,12 @@ class Failure:
 
     @property
     def planned(self) -> bool:
-        """Whether nothing failed: the request left its worker by a planned move."""
+        """Whether this is a planned move rather than a failure."""
         return self.reason in PLANNED
 
     @property
     def error(self) -> ApiError:
-        """The error for the client if the request cannot continue. After a planned move: no other worker was found."""
+        """The client's error if the request cannot continue. Its code is `no_worker` after a planned move."""
         kind = self.kind
         detailed = not self.quoted and self.detail not in ("", kind.message)
         message = f"{kind.message}: {self.detail}" if detailed else kind.message
@@ -112,11 +112,11 @@ class Failure:
 
 
 def classify(error: str) -> Failure:
-    """Return the failure named by a chunk's `error`; an unknown one counts as the engine's fault."""
+    """Parse the `error` of a chunk into a failure. An unknown reason counts as an engine error."""
     reason, _, detail = error.partition(":")
     return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error, quoted=True)
 
 
 def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
-    """Return the effective limit: the smallest of the frontend's and those of the model's workers."""
+    """Return the effective limit: the smallest of the frontend's own limit and the limits of the model's workers."""
     return min([own, *(limit for limit in workers if limit is not None)])

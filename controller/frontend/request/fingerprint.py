@@ -1,4 +1,4 @@
-"""Fingerprints of requests by prompt and form, equal in every process."""
+"""Fingerprints of requests by model, prompt and output constraint. They are equal in all processes."""
 
 import json
 from array import array
@@ -10,10 +10,10 @@ SKETCH_MASK = 2**64 - 1
 
 
 def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str, Any] | None) -> str:
-    """Return 32 hexadecimal digits that are the same for requests with the same prompt and form, from any client.
+    """Return 32 hexadecimal digits that identify requests with the same model, prompt and output constraint, from any client.
 
-    They are the sketch and 64 bits of BLAKE2b. The text cannot be recovered from them, but a guess of the whole prompt can be
-    confirmed.
+    The first 16 digits are the prompt's `sketch`, the others are 64 bits of BLAKE2b. The prompt cannot be recovered from a
+    fingerprint, but a guess of the whole prompt can be confirmed.
     """
     exact = blake2b(json.dumps([model, guided], sort_keys=True, default=str).encode(), digest_size=8)
     exact.update(array("Q", prompt).tobytes())
@@ -21,7 +21,7 @@ def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str
 
 
 def sketch_of(fingerprint: str) -> int:
-    """Return the sketch in a fingerprint. Raise ValueError if it is invalid."""
+    """Return the sketch in a fingerprint. Raise ValueError if the fingerprint is invalid."""
     if len(fingerprint) != 32:
         raise ValueError("a fingerprint has 32 digits")
     found = int(fingerprint[:16], 16)

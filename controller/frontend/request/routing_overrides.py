@@ -1,7 +1,7 @@
 """Parses the `X-Holdfast-Router-…` headers, which override router settings for one request.
 
-They are named like the flags. They apply to this request only. An unknown header or an invalid value is refused: an override
-that is silently ignored is worse than an error.
+Each header is named like the corresponding flag. An unknown header or an invalid value is rejected: an override that is silently
+ignored is worse than an error.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ OVERRIDABLE = (
     "track_prefill_tokens",
     "track_active_blocks",
     "assume_kv_reuse",
-)  # the other settings concern more than one request
+)  # the other settings affect more than one request
 SHOWN_MAX = 40  # characters of a value quoted in a message
 _START = b"x-holdfast-"
 _ROUTER = "router-"
@@ -41,14 +41,14 @@ class RoutingOverrides:
     """The router settings that one request overrides."""
 
     router: RouterSettings | None = None  # None: the frontend's settings
-    explain: bool = False  # report why its first worker was chosen
+    explain: bool = False  # report why the request's first worker was chosen
 
 
 NO_OVERRIDES = RoutingOverrides()
 
 
 def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings) -> RoutingOverrides:
-    """Return the overrides in these headers. Raise ApiError (400), naming the header."""
+    """Parse the overrides in a request's headers; `ours` are the frontend's settings. Raise ApiError (400), naming the header."""
     found = [(name, value) for name, value in headers if name[: len(_START)].lower() == _START]
     if not found:
         return NO_OVERRIDES
@@ -72,7 +72,7 @@ def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings)
 
 @lru_cache(maxsize=256)
 def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> RouterSettings:
-    """Return our settings with these overrides. Raise ApiError (400), naming the header.
+    """Return the frontend's settings with these overrides applied. Raise ApiError (400), naming the header.
 
     Clients send the same few headers with every request, so the validated result is cached.
     """
@@ -88,7 +88,7 @@ def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> 
 
 
 def header(name: str) -> str:
-    """Return the header that overrides this setting."""
+    """Return the name of the header that overrides this setting."""
     return PREFIX + "-".join(part.capitalize() for part in name.replace("_", "-").split("-"))
 
 

@@ -11,12 +11,12 @@
               │                     └── otherwise ────────────────────────────▶ done (the error)
               └── each of queued, rerouting, parked, preempted; ClientGone and Tick end any phase
 
-A failure moves the request to a worker that has not failed it, within its budget, and replays the prompt and all accepted tokens.
-Its client gets the first failure since the last token, not the most recent one: everything after that failure was an attempt to
-recover from it.
+After a failure the request moves to a worker on which it has not failed, within its budget. There the prompt and all accepted
+tokens are replayed. If recovery fails, the client gets the first failure since the last token, not the most recent one:
+everything after that failure was an attempt to recover from it.
 
-Tokens do not pass through here: the driver feeds the state machine the first token of an attempt, failures, control events and
-the end.
+The state machine does not process tokens. The driver passes it only an attempt's first token, failures, control events and the
+end of the answer.
 """
 
 from collections.abc import Collection
@@ -47,9 +47,9 @@ from controller.router.endpoints import Key, Server
 POISONOUS = "request_poisonous"
 HELD = "held"
 ALL_BUSY, ALL_CLOSED, ALL_TRIED = "all_workers_busy", "upstream_overloaded", "all_workers_failed"
-# before the third and later attempts after broken connections: the workers of a host die together
+# pause before the third and later attempts after broken connections: the workers of one host fail together
 PAUSE_S = 0.1
-SUSPECT_PAUSE_S = 0.25  # before the second attempt: by then the other workers of a dead host are lost, too
+SUSPECT_PAUSE_S = 0.25  # pause before a suspect's next attempt: by then the other workers of a dead host are known to be lost
 
 Next = tuple[RequestState, Effects]
 
@@ -66,10 +66,10 @@ _ACTS: dict[planned_move.Act, Effect] = {
 
 
 def step(state: RequestState, event: Event, now: float) -> Next:
-    """Return the state after an event, and the effects in the order in which they are applied."""
+    """Return the state after an event, and the effects in the order in which the driver must apply them."""
     if state.phase == "done":
         return state, ()
-    # The four events of an undisturbed request come first: `match` on classes costs as much as the transition.
+    # The four events of a request without failures are checked first: `match` on classes costs as much as the transition.
     if type(event) is on.Launched:
         return become_routing(state, event.planned)
     if type(event) is on.Sent:
@@ -131,7 +131,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
 
 
 def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
-    """Route the request. `free`: the attempt costs no budget, because nothing failed."""
+    """Route the request. `free`: the next attempt costs no budget, because nothing failed."""
     tried, missed, declined = state.tried, state.missed, closed_to(state)
     state = replace(state, phase="routing", free=free)
     if not (tried or declined or missed or planned):
@@ -158,7 +158,7 @@ def become_running(state: RequestState, server: Server) -> RequestState:
 
 
 def unreachable(state: RequestState, key: Key, now: float) -> Next:
-    """Route the request again without the worker that was unreachable. That costs no budget."""
+    """Route the request again, avoiding the unreachable worker. The failed connection costs no budget."""
     state = replace(state, tried=state.tried | {key}, missed=state.missed | {key})
     state, counted = _interrupted(state, now, begun=False)
     state, effects = become_routing(state)
@@ -166,7 +166,9 @@ def unreachable(state: RequestState, key: Key, now: float) -> Next:
 
 
 def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
-    """Handle that no worker can serve the request now: it waits if that is worthwhile, otherwise it ends with an error."""
+    """Handle a request that no worker can serve now: let it wait if a worker may become available, otherwise end it with an
+    error.
+    """
     move, code = state.move, event.code
     state = replace(state, missed=frozenset())
     if code == HELD:
@@ -201,7 +203,7 @@ def first_token(state: RequestState, now: float) -> Next:
 
 
 def arrive(state: RequestState, now: float, *, well: bool) -> Next:
-    """End the current move: it has produced its first token, or (not `well`) its attempt has failed too."""
+    """End the current move: the new attempt has produced its first token, or (not `well`) has failed too."""
     effects: Effects = ()
     if state.move is not None and state.attempt is not None:
         effects = (do.ReportMigrated(state.move, well, state.spoilt),)
@@ -216,9 +218,9 @@ def arrive(state: RequestState, now: float, *, well: bool) -> Next:
 
 
 def is_turned_away(state: RequestState, failure: Failure) -> bool:
-    """Return whether the worker had no room for the attempt, which is no failure.
+    """Return whether the worker rejected the attempt for lack of room. Such a rejection is not counted as a failure.
 
-    The attempt has not started there, unless the worker has received a KV cache.
+    An attempt with output, or with a transferred KV cache, has started on the worker: its rejection is a failure.
     """
     carried = state.move is not None and state.move.carried is not None
     return failure.reason == FULL and not state.has_output and not carried
@@ -246,9 +248,9 @@ def fail(
     spoilt: bool = False,
     on_source: bool = True,
 ) -> Next:
-    """Fail the current attempt through the fault of its worker or (not `on_source`) of an earlier one.
+    """Fail the current attempt. The fault is its worker's or (not `on_source`) an earlier worker's.
 
-    Without an attempt: the accepted tokens are unusable.
+    If no attempt is running, the accepted tokens are unusable.
     """
     replaced, attempt = state.move, state.attempt
     not_carried = ""
@@ -265,9 +267,9 @@ def fail(
     state, counted = _interrupted(state, now, begun=begun)
     spent, tried, failed = state.spent, state.tried, state.failed
     if not on_source:
-        spent -= 1  # recomputed on a healthy worker
+        spent -= 1  # the attempt's own worker is not at fault, so this attempt costs no budget
     else:
-        # The first refusal of each worker is free if no work was done.
+        # The first rejection by each worker costs no budget if no work was done.
         if kind.free and not begun and attempt.paid and key not in tried:
             spent -= 1
         tried, failed = tried | {key}, failed if kind.again else failed | {key}
@@ -276,14 +278,14 @@ def fail(
 
 
 def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next:
-    """Continue elsewhere, wait, or end the request, after the failure was judged."""
+    """Continue on another worker, wait, or end the request, after its failure was judged."""
     failing, source = state.failing, state.attempt or state.first
     assert failing is not None
     failure, replaced, not_carried, spoilt, answer = failing
     state, effects = leave(replace(state, failing=None), failed=True)
     original = failure if replaced is None or replaced.planned else replaced
     if answer.accepted >= state.terms.max_tokens:
-        # Only the worker's final frame was missing.
+        # The answer is complete: only the worker's final frame was missing.
         state, ended = become_finished(state, "length", now)
         return state, (*effects, *ended)
     if suspicion is Suspicion.POISONOUS:
@@ -293,7 +295,7 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
     assert source is not None
     accepted = answer.accepted
     if state.terms.forbidden and accepted:
-        # It cannot be continued, and its client has received none of it.
+        # The answer cannot be continued, but its client has received none of it: restart from the prompt.
         effects, accepted = (*effects, do.Rewind(0)), 0
     move = Move(failure, original, source.server, now, accepted, refused=not_carried)
     state = replace(state, disturbed=True, move=move, spoilt=state.spoilt or spoilt)
@@ -309,10 +311,10 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
 def worker_unhealthy(
     state: RequestState, corrupt: bool, others: Collection[Key], answer: AnswerProgress, now: float
 ) -> Next:
-    """Leave a worker that was taken out of service.
+    """Handle that the request's worker was taken out of service.
 
-    A worker that is only slow or silent is not left without a target: the request stays while its tokens arrive, unless one of
-    `others` can still be tried.
+    The request leaves a corrupt worker at once. It leaves a worker that is only slow or silent if one of `others` can still be
+    tried; otherwise it stays while tokens arrive.
     """
     if state.attempt is None:
         return state, ()
@@ -324,10 +326,11 @@ def worker_unhealthy(
 
 
 def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
-    """Apply `on_corruption` to tokens that may be wrong.
+    """Apply the setting `on_corruption` to an answer with tokens that may be wrong.
 
-    `continue` continues after the accepted tokens, and restarts if the client has received none of the possibly wrong ones.
-    `restart` restarts, and ends with an error if the client has received some. `error` always ends.
+    `continue`: continue after the accepted tokens; if the client has received none of the suspect tokens, regenerate them.
+    `restart`: regenerate the suspect tokens; if the client has received some, end with an error.
+    `error`: always end with an error.
     """
     setting, first, answer = state.terms.on_corruption, event.first, event.answer
     shown = answer.reached > first
@@ -335,11 +338,11 @@ def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     if setting == "error" or (setting == "restart" and shown):
         return _end_corrupt(state, now)
     if event.stays or (shown and (on_source or not event.carried)):
-        # All requests of a worker that leaves the fleet leave it together.
+        # No move is needed here: all requests of a worker that leaves the fleet are moved together.
         return replace(state, spoilt=True), (do.ReportExposure("continue"),)
     cancel = do.CancelStream("elsewhere")
     if shown:
-        # The accepted tokens stay, but the KV cache from that worker is dropped.
+        # Keep the accepted tokens, but drop the KV cache that the convicted worker computed.
         failure = Failure("unhealthy", "corrupt KV cache")
         state, effects = fail(replace(state, spoilt=True), failure, answer, now, on_source=False)
         return state, (do.ReportExposure("continue"), cancel, *effects)
@@ -363,14 +366,14 @@ def _end_corrupt(state: RequestState, now: float) -> Next:
 
 
 def _interrupted(state: RequestState, now: float, *, begun: bool) -> tuple[RequestState, do.CountFailure]:
-    """Count a failed attempt, whether or not it can be retried. `begun`: it had produced tokens."""
+    """Count a failed attempt, whether or not the request can be retried. `begun`: the attempt had produced tokens."""
     kind = "ongoing_request" if begun else "new_request"
     outage = state.outage or TokenGap(now, kind)
     return replace(state, disturbed=True, outage=outage), do.CountFailure(kind)
 
 
 def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
-    """End the outage: a token has arrived, or none will."""
+    """End the outage, if there is one: a token has arrived, or the request has ended."""
     outage = state.outage
     if outage is None:
         return state, ()
@@ -381,7 +384,7 @@ def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
 
 
 def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
-    """Leave a worker that has not failed, and continue at `target` by re-prefill; None: the request is preempted."""
+    """Move the request away from a worker that has not failed. It is recomputed at `target`; None: it is preempted."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream("elsewhere"), *_unjudged(state))
@@ -408,7 +411,7 @@ def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple
 
 
 def leave(state: RequestState, *, failed: bool) -> Next:
-    """End the current attempt, and the transfer of which its worker was the source."""
+    """End the current attempt, and the KV transfer from its worker, if there is one."""
     if state.attempt is None:
         return state, ()
     effects: Effects = ()
@@ -427,22 +430,22 @@ def _unjudged(state: RequestState) -> Effects:
 def become_parked(
     state: RequestState, until: float, not_before: float = 0.0, *, keep_room: bool = False
 ) -> Next:
-    """Wait for a worker. `keep_room`: the request was never sent, and keeps the room that it was admitted with."""
+    """Park the request until a worker is available. `keep_room`: it was never sent, and keeps the room from its admission."""
     not_before = max(not_before, state.not_before)
     state = replace(state, phase="parked", disturbed=True, waits_until=until, not_before=not_before)
     return state, (do.Park(keep_room),)
 
 
 def woken(state: RequestState, now: float) -> Next:
-    """Retry because a worker may have joined or have room, unless it is too early."""
+    """Retry a parked request because a worker may have joined or may have room. Do nothing before `not_before`."""
     if state.phase != "parked" or now < state.not_before:
         return state, ()
-    # A request that no worker has failed is sent like any other.
+    # A request that has not failed on any worker is routed separately, not in the joint placement.
     return replace(state, phase="rerouting"), (do.Reroute(planned=state.move is not None),)
 
 
 def resume(state: RequestState, planned: Key | None, now: float) -> Next:
-    """Send the request again: to the planned worker, otherwise where there is room."""
+    """Route a waiting request again: to the planned worker if possible, otherwise to one with room."""
     if state.phase not in ("rerouting", "preempted", "queued"):
         return state, ()
     if state.phase == "preempted":
@@ -459,7 +462,7 @@ def _put_off_ended(state: RequestState, now: float) -> RequestState:
 
 
 def tick(state: RequestState, latency: float, now: float) -> Next:
-    """Give up a request that has waited too long for a worker to continue on, or for its first token."""
+    """End a request that has been parked for too long, or that has waited too long for its first token."""
     move = state.move
     if state.phase == "parked" and now > state.waits_until:
         if move is not None:
@@ -503,19 +506,19 @@ def become_finished(state: RequestState, reason: str, now: float, *, cancel: boo
 def become_abandoned(
     state: RequestState, now: float, reason: str, error: ApiError, effects: Effects = ()
 ) -> Next:
-    """End a request that could not be continued: report it, and return the error to its client."""
+    """End a request that cannot be continued: report it as abandoned, and return the error to its client."""
     return become_done(state, now, (*effects, do.ReportAbandoned(reason)), error=error)
 
 
 def become_refused(state: RequestState, now: float) -> Next:
-    """End a request with the reason why no worker can serve it."""
+    """End a request with an error that states why no worker can serve it."""
     abandoned = state.move is not None
     state, effects = become_done(state, now, ())
     return state, (*effects[:-1], do.Refuse(abandoned))
 
 
 def client_gone(state: RequestState, now: float) -> Next:
-    """Cancel the request."""
+    """Cancel the request because its client has disconnected."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream(), *_unjudged(state))
@@ -533,7 +536,7 @@ def become_done(
     finish: str | None = None,
     error: ApiError | None = None,
 ) -> Next:
-    """End the request for good."""
+    """End the request: with a finish reason or an error for its client."""
     if state.disturbed:
         outcome: do.Outcome = "cancelled" if finish == "cancelled" else "failure"
         state, restored = _restored(replace(state, move=None), outcome, now)
