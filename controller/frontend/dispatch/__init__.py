@@ -1,1 +1,1 @@
-"""Live requests: dispatch, placement, preemption and accounting."""
+"""Requests in progress: dispatch to workers, placement, preemption and accounting."""

@@ -1,6 +1,6 @@
-"""Sends attempts to workers and ends them, and updates everything that counts attempts.
+"""Starts and ends attempts on workers, and updates all components that count attempts.
 
-These are the worker's endpoint and its list of running requests, the slot tracker, and this frontend's local breakers.
+These components are the endpoint's counters, the running requests, the slot tracker, and this frontend's local breakers.
 """
 
 from collections.abc import Collection
@@ -39,12 +39,12 @@ class Dispatcher:
     running: RunningRequests
     metrics: RequestMetrics
     intrusions: Intrusions
-    no_worker: NoWorker = field(default_factory=NoWorker)  # why the last request found no worker
+    no_worker: NoWorker = field(default_factory=NoWorker)  # the error of the last request without a worker
 
     def route(
         self, live: LiveRequest, effect: SelectWorker, sink: Sink, now: float
     ) -> Sent | ConnectFailed | NoWorkerFound:
-        """Choose a worker and send an attempt, which `sink` reads. Return the resulting event."""
+        """Choose a worker and send an attempt; `sink` receives its output. Return the resulting event."""
         try:
             choice = self.choose(live, effect)
         except NoWorker as error:
@@ -63,8 +63,8 @@ class Dispatcher:
     def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
         """Return the worker for a request: the planned one, or the best one that has not been tried.
 
-        If there is none, return one to which only the connection failed. Raise NoWorker; Held if the request has to wait
-        although there are workers.
+        If all were tried, return the best one to which only the connection failed. Raise NoWorker; its subclass Held if a
+        poison suspect must wait although there are workers.
         """
         request, routing, output = live.request, self.routing, live.accepted
         declined, first = route.declined, live.last_dispatch is None
@@ -82,7 +82,7 @@ class Dispatcher:
             except AllBusy:
                 if not first:
                     raise
-                # It was admitted, but one of several answers may no longer find room: it is sent where a worker can queue it.
+                # The request was admitted, but there may be no room left for one of its answers: let a worker queue this answer.
                 return routing.route(request, route.avoid, output)
         except AllClosed as closed:
             if declined:
@@ -97,7 +97,7 @@ class Dispatcher:
                 raise
 
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
-        """Return the worker for a poison suspect, which may not go everywhere; None: unrestricted after all. Raise Held."""
+        """Return the worker for a request that poison detection restricts; None: route it without restriction. Raise Held."""
         request, routing, output, only = live.request, self.routing, live.accepted, where.endpoint
         tried = route.avoid | route.missed
         try:
@@ -130,7 +130,7 @@ class Dispatcher:
         self._begin(live, endpoint, rank, stream, slot, now, claimed)
 
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
-        """Record that a worker continues a request in this stream, with the KV cache that it has received."""
+        """Record a KV transfer's result: the target continues the request in this stream, with the received KV cache."""
         slot = self.state.carry(endpoint, rank, live.request, live.accepted)
         self._begin(live, endpoint, rank, stream, slot, now)
 
@@ -161,7 +161,7 @@ class Dispatcher:
         self.plane.cancel(endpoint.worker, dispatch.stream, why)
 
     def prefill_done(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
-        """Record the first token of an attempt: its prompt has been read."""
+        """Record the first token of an attempt: its prefill is complete."""
         self.state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens
         if dispatch.claimed and cached is not None:
@@ -178,8 +178,8 @@ class Dispatcher:
     def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
         """Record that this attempt completed an answer.
 
-        `alone`: no other attempt produced any of it. Otherwise its times say nothing about this worker, even if the other
-        attempts ran on the same one.
+        `alone`: no other attempt produced any part of the answer. Otherwise the answer's token times do not measure this worker,
+        even if the other attempts ran on the same one.
         """
         request, stats, endpoint = live.request, live.stats, dispatch.endpoint
         self.poison.served(request)
@@ -203,19 +203,18 @@ class Dispatcher:
         )
 
     def judge(self, live: LiveRequest, dispatch: Dispatch, failure: Failure, *, begun: bool) -> Suspicion:
-        """Count a failed attempt against its worker if that is at fault. Return what the failure implies about the request
-        itself.
+        """Count a failed attempt against its worker, if the worker is at fault. Return whether the request itself is suspected.
 
         `begun`: the attempt failed after its first token.
         """
         request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
         poison, key = self.poison, endpoint.key
-        if reason == "invalid_output":  # its stream is still open, but no longer read
+        if reason == "invalid_output":  # the stream is still open, but no longer read
             self.cancel(dispatch, "elsewhere")
             account = account_of(endpoint.worker, endpoint.joined.account)
             self.intrusions.report(account, f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(live.accepted))
-        alone = reason in ERRORS or failure.one_stream  # its worker keeps running
+        alone = reason in ERRORS or failure.one_stream  # only this request failed: the worker keeps running
         if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
             self.unjudged(dispatch, has_output=begun)
         else:
@@ -231,19 +230,19 @@ class Dispatcher:
         return Suspicion.NONE
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Record an attempt that its worker had no room for, which is no failure.
+        """Record an attempt that its worker rejected for lack of room. This does not count as a failure.
 
-        The worker receives no request until it next reports its load.
+        The worker gets no new request until its next load report.
         """
         endpoint = dispatch.endpoint
         endpoint.refuse(self.plane.external_load(endpoint.worker))
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:
-        """Return the shortest time in seconds for which these workers accept no new requests; 0: none is closed."""
+        """Return the seconds until the first of these workers accepts new requests again; 0: none is closed."""
         loads = [self.plane.external_load(worker) for worker, _ in keys]
         return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
-        """Record an attempt that ended through no fault of its worker: its client left, or its request was invalid."""
+        """Record an attempt that ended through no fault of its worker, such as a disconnected client or an invalid request."""
         self.breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

@@ -1,6 +1,6 @@
-"""One stream that moves to another worker with its KV cache: its state and its frames.
+"""The KV transfer of one stream: a planned move to another worker together with the KV cache.
 
-`controller.migration.planned_move`, a part of the request state machine, decides which step may be taken when.
+`controller.migration.planned_move`, a part of the request state machine, decides the order of the steps.
 """
 
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from controller.ports import TransferSink
 from controller.router.endpoints import Endpoint
 from events.wire import Chunk, Committed, Reserved
 
-HELD_MAX = 1024  # chunks of the target held until the source's last tokens arrive
+HELD_MAX = 1024  # chunks of the target that are buffered until the source's last tokens arrive
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class KvMove(TransferSink):
     """The state of one KV transfer in the frontend.
 
-    Until the stream continues at the target, the target's chunks are held: the source's last tokens come first. A subclass
-    reads the frames of both workers.
+    Until the switch to the target, the target's chunks are buffered in `held`, because the source's last tokens come first. A
+    subclass processes the frames of source and target.
     """
 
     source: Endpoint
@@ -31,7 +31,7 @@ class KvMove(TransferSink):
     rank: int  # DP rank at the target
     cause: PlannedCause
     began_at: float
-    stream: int = 0  # at the target
+    stream: int = 0  # stream number at the target
     offer: Reserved | None = None
     commit: Committed | None = None
     held: list[Chunk] = field(default_factory=list)
@@ -40,11 +40,11 @@ class KvMove(TransferSink):
     cheaper: MigrationCost | None = None  # cost of recomputing at the target, given what it has cached
 
     def ended(self, over: TransferOver) -> None:
-        """Handle the end of the transfer and its outcome."""
+        """Handle the end of the transfer; `over` states its outcome."""
         raise NotImplementedError
 
     def move(self, tokens: int) -> Move:
-        """Return the move that the target's commit completes. `tokens`: number of tokens accepted so far."""
+        """Return the move to record after the target's commit. `tokens`: number of tokens accepted so far."""
         why, commit = Failure(self.cause, ""), self.commit
         assert commit is not None
         carried = Carried(commit.bytes, commit.blocks, commit.link)

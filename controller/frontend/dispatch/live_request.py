@@ -1,7 +1,7 @@
 """A live request: one answer in progress, with all state that the frontend holds for it.
 
-A record without policy. Only the driver changes its state, through the request state machine. Components that select requests
-(stall watch, preemption, planned moves, placement) read it.
+A data record without policy. Only the driver changes `state`, through the request state machine. Components that select requests
+(stall watch, preemption, planned moves, placement) read the record.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,41 +34,41 @@ from events.wire import Chunk, Generate, Logprob
 
 
 class Dispatch(msgspec.Struct, eq=False):
-    """One attempt as counted outside the state machine: where it runs, and its numbers there. Immutable."""
+    """One attempt, with the identifiers that components outside the state machine use for it. Immutable."""
 
     endpoint: Endpoint
     rank: int | None  # if the worker has several DP ranks
     stream: int  # stream number on the request plane
     slot: int  # number in the slot tracker
-    routed_under: int  # number of the fleet's last decision when it was routed
-    breaker_epoch: int  # last change of this frontend's local breaker when it was routed
-    before: "Dispatch | None"
-    claimed: int = 0  # prompt tokens that its worker had reported as cached
+    routed_under: int  # number of the controller's last decision when the attempt was routed
+    breaker_epoch: int  # this frontend's last local breaker move when the attempt was routed
+    before: "Dispatch | None"  # the previous attempt
+    claimed: int = 0  # prompt tokens that the worker had reported as cached
 
 
-# probability 1 in 8,000: correct samplers draw few tokens below it, a broken one draws mostly such tokens
+# probability 1 in 8,000: a correct sampler draws few tokens below this, a broken sampler draws mostly such tokens
 LOGPROB_FLOOR = -9.0
 
 
 @dataclass(slots=True, eq=False, repr=False)  # updating a msgspec struct takes twenty times as long
 class OutputStats:
-    """Token times and counts of one answer, and the spans that workers served."""
+    """Token times and counts of one answer, and the spans of tokens that each worker served."""
 
     metrics: ModelMetrics
     exposures: ServedSpans
-    tracker: ActiveSequences | None  # also counts tokens
-    # accepted tokens up to which it may move; inf: no limit, or already counted as exceeded
+    tracker: ActiveSequences | None  # the slot tracker, which also counts tokens
+    # accepted tokens up to which the request may move; inf: no limit, or already counted as exceeded
     movable_max: float
     arrived_at: float  # when the request arrived
     attempt_at: float  # when the last attempt was sent
-    last_at: float  # time of the last token; before the first: when the request was to be sent
+    last_at: float  # time of the last token; before the first token: when the request was due to be sent
     first_at: float | None = None
-    cached_tokens: int | None = None  # of the prompt, as the first worker reports it
+    cached_tokens: int | None = None  # cached prompt tokens, as reported by the first worker
     counted: int = 0  # accepted tokens at the end of the last turn of the event loop
     weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # those of them below LOGPROB_FLOOR
-    own: ServedSpan | None = None  # of the current worker, from its first token on
-    sources: tuple[ServedSpan, ...] = ()  # of the workers that sent the current one their KV cache
+    unlikely: int = 0  # tokens with a logprob below LOGPROB_FLOOR
+    own: ServedSpan | None = None  # span of the current worker, from its first token on
+    sources: tuple[ServedSpan, ...] = ()  # spans of the workers that computed the transferred KV cache
 
     def first_output(self, now: float) -> None:
         """Record the time of the answer's first token."""
@@ -76,12 +76,12 @@ class OutputStats:
         self.metrics.ttft.note(now - self.arrived_at)
 
     def weigh(self, logprobs: Sequence[Logprob]) -> None:
-        """Count tokens with logprobs, and those below the floor."""
+        """Count tokens with logprobs, and how many of these are below LOGPROB_FLOOR."""
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
     def count(self, live: "LiveRequest", now: float) -> None:
-        """Count newly accepted tokens: all of them come from the current attempt and this turn of the event loop."""
+        """Count the tokens accepted in this turn of the event loop. All of them come from the current attempt."""
         dispatch, accepted, counted = live.dispatch, len(live.accepted), self.counted
         new = accepted - counted
         if dispatch is not None and accepted > self.movable_max:
@@ -113,7 +113,7 @@ class OutputStats:
         self.last_at = now
 
     def note_length(self, live: "LiveRequest") -> None:
-        """Count once a request that has become too long to move, if it could have moved before."""
+        """Count a request that has become too long to move, if it was allowed to move until now. Each counts once."""
         if not budget_ended(live.state):
             self.movable_max = inf
             self.metrics.outgrown()
@@ -121,7 +121,7 @@ class OutputStats:
     # --- provenance
 
     def depends_on(self, key: Key) -> bool:
-        """Return whether new tokens are computed from KV cache or tokens that this worker computed."""
+        """Return whether new tokens are computed from KV cache or tokens of the worker `key`."""
         return any(span.key == key for span in self._open)
 
     def hand_over(self) -> None:
@@ -129,7 +129,7 @@ class OutputStats:
         self.sources, self.own = self._open, None
 
     def leave(self) -> None:
-        """Record that the current attempt is left: later tokens are computed without its KV cache."""
+        """Record that the current attempt has ended: later tokens are computed without its KV cache."""
         for span in self._open:
             self.exposures.close(span)
         self.sources, self.own = (), None
@@ -155,12 +155,12 @@ class OutputStats:
 
 
 class Continuation(msgspec.Struct):
-    """The accepted output of one answer, in the form that the next worker needs."""
+    """The accepted output of one answer, from which the request to the next worker is built."""
 
     _request: GenerationRequest
     accepted: list[int]  # grows with every step
     tokens: Tokens
-    texts: list[str] = []  # output of engines that return text without tokens, and all before it
+    texts: list[str] = []  # text from engines that return no tokens, and the text of all output before it
     _worded: int = 0  # number of accepted tokens that `texts` covers
 
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
@@ -189,7 +189,7 @@ class Continuation(msgspec.Struct):
         )
 
     def take_text(self, text: str) -> int:
-        """Accept text that came without tokens, and return its number of tokens."""
+        """Accept text that the engine returned without tokens, and return its number of tokens."""
         tokens = self.tokens.encode_next(text)
         self.texts += (self._unworded(), text)
         self.accepted += tokens
@@ -205,8 +205,8 @@ class Continuation(msgspec.Struct):
     def _whole(self) -> list[int]:
         """Return the prompt and all accepted tokens.
 
-        Output that came as text is tokenized again together with the prompt: tokenizers like Llama 2's put a space before each
-        piece that they encode separately.
+        Output that an engine returned as text is tokenized again together with the prompt: tokenizers like Llama 2's put a space
+        before each piece that they encode separately.
         """
         request = self._request
         if self.texts:
@@ -221,13 +221,13 @@ class Continuation(msgspec.Struct):
         return self._request.prompt_text or self.tokens.decode(self._request.prompt)
 
     def _text(self) -> str:
-        """Return all accepted output as text, whether it came as text or as tokens."""
+        """Return all accepted output as text, including output that workers returned as tokens."""
         return "".join(self.texts) + self._unworded()
 
     def _unworded(self) -> str:
-        """Return the text of the tokens after the last text, decoded in the context of those before.
+        """Return the text of the tokens that `texts` does not cover, decoded in the context of the tokens before them.
 
-        A character with missing bytes is left out: a worker that continues in text returns the whole character.
+        An incomplete last character is omitted: a worker that continues from text returns the whole character.
         """
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):
@@ -245,26 +245,26 @@ class LiveRequest:
 
     answer: Choice
     completion: Completion | None  # notified when the answer ends; None after that
-    request: GenerationRequest  # these three belong to the answer
+    request: GenerationRequest  # the same objects as the answer's: `request`, `writer`, `accepted`
     writer: ResponseWriter
     accepted: list[int]
     state: RequestState
     stats: OutputStats
     continuation: Continuation
     max_tokens: int
-    dispatch: Dispatch | None = None  # the attempt that is being read
+    dispatch: Dispatch | None = None  # the current attempt
     last_dispatch: Dispatch | None = None
-    kv_move: KvMove | None = None  # a KV transfer under way
-    room: Reservation | None = None  # its released reservation, or (`keeps_room`) a kept one
+    kv_move: KvMove | None = None  # a KV transfer in progress
+    room: Reservation | None = None  # the released reservation, or (`keeps_room`) the active one
     keeps_room: bool = False
     over: bool = False
-    exposure: str = ""  # policy applied when its tokens were last found to be exposed
-    # the prefill of the last attempt: the prompt, and the tokens accepted before the attempt
+    exposure: str = ""  # policy applied when the answer's tokens were last found to be exposed
+    # prefill length of the last attempt: prompt tokens and tokens accepted before the attempt
     attempt_tokens: int = 0
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The worker that it currently runs on."""
+        """The worker of the current attempt."""
         return self.dispatch.endpoint if self.dispatch is not None else None
 
     @property
@@ -279,11 +279,11 @@ class LiveRequest:
 
     @property
     def stays(self) -> bool:
-        """Whether planned moves are forbidden: the next worker would tokenize again what the first one returned as text."""
+        """Whether planned moves are forbidden. Text without tokens forbids them: the next worker would have to tokenize it."""
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:
-        """Start reading a new attempt."""
+        """Make a new attempt the current one."""
         accepted = len(self.accepted)
         self.dispatch = self.last_dispatch = dispatch
         self.room = None
@@ -295,31 +295,31 @@ class LiveRequest:
             self.stats.note_length(self)
 
     def advanced(self, event: kv.Event) -> TransferAdvanced:
-        """Return an event of its KV transfer, for the state machine."""
+        """Return the state machine's event for an event of this request's KV transfer."""
         base = self.kv_move.base if self.kv_move is not None else len(self.accepted)
         return TransferAdvanced(event, tuple(self.accepted[base:]))
 
     def keep_room(self) -> None:
-        """Reserve again the room that the request was admitted with and that was released."""
+        """Reserve the room from the request's admission again, which was released for sending."""
         if self.room is not None:
             self.room = self.room.again()
             self.keeps_room = True
 
     def give_back(self) -> None:
-        """Release the room that was kept."""
+        """Release the room that `keep_room` reserved."""
         if self.keeps_room and self.room is not None:
             self.keeps_room = False
             self.room.free()
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Discard an attempt that its worker had no room for."""
+        """Discard an attempt that its worker rejected for lack of room."""
         before = self.last_dispatch = dispatch.before
         self.answer.endpoint = None if before is None else before.endpoint
 
     # --- called by the request plane: see `RequestSink`
 
     def take(self, chunk: Chunk) -> None:
-        """Accept the output of one step of this stream."""
+        """Process one chunk: the output of one engine step."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -333,7 +333,7 @@ class LiveRequest:
     # --- tokens: a continuation replays the accepted tokens, whether or not the client has read them
 
     def accept(self, chunk: Chunk) -> bool:
-        """Accept tokens unchanged. Return whether a stop string was reached. Raise InvalidOutput."""
+        """Accept and write the tokens of a chunk. Return whether a stop string was reached. Raise InvalidOutput."""
         tokens, writer, accepted = chunk.tokens, self.writer, self.accepted
         if len(accepted) + len(tokens) > self.max_tokens:
             tokens = tokens[: self.max_tokens - len(accepted)]
@@ -344,7 +344,7 @@ class LiveRequest:
         return writer.stopped
 
     def accept_last(self, chunk: Chunk) -> bool:
-        """Accept the last tokens of an answer. A final stop token is not part of its text."""
+        """Accept the last tokens of an answer. A final stop token is accepted, but not written as text."""
         tokens = chunk.tokens[: self.max_tokens - len(self.accepted)]
         hidden = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
         used = self.writer.write(tokens[:-1] if hidden else tokens, chunk.logprobs)
@@ -352,12 +352,12 @@ class LiveRequest:
         return self.writer.stopped
 
     def accept_text(self, text: str) -> bool:
-        """Accept text that came without tokens."""
+        """Accept text that the engine returned without tokens. Return whether a stop string was reached."""
         self.writer.write_text(text, self.continuation.take_text(text))
         return self.writer.stopped
 
     def note_cached(self, cached: int) -> None:
-        """Record how many prompt tokens the first worker had cached. Raise InvalidOutput."""
+        """Record the number of prompt tokens that the first worker had cached. Raise InvalidOutput if it is impossible."""
         if not 0 <= cached <= self.attempt_tokens:
             raise InvalidOutput("a number of cached tokens that exceeds its prompt")
         self.stats.cached_tokens = self.answer.cached_tokens = cached
@@ -370,23 +370,23 @@ class LiveRequest:
 
 
 class RunningRequests:
-    """The requests that run on each worker. The worker's counters, which the router reads, change with them."""
+    """The requests that run on each worker. Adding or removing one also updates the endpoint's counters for the router."""
 
     def __init__(self) -> None:
-        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the token count that each began with
+        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the token count passed to `begin`
 
     def at(self, endpoint: Endpoint) -> Collection[LiveRequest]:
-        """Return the requests at a worker, oldest first. It is a live view unless empty."""
+        """Return the requests on a worker, oldest first. The result is a live view unless it is empty."""
         found = self._at.get(endpoint)
         return found.keys() if found is not None else ()
 
     def items(self) -> Iterator[tuple[Endpoint, Collection[LiveRequest]]]:
-        """Yield each worker with a copy of its requests, since requests may leave meanwhile."""
+        """Yield each worker with a copy of its requests, because requests may leave during the iteration."""
         for endpoint, there in list(self._at.items()):
             yield endpoint, tuple(there)
 
     def begin(self, live: LiveRequest, endpoint: Endpoint, tokens: int) -> None:
-        """Add a request that was sent to a worker. `tokens`: those of its prompt, and those that it may generate."""
+        """Add a request that was sent to a worker. `tokens`: number of prompt tokens plus the maximum of generated tokens."""
         endpoint.begin(tokens)
         there = self._at.get(endpoint)
         if there is None:
@@ -394,7 +394,7 @@ class RunningRequests:
         there[live] = tokens
 
     def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
-        """Remove a request that has left a worker. Raise KeyError if it was not there."""
+        """Remove a request that has left a worker. Raise KeyError if it was not running there."""
         there = self._at[endpoint]
         endpoint.end(there.pop(live))
         if not there:
@@ -402,27 +402,27 @@ class RunningRequests:
 
 
 class WaitingRequests:
-    """The requests of one frontend that wait. Consumers of its iterators must handle each request before advancing."""
+    """The waiting requests of one frontend. A consumer of an iterator must handle each request before it advances."""
 
     def __init__(self) -> None:
-        # waiting for a worker to continue on, or for the time at which they may be sent
+        # requests that wait for a worker, or for the time at which they may be sent
         self.parked: dict[LiveRequest, None] = {}
-        self.unbegun: dict[LiveRequest, None] = {}  # sent, but without a first token
+        self.unbegun: dict[LiveRequest, None] = {}  # requests that were sent and have no first token yet
         self._rerouting: dict[LiveRequest, None] = {}
 
     def park(self, live: LiveRequest, *, keep_room: bool) -> None:
-        """Hold a request until a worker may accept it. `keep_room`: keep the room that it was admitted with."""
+        """Park a request until a worker may accept it. `keep_room`: keep the room reserved at its admission."""
         self._rerouting.pop(live, None)
         self.parked[live] = None
         if keep_room:
             live.keep_room()
 
     def unpark(self, live: LiveRequest) -> None:
-        """Remove a request from the parked ones."""
+        """Remove a request from the parked requests."""
         self.parked.pop(live, None)
 
     def sent(self, live: LiveRequest) -> None:
-        """Track a request until its first token."""
+        """Track a sent request until its first token."""
         self.unbegun[live] = None
 
     def started(self, live: LiveRequest) -> None:
@@ -430,13 +430,16 @@ class WaitingRequests:
         self.unbegun.pop(live, None)
 
     def reroute(self, live: LiveRequest) -> bool:
-        """Queue a request for joint placement with all that lost their workers in this turn. Return whether it is the first."""
+        """Queue a request for joint placement with all that lost their workers in this turn of the event loop.
+
+        Return whether it is the first in the queue.
+        """
         first = not self._rerouting
         self._rerouting[live] = None
         return first
 
     def take_rerouting(self) -> Collection[LiveRequest]:
-        """Return the requests to be placed now, and clear them."""
+        """Return the requests queued for joint placement, and empty the queue."""
         waiting, self._rerouting = self._rerouting, {}
         return waiting
 
@@ -452,7 +455,7 @@ class WaitingRequests:
                 yield live
 
     def longest(self, model: str, now: float) -> LiveRequest | None:
-        """Return the parked request of a model that has waited longest to continue, if it may be sent again."""
+        """Return the migrating request of a model that has been parked longest, of those that may be sent again now."""
         found = [
             one
             for one in self.parked
@@ -461,9 +464,9 @@ class WaitingRequests:
         return min(found, key=lambda one: one.state.waits_until) if found else None
 
     def late(self, now: float, first_token_s: float) -> Iterator[LiveRequest]:
-        """Yield parked requests that have waited too long, and requests that may have waited too long for their first token.
+        """Yield parked requests that have waited too long, and requests that may have exceeded their first-token limit.
 
-        No limit for the first token is shorter than `first_token_s`.
+        `first_token_s` is the shortest first-token limit of any model: the caller checks the exact limit.
         """
         for live in list(self.parked):
             if live in self.parked and now > live.state.waits_until:

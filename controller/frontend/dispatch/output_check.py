@@ -1,6 +1,6 @@
-"""Validates a worker's logprobs before any of them reaches an answer.
+"""Validates a worker's logprobs before they are added to an answer.
 
-A logprob that is not a number or is above 0 is the worker's fault. Token ids are validated in `openai.text.detokenizer`.
+A logprob that is not a number or is above 0 counts as the worker's fault. Token ids are validated in `openai.text.detokenizer`.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """Places requests that lost their workers at the same time on the remaining workers.
 
-    answers lose their workers ── the turn of the loop ends ──▶ one plan for all of them ──▶ each is sent where the plan says
-                                                        └── no target, or it is no longer possible ──▶ the router decides
+    answers lose their workers ── the turn of the event loop ends ──▶ one plan for all ──▶ each is sent to its planned target
+                                       └── no target, or the target is no longer possible ──▶ the router decides
 
-A worker that dies fails all its requests within one turn of the event loop. If each were routed separately, short requests
-would count as much as long ones. So they are planned together (`controller.migration.placement`): by priority, then age, each
-where it would be computed first after the requests that the plan has already placed there.
+A failing worker fails all its requests within one turn of the event loop. If each were routed separately, short requests would
+count as much as long ones. So they are planned together (`controller.migration.placement`), by priority, then by age. Each
+request gets the worker that would compute it first, after the requests that the plan has already assigned to that worker.
 
-Every frontend plans only its own requests, and all frontends plan at the same moment, from the same reports. So among equal
+Each frontend plans only its own requests, and all frontends plan at the same moment, from the same reports. So among equal
 workers, each frontend starts at a different one (`_share`).
 """
 
@@ -31,11 +31,11 @@ from controller.router.endpoints import Endpoint
 from events.observations import KvLayout, WorkerJoined
 
 TARGETS_MAX = 64  # targets considered by one plan: planning a thousand requests over them takes 50 ms
-LOAD_STEPS = 4  # workers with equally full batches, to a quarter, count as equal
-RESIDENCE_S = 5.0  # longest wait for a slot in a full batch; an assumption
-STEP_S_MAX = 10.0  # a registered step time that is longer, or absent, is ignored
-BLOCKS_UNKNOWN = 10**9  # free blocks of a worker with an engine that does not count them
-# epoch for this frontend's monotonic clock as instants: only their order matters
+LOAD_STEPS = 4  # batch fullness is rounded down to quarters; workers with the same quarter count as equal
+RESIDENCE_S = 5.0  # assumed longest wait for a slot in a full batch
+STEP_S_MAX = 10.0  # a longer registered step time is ignored
+BLOCKS_UNKNOWN = 10**9  # assumed free blocks of a worker with an engine that does not count them
+# origin for converting the monotonic clock to datetimes, of which only the order matters
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)
 
 log = structlog.get_logger(__name__)
@@ -53,10 +53,10 @@ class Placer:
     peers: Peers
 
     def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield the target of each of these requests, which lost their workers in one turn of the event loop; None: the router
-        decides.
+        """Yield each of these requests with its target; None: the router decides.
 
-        The caller sends each request before it asks for the next.
+        The requests lost their workers in one turn of the event loop. The caller must send each request before it advances the
+        iterator.
         """
         if len(waiting) == 1:
             yield from ((live, None) for live in waiting)
@@ -67,7 +67,7 @@ class Placer:
         for party in parties.values():
             try:
                 plan = self.plan(party)
-            except Exception:  # without a plan they must still be sent somewhere
+            except Exception:  # the requests must be sent even if planning fails
                 log.exception("group_not_placed", requests=len(party))
                 yield from ((live, None) for live in party)
                 continue
@@ -85,15 +85,15 @@ class Placer:
     ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
         """Return a target for each of these answers of one model and lineage, in the order in which they should move.
 
-        `source` is the worker that they still run on and that may send its KV cache; None: it is dead or not trusted, and
-        everything is recomputed. `to` names the only worker that may receive them, `without` those that may not. The endpoint
-        is None if none has room.
+        `source` is the worker on which they still run and which may send its KV cache. None: that worker is lost or not trusted,
+        and everything is recomputed. `to` names the only permitted target (empty: any), `without` the excluded ones. The
+        endpoint is None if no target has room.
         """
         endpoints = [
             s for s in self._targets(generations[0].request) if s is not source and to in ("", s.worker)
         ]
         endpoints = [s for s in endpoints if s.worker not in without]
-        if source is not None:  # sent one at a time: each sees where the previous one went
+        if source is not None:  # answers move one at a time: the load includes those already moved
             endpoints.sort(key=lambda endpoint: (self._in_flight(endpoint) + 1) / max(endpoint.weight, 1e-6))
         kv = _kv_shape(source) if source is not None else None
         found = {endpoint.worker: endpoint for endpoint in endpoints}
@@ -109,10 +109,10 @@ class Placer:
     def price(
         self, live: LiveRequest, source: Endpoint, endpoint: Endpoint, *, cached_tokens: int, at_once: int
     ) -> MigrationCost:
-        """Return the cost of moving an answer to this worker while `at_once` transfers share the link.
+        """Return the cost of moving an answer from `source` to `endpoint` while `at_once` transfers share the link.
 
-        The worker has reserved a slot and has `cached_tokens` of the answer in its prefix cache. Other transfers do not change
-        which method is recommended.
+        The target has reserved a slot and has `cached_tokens` of the answer in its prefix cache. The recommended method is that
+        of a transfer without others on the link.
         """
         tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
@@ -132,7 +132,7 @@ class Placer:
         )
 
     def _targets(self, request: GenerationRequest) -> list[Endpoint]:
-        """Return possible targets: least loaded first, and in this frontend's own order among equals."""
+        """Return possible targets, least loaded first. Equally loaded ones are in an order specific to this frontend."""
         endpoints = self.routing.targets(request)
         first = self._share(len(endpoints))
         turn = {
@@ -143,10 +143,10 @@ class Placer:
         return endpoints[:TARGETS_MAX]
 
     def _share(self, targets: int) -> int:
-        """Return the index at which this frontend starts among equal targets.
+        """Return the index at which this frontend starts among `targets` equal ones.
 
-        Frontends that know each other start at equal distances. One that knows no other starts at an index derived from its
-        name.
+        Frontends that know of each other start at evenly spaced indexes. A frontend that knows of no other starts at an index
+        derived from its name.
         """
         others = sorted({*self.peers.names(), self.frontend})
         if len(others) > 1:
@@ -194,7 +194,7 @@ class Placer:
         )
 
     def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
-        """Return the lanes of the shards; empty if the target is sharded differently."""
+        """Return the transfer lanes between the shards of source and target; empty if the target is sharded differently."""
         theirs, ours = source.joined, target.joined
         if _shards(theirs) != _shards(ours):
             return ()
@@ -202,7 +202,7 @@ class Placer:
 
 
 def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:
-    """Log the plan: one line per incident, however many requests."""
+    """Log the plan in one line per incident, regardless of the number of requests."""
     per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
     found = sum(per_target.values())
     log.info("group_placed", requests=len(plan), targets=len(per_target), no_room=len(plan) - found,
@@ -218,15 +218,15 @@ def _by_name(endpoint: Endpoint) -> tuple[str, str]:
 
 
 def _queued_tokens(generations: Iterable[LiveRequest]) -> int:
-    """Return how many tokens of our requests wait to be computed there, regardless of what is cached.
+    """Return the number of tokens of these requests that are not prefilled yet, ignoring prefix caches.
 
-    The tracker's count, which includes the requests of other frontends, is lower for ours.
+    The slot tracker's count includes the requests of other frontends, but subtracts cached tokens.
     """
     return sum(len(g.request.prompt) + len(g.accepted) for g in generations if not g.state.has_output)
 
 
 def _kv_shape(source: Endpoint) -> KvShape | None:
-    """Return the size of the KV cache to send; None if the source registered no layout, or an invalid one."""
+    """Return the shape of the source's KV cache; None if the source registered no layout, or an invalid one."""
     layout: KvLayout | None = source.joined.kv
     if layout is None:
         return None

@@ -1,14 +1,14 @@
 """Preemption: pauses a running answer for a more urgent request, and resumes it later.
 
     a request of the best tier would miss its deadline, and no worker has room
-        └── the running answer of the last tier that is cheapest to recompute ──▶ preempted: its worker frees it
-    preempted ── room, and no better request waits for it ──▶ recomputed from its tokens, where the router sends it
-        └─────── preempted for `park_s` in total ──▶ before all others, into a worker's line too; never preempted again
+        └── of the last tier's running answers, the cheapest to recompute ──▶ preempted: its worker frees the slot
+    preempted ── a worker has room, and no better request waits ──▶ sent to a worker, which recomputes the KV cache
+        └─────── preempted for `park_s` in total ──▶ sent before all others, also into a worker's queue; never preempted again
 
-No output is lost or repeated: the answer continues as after the death of its worker. Its client receives comments meanwhile, so
-that no proxy closes the connection as idle.
+No output is lost or repeated: the answer continues as after the failure of its worker. While it is preempted, its client receives
+comments, so that no proxy closes the connection as idle.
 
-A frontend preempts only its own answers. It does not know those of other frontends.
+A frontend preempts only its own answers, because it does not know those of other frontends.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 
 LOOKS_MAX = 64  # workers considered when choosing one answer to preempt
-IN_VAIN_S = 0.2  # pause after a preemption that brought no room, or found no answer to preempt
-COMMENTS_S = 10.0  # between two comments to the client
+IN_VAIN_S = 0.2  # pause after a preemption that freed no room, or when no answer could be preempted
+COMMENTS_S = 10.0  # seconds between two comments to a client
 
 
 @dataclass(frozen=True, slots=True)
 class _PutOff:
-    """The state of one preempted answer: its move, its latest end, and the time of the next comment to its client."""
+    """The state of one preempted answer: its move, the latest time to resume it, and the time of its client's next comment."""
 
     move: Move
     until: float
@@ -51,7 +51,7 @@ class Preemption(Preemptor):
     park_s: float | None  # maximum total seconds that one answer is preempted; None: never
     feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
     put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
-    # no preemption is tried there until then
+    # by model and lineage: time until which no preemption is tried
     vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)
     looked_at: int = 0
     making_room: bool = False  # a preemption for another request is in progress
@@ -59,7 +59,7 @@ class Preemption(Preemptor):
     # --- making room
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether room can be made for a request of this tier."""
+        """Return whether an answer can be preempted for a request of this tier."""
         if self.park_s is None or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
             return False
         if self._victim(model, lineage) is not None:
@@ -69,7 +69,7 @@ class Preemption(Preemptor):
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer. Return False if none may be preempted."""
+        """Preempt one answer to free room. Return False if none may be preempted."""
         found = self._victim(model, lineage)
         source = found.endpoint if found is not None else None
         if found is None or source is None or self.park_s is None or self.feed is None:
@@ -86,13 +86,13 @@ class Preemption(Preemptor):
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Pause preemption that has brought no room: workers report only in their next report what is free."""
+        """Pause preemption after one that freed no room: workers report free room only in their next load report."""
         self.vain_until[model, lineage] = self.now() + IN_VAIN_S
 
     def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
-        """Return the answer to preempt next: the cheapest to recompute among those that make room by leaving.
+        """Return the answer to preempt next: the one that is cheapest to recompute, if its slot is enough room.
 
-        If KV blocks are what is missing, return the one that holds most of them.
+        If workers lack KV blocks rather than slots, return the answer that holds the most blocks.
         """
         group = self.table.group(model, lineage)
         if group is None:
@@ -115,7 +115,7 @@ class Preemption(Preemptor):
         return cheapest or largest
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
-        """Return whether a worker would accept a new request if one of ours were not there."""
+        """Return whether a worker would accept a new request if one of this frontend's requests left it."""
         endpoint.end()
         try:
             return self.routing.has_room(endpoint, Headroom.FRESH)
@@ -131,7 +131,7 @@ class Preemption(Preemptor):
             and not state.tried
             and self.park_s is not None
             and state.put_off_s < self.park_s
-            and one.request.deterministic  # otherwise it would not continue with the same tokens
+            and one.request.deterministic  # otherwise the answer would not continue with the same tokens
             and endpoint.joined.exact
             and not one.stays
         )
@@ -139,7 +139,7 @@ class Preemption(Preemptor):
     # --- resuming
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether a preempted answer waits that comes before requests of this tier."""
+        """Return whether a preempted answer must resume before requests of this tier are admitted."""
         return bool(self.put_off) and any(self._before(tier, model, lineage))
 
     def _before(self, tier: int, model: str, lineage: Lineage) -> Iterator[bool]:
@@ -151,10 +151,10 @@ class Preemption(Preemptor):
     def resume(
         self, admission: Admission, model: str | None = None
     ) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield the answers that may resume, of one model or of all, each with a worker that has room for it.
+        """Yield the preempted answers that may resume, of `model` or of all models, each with a worker that has room for it.
 
-        The worker is None if the answer has been preempted for long enough and no worker can serve it. The caller sends each
-        before it asks for the next.
+        The worker is None if the answer has reached its maximum preemption time and no worker can serve it. The caller must send
+        each answer before it advances the iterator.
         """
         if self.making_room:
             return
@@ -184,7 +184,7 @@ class Preemption(Preemptor):
                     yield one, endpoint
 
     def comment(self) -> None:
-        """Send keep-alive comments to the clients of preempted answers. Called often."""
+        """Send keep-alive comments that are due to the clients of preempted answers. Called often."""
         now = self.now()
         for one, put_off in list(self.put_off.items()):
             if now >= put_off.comment_at and not _stale(one, put_off):
@@ -193,7 +193,7 @@ class Preemption(Preemptor):
 
 
 def _stale(one: LiveRequest, put_off: _PutOff) -> bool:
-    """Return whether an answer is no longer preempted by this: it has ended, or moves for another reason."""
+    """Return whether this preemption is over: the answer has ended, or moves for another reason."""
     return one.over or one.state.move is not put_off.move
 
 

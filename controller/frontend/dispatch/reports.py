@@ -1,4 +1,4 @@
-"""Facts and metrics about answers that changed their workers."""
+"""Facts and metrics about answers that were migrated, preempted, resumed or abandoned."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class MigrationReports:
     metrics: RequestMetrics
 
     def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
-        """Report an answer that moved to its current attempt."""
+        """Report the migration of an answer to the worker of its last attempt."""
         request, stats, last, move = live.request, live.stats, live.state.last, effect.move
         assert last is not None
         exact = (
@@ -67,7 +67,7 @@ class MigrationReports:
     def _resumed(
         self, live: LiveRequest, move: Move, target: str, instance: str, gap_s: float, *, exact: bool
     ) -> None:
-        """Report a preempted answer that continues."""
+        """Report that a preempted answer has resumed."""
         request = live.request
         fact = RequestResumed(
             frontend=self.frontend,
@@ -83,7 +83,7 @@ class MigrationReports:
         self.observe(fact, traceparent=request.traceparent)
 
     def preempted(self, live: LiveRequest, source: Endpoint) -> None:
-        """Report an answer that is preempted by a more urgent one."""
+        """Report an answer that is preempted for a more urgent request."""
         request = live.request
         self.metrics.preempted(request.model, request.tier)
         fact = RequestPreempted(
@@ -113,10 +113,11 @@ class MigrationReports:
 
 
 def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:
-    """Return whether a target continues exactly as the source would have.
+    """Return whether the target continues an answer with the same tokens as the source would have.
 
-    Both must accept tokens, and serve the same weights with the same defaults. If neither names its weights, its defaults for
-    `unset`, the sampling parameters left to the servers, are unknown.
+    Source and target must accept tokens, and serve the same weights with the same defaults. `unset` are the sampling parameters
+    that are left to the server's defaults. If the servers do not name their weights, these defaults are unknown, so `unset` must
+    be empty.
     """
     same = (source.root, source.generation_config) == (target.root, target.generation_config)
     return source.exact and target.exact and same and bool(source.root or not unset)

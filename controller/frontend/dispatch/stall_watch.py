@@ -1,15 +1,15 @@
-"""Detects streams that produce no token although their worker runs, and moves them.
+"""Detects streams without new tokens although their worker runs, so that the driver moves them.
 
-The request plane notices a silent worker and a stuck engine. It cannot notice one stuck stream among healthy
-ones. Here each stream has its own age: the time since its last token. One sweep compares all ages with their limits, so there
-is no cost per token.
+The request plane detects a silent worker and a stuck engine. It cannot detect one stuck stream among healthy ones. Here each
+stream has its own age: the time since its last token. One sweep compares all ages with their limits, so there is no cost per
+token.
 
-    age      now - last token (after a move: since the new attempt was sent)
-    limit    pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
-    excuses  requests wait in the worker's queue: the stream may be preempted; the limit is ceiling_s
-             no stream of the worker had a token since, and its engine reads prompts: the request plane has a limit for that step
-             the stream may not move: the limit is ceiling_s
-             the stream's KV cache is being sent to another worker: that move has its own deadlines
+    age         now - last token (after a move: since the new attempt was sent)
+    limit       pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
+    exceptions  requests wait in the worker's queue, so the worker may have preempted the stream: the limit is ceiling_s
+                the stream may not move: the limit is ceiling_s
+                no stream of the worker had a later token, and its engine runs a prefill: the request plane limits that step
+                the stream's KV cache is being sent to another worker: that move has its own deadlines
 
 The limit never depends on the age itself, so a stuck stream cannot raise its own limit.
 """
@@ -26,15 +26,15 @@ from controller.frontend.settings import AdmissionSettings, StallSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable
 
-PACE_TOKENS_MIN = 4  # tokens until a stream's own pace is known
-LATE_S = 0.25  # a sweep later than this is skipped: tokens may lie unread in our sockets
+PACE_TOKENS_MIN = 4  # minimum tokens to compute a stream's own pace
+LATE_S = 0.25  # a sweep later than this is skipped: tokens may still be unread in our sockets
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, repr=False)
 class StallWatch:
-    """Sweeps over the running streams of one frontend."""
+    """Periodically checks the running streams of one frontend for stalls."""
 
     settings: StallSettings
     admission: AdmissionSettings
@@ -44,7 +44,7 @@ class StallWatch:
     swept_at: float
 
     def tick(self, now: float) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Sweep if it is due. Yield the attempts that have stalled."""
+        """Check all streams if a sweep is due. Yield the stalled attempts, each with its failure."""
         settings = self.settings
         due = self.swept_at + settings.sweep_s
         if now < due:
@@ -65,7 +65,7 @@ class StallWatch:
         quiet: list[LiveRequest],
         now: float,
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Yield the `quiet` streams of one worker that have stalled."""
+        """Yield those of one worker's `quiet` streams that have stalled. `there`: all its streams."""
         admission, streams = self.admission, [one for one in there if one.state.has_output]
         newest = max((one.stats.last_at for one in streams), default=0.0)
         paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
@@ -75,7 +75,7 @@ class StallWatch:
         for one in quiet:
             dispatch, stats, state = one.dispatch, one.stats, one.state
             if dispatch is None or state.transfer is not None or not state.begun:
-                continue  # the first token has its own limit
+                continue  # the wait for the first token has a separate limit
             latency = self.table.knobs(one.request.model).latency
             if state.has_output:
                 age = now - stats.last_at
@@ -100,7 +100,7 @@ class StallWatch:
                 yield one, dispatch, Failure("stalled", f"no token for {age:.1f} s", one_stream=True)
 
     def _limit(self, stats: OutputStats, paces: Collection[float], *, patient: bool) -> float:
-        """Return the age in seconds at which a stream has stalled."""
+        """Return the age in seconds above which a stream counts as stalled. `patient`: use `ceiling_s`."""
         settings = self.settings
         pace = pace_s(stats)
         if pace is None:

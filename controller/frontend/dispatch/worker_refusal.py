@@ -1,8 +1,8 @@
 """Translates a worker's refusal of a request into the client's error.
 
-A worker, or the server behind it, could write anything into a refusal: another user's text, markup, instructions. So its text
-is never passed on. The client receives one of the sentences below, with only those parts of the worker's text that are on a
-list: names of request fields, and sizes. Status, `code` and `type` are passed on only if they are on a list too.
+A worker, or the server behind it, could write anything into a refusal: another user's text, markup, instructions. So the text of
+a refusal is never passed on. The client receives one of the sentences below. Of the worker's text, these contain only names of
+known request fields, and sizes. Status, `code` and `type` are passed on only if they have a known value.
 """
 
 import re
@@ -17,7 +17,7 @@ TYPES = frozenset(  # types that OpenAI, vLLM and SGLang use for client errors
     ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
 )
 OURS = (
-    re.compile(  # sentences of Holdfast's own engines and workers; they contain only numbers and field names
+    re.compile(  # messages of Holdfast's own engines and workers; they contain only numbers and field names
         r"the prompt is empty"
         r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
         r"|(?:stop |logit_bias: )?token ids go from 0 to \d{1,12}"
@@ -30,13 +30,13 @@ OURS = (
     )
 )
 CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
-# a field name in a sentence; one-word names are ordinary words too, so they do not count
+# a field name in a sentence; names of one word are also ordinary words, so they are not matched
 NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")
 STATUSES = (400, 413, 415, 422)
 
 
 def as_api_error(rejection: RequestRefusal) -> ApiError:
-    """Return the error for the client."""
+    """Convert a worker's refusal into the error for the client."""
     status = rejection.status if rejection.status in STATUSES else 400
     return ApiError(
         status,
