@@ -1,1 +1,1 @@
-"""A frontend's own view of its workers: local breakers, panic mode, exposure and corruption."""
+"""Worker health as seen by one frontend: local breakers, panic, exposed and poisonous requests."""

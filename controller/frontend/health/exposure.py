@@ -1,17 +1,17 @@
-"""Tracks which requests received tokens from which worker. Bounded.
+"""Tracks which requests received tokens from which worker. The records are bounded.
 
-With it, the conviction of a worker names the exposed requests.
+When a worker is convicted as corrupt, these records name the exposed requests.
 
     CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
           │                                                                 │
-          └── up to here this worker is known to have been right ────▶ a, b, c are exposed, finished or not
+          └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
 
-The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may not detect this
-fault. If the memory does not reach back that far, that is reported too (`ExposureUnknown`). Exposure is never underreported
+The exposed period begins when *the canary that failed* was last sent and passed on this instance: other canaries may not detect
+this fault. If the records do not reach back that far, that is reported too (`ExposureUnknown`). Exposure is never underreported
 silently.
 
-Clocks: `sent` is the prober's, the marks are this frontend's. A margin covers small differences; it errs towards naming more
-requests.
+Clocks: `sent` is measured by the prober's clock, token times by this frontend's clock. A margin covers small differences. It may
+name too many requests, but not too few.
 """
 
 from collections import defaultdict, deque
@@ -30,7 +30,7 @@ MARK_S = 0.2  # resolution in seconds of a span's token times
 
 @dataclass(slots=True, eq=False, repr=False)
 class ServedSpan:
-    """The tokens that one worker sent to one request: the index of the first (0-based), and their times to within MARK_S."""
+    """The tokens that one worker sent to one request: the index of the first (from 0), and arrival times to within MARK_S."""
 
     request: str
     model: str
@@ -41,7 +41,7 @@ class ServedSpan:
     key: Key = ("", "")  # of the worker
     count: int = 0
     marks: list[tuple[float, int]] | None = None  # (instant, index of the first token at it), after the first
-    marked_at: float = -inf  # when a mark was last due
+    marked_at: float = -inf  # time of the last mark
     last_at: float = 0.0
     named: int = 0  # tokens before this index have already been reported as exposed
 
@@ -56,9 +56,7 @@ class ServedSpan:
         self.last_at = now
 
     def since(self, instant: float) -> tuple[int, int] | None:
-        """Return the first and last index of the tokens that arrived at `instant` or later and are not reported yet; None if
-        none.
-        """
+        """Return the first and last index of the unreported tokens that arrived at `instant` or later; None if there are none."""
         if not self.count or self.last_at < instant:
             return None
         first = self.first
@@ -79,10 +77,10 @@ class ExposedTokens(NamedTuple):
 
 
 class SpanHistory:
-    """The spans of one life of a worker: open ones, and ended ones, oldest first.
+    """The open spans and the ended spans of one worker instance, oldest first.
 
-    Only ended spans are ever dropped: a running request must be handled, and keeps receiving tokens. The number of open spans
-    is bounded by the worker's streams.
+    Only ended spans are dropped to stay within the limit: a running request must be named, and still receives tokens. The number
+    of open spans is bounded by the worker's streams.
     """
 
     def __init__(self, entries_max: int) -> None:
@@ -93,7 +91,7 @@ class SpanHistory:
 
     @property
     def served_spans(self) -> list[ServedSpan]:
-        """All remembered spans."""
+        """All recorded spans that were not dropped."""
         return [*self._ended, *self._open]
 
     def add(self, served_span: ServedSpan) -> None:
@@ -102,13 +100,13 @@ class SpanHistory:
         self._bound()
 
     def close(self, served_span: ServedSpan) -> None:
-        """Move a span to the ended ones: its request has left this worker."""
+        """Mark a span as ended, because its request has left this worker."""
         if self._open.pop(served_span, served_span) is None:
             self._ended.append(served_span)
             self._bound()
 
     def trim(self, instant: float) -> None:
-        """Drop spans that ended before `instant`: no conviction can reach them."""
+        """Drop spans that ended before `instant`, because no later conviction can cover them."""
         while self._ended and self._ended[0].last_at < instant:
             self._forget()
 
@@ -128,34 +126,34 @@ class ServedSpans:
         self._clock = clock
         self._began = clock.now()
         self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(entries_max))
-        self._unknown_until: dict[Key, datetime] = {}  # end of the time already reported as unknown
+        self._unknown_until: dict[Key, datetime] = {}  # end of the period already reported as unknown
 
     def note(self, served_span: ServedSpan) -> None:
         """Add a span, from its first token on."""
         self._histories[served_span.key].add(served_span)
 
     def close(self, served_span: ServedSpan) -> None:
-        """Close a span: its request has left that worker, or ended."""
+        """Mark a span as ended, because its request has left the worker or has ended."""
         history = self._histories.get(served_span.key)
         if history is not None:
             history.close(served_span)
 
     def passed(self, key: Key, oldest_pass: datetime) -> None:
-        """Drop spans from before every canary of this worker was last sent and passed."""
+        """Drop the worker's spans that ended before `oldest_pass`: all canaries have been sent and passed since that time."""
         history = self._histories.get(key)
         if history is not None:
             history.trim(self._instant(oldest_pass - MARGIN))
 
     def keep(self, keys: set[Key]) -> None:
-        """Drop the lives of workers that have left for good."""
+        """Drop the spans of all worker instances except `keys`."""
         for key in self._histories.keys() - keys:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
     def fed(self, key: Key, since: datetime) -> list[ExposedTokens]:
-        """Return the tokens that this worker sent to each request since `since`, and mark them as reported.
+        """Return the tokens that the worker has sent to each request since `since`, and mark them as reported.
 
-        Tokens that were already reported are left out.
+        Tokens that were reported earlier are omitted.
         """
         history, found = self._histories.get(key), list[ExposedTokens]()
         instant = self._instant(since - MARGIN)
@@ -166,7 +164,7 @@ class ServedSpans:
         return found
 
     def fact(self, fed: ExposedTokens, action: str) -> RequestExposed:
-        """Return the fact about one exposed request. `action`: what was done about it; none: it had finished."""
+        """Return the fact about one exposed request. `action`: the policy applied; none: the request had finished."""
         span = fed.span
         return RequestExposed(
             frontend=self._frontend,
@@ -182,7 +180,7 @@ class ServedSpans:
         )
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
-        """Return the parts of the span that are not remembered, each part only once."""
+        """Return the facts about the parts of this period without complete records. Each part is reported only once."""
         since = max(since, self._unknown_until.get(key, since))
         history, out = self._histories.get(key), []
         if since < self._began:

@@ -1,11 +1,11 @@
-"""The local breakers of one frontend, by the outcomes of its requests, and the facts about these.
+"""The local circuit breakers of one frontend, and the facts about the outcomes of its requests.
 
-The local breaker is the fleet's state machine (`deciders.breaker`) run on this frontend's outcomes, with its own numbers for
-its own moves: it can only subtract. Its moves are reported once a second (`OutcomeReports`); no decider reads them. Its trial
-is one real request.
+A local breaker runs the controller's state machine (`deciders.breaker`) on this frontend's own outcomes, and numbers its own
+moves. It can only exclude workers that the controller keeps in service. Its moves are reported once a second (`OutcomeReports`);
+no decider reads them. Its trial is one real request.
 
-A broken connection is one failure, however many streams it carried. If every worker in service breaks within one tick, the
-cause is more likely this frontend: no worker is blamed.
+A broken connection is one failure, regardless of the number of its streams. If the connections of all workers in service break
+within one tick, the cause is more likely this frontend, so no worker is blamed.
 """
 
 from collections import Counter
@@ -41,17 +41,17 @@ from events.wire import Sampling
 PARAMETERS_MAX = 32  # different sampling parameters counted per worker and window
 SAMPLES_MAX = 256  # per worker and window
 MOVES_MAX = 200  # per event: about 30 KB; breakers that all move at once must not flood the journal
-STALLS_MAX = 2  # times failures_max: the stalls of a worker that recovers do not count without limit
+STALLS_MAX = 2  # limit of the stall count, as a multiple of failures_max, so that a worker can recover
 SLOW_MS_MIN = 5.0  # a smaller difference is not reported
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
-TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: a stream that runs well by then has passed
+TRIAL_MARGIN = timedelta(seconds=0.25)  # more than two ticks; a stream that still runs well has passed
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # origin of the loop's clock as a datetime, which the breaker needs
 
 log = structlog.get_logger(__name__)
 
 
 class AnswerDraw(msgspec.Struct, frozen=True):
-    """How the tokens of one answer were drawn."""
+    """The sampling parameters of one answer, and how many of its tokens were unlikely."""
 
     sampling: Sampling
     weighed: int = 0  # tokens with logprobs
@@ -60,25 +60,25 @@ class AnswerDraw(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Window:
-    """What one worker has served since the last report."""
+    """The requests that one worker has served since the last report."""
 
     count: int = 0
     tokens: int = 0
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)  # the mean of each request
-    routed_under: int | None = None  # the smallest, so that a straggler never counts as new
+    routed_under: int | None = None  # the smallest decision number, so that a straggler never counts as new
     weighed: int = 0  # tokens with logprobs
     unlikely: int = 0  # those of them below the floor
     drawn: Counter[tuple[float, float, int]] = field(default_factory=Counter)  # by sampling parameters
 
     def draw(self, drawn: AnswerDraw) -> None:
-        """Record how an answer's tokens were drawn, and how many of them were unlikely."""
+        """Record the sampling parameters of an answer, and how many of its tokens were unlikely."""
         self.weighed += drawn.weighed
         self.unlikely += drawn.unlikely
         sampling = drawn.sampling
         how = (sampling.temperature, sampling.top_p, sampling.top_k)
         if "temperature" in sampling.unset:
-            return  # the server's own default
+            return  # the temperature is the server's default, which is unknown here
         if how in self.drawn or len(self.drawn) < PARAMETERS_MAX:
             self.drawn[how] += 1
 
@@ -102,29 +102,30 @@ class Window:
 
 @dataclass(slots=True)
 class WorkerOutcomes:
-    """The outcomes of this frontend's requests on one life of a worker."""
+    """The outcomes of this frontend's requests on one worker instance."""
 
     breaker: Breaker
     model: str = ""
     failures: int = 0  # consecutive
-    # A transport failure of this tick that is not judged yet: its reason, and the decision and move under which it was sent.
+    # A transport failure of this tick that is not judged yet: its reason, and the decision number and breaker move under which
+    # the request was sent.
     broken: tuple[str, int, int] | None = None
     stalled: int = 0  # streams that stalled in this tick while their worker was running
-    stalls: float = 0.0  # stalled streams, reduced by served ones
-    worked_at: float | None = None  # when it produced the last first token of an answer
+    stalls: float = 0.0  # number of stalled streams, reduced by served ones
+    worked_at: float | None = None  # when the worker last produced the first token of an answer
     reports: int = 0  # RequestFailed facts in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
 
     @property
     def fails_others(self) -> bool:
-        """Whether more than one request has failed there recently."""
+        """Whether more than one request has failed on the worker recently."""
         return self.failures > 1 or self.stalls + self.stalled > 1
 
     def take_back(self, *, one_stream: bool = False) -> None:
-        """Undo the last failure: its request was at fault, not the worker. `one_stream`: it stalled while others ran."""
+        """Undo the last failure, because the request was at fault. `one_stream`: the stream stalled while others ran."""
         if self.broken:
-            self.broken, self.stalled = None, 0  # it was not judged yet
+            self.broken, self.stalled = None, 0  # the failure was not judged yet
             return
         self.failures = max(0, self.failures - 1)
         self.stalls = max(0.0, self.stalls - one_stream)
@@ -134,7 +135,7 @@ class WorkerOutcomes:
 
 
 class OutcomeReports:
-    """The facts about a frontend's outcomes: what workers served in a window, which are slow, how breakers moved.
+    """Creates the facts about a frontend's outcomes: requests served per window, slow workers, and breaker moves.
 
     No clock and no I/O: the caller passes the time and publishes the facts.
     """
@@ -151,7 +152,7 @@ class OutcomeReports:
         self._dropped = 0
 
     def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
-        """Record one move, or count it as dropped if the next event is full."""
+        """Record one breaker move for the next event; if that event is full, count the move as dropped."""
         if len(self._moves) < MOVES_MAX:
             self._moves.append((now, key, position, reason))
         else:
@@ -169,12 +170,12 @@ class OutcomeReports:
             self._window_at = now
 
     def rest(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield the facts of the current window and second, when the process ends."""
+        """Yield the facts of the incomplete window and second, before the process exits."""
         yield from self._of_moves(now)
         yield from self._of_window(max(1e-3, now - self._window_at), outcomes)
 
     def _of_moves(self, now: float) -> Iterator[Observation]:
-        """Yield one event for all moves since the last; none if no breaker moved."""
+        """Yield one event with all breaker moves since the last such event; no event if no breaker moved."""
         if self._moves:
             moves = tuple(
                 BreakerMove(
@@ -211,7 +212,7 @@ class OutcomeReports:
     def _compare(
         self, key: Key, found: WorkerOutcomes, own: float, peers: Mapping[Key, float]
     ) -> Iterator[Observation]:
-        """Yield the start and the end of a worker being slower than its peers with as many sequences."""
+        """Yield a fact when a worker becomes slower than peers with equally large batches, or is no longer slower."""
         if not peers:
             return
         running = self._running(key)
@@ -225,7 +226,7 @@ class OutcomeReports:
         found.slow = slow
 
     def _running(self, key: Key) -> int:
-        """Return the sequences in a worker's batch; 1 if that is unknown."""
+        """Return the number of sequences in a worker's batch; 1 if it is unknown."""
         load = self._links.load(key[0]) if self._links is not None else None
         return load.running if load is not None else 1
 
@@ -251,7 +252,7 @@ class LocalBreakers:
         self._epoch = 0  # number of this frontend's last breaker move
         self._outcomes_by: dict[Key, WorkerOutcomes] = {}
         self._open: dict[Key, None] = {}  # workers with a breaker that is not closed
-        self.open: Collection[Key] = self._open.keys()  # a view of these, in the order of their opening
+        self.open: Collection[Key] = self._open.keys()  # a live view, in order of opening
         self._reports = OutcomeReports(frontend, facts, links, now())
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
@@ -261,23 +262,23 @@ class LocalBreakers:
         )
 
     def outcomes(self, key: Key) -> WorkerOutcomes:
-        """Return the outcomes of one life of a worker."""
+        """Return the outcomes of one worker instance."""
         found = self._outcomes_by.get(key)
         if found is None:
             found = self._outcomes_by[key] = WorkerOutcomes(Breaker(*key, trial_by="request"))
         return found
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Drop the lives of workers that have left."""
+        """Drop the outcomes of all worker instances except `keys`."""
         for key in [key for key in self._outcomes_by if key not in keys]:
             del self._outcomes_by[key]
             self._open.pop(key, None)
 
     def reset(self, key: Key) -> None:
-        """Reset a worker's breaker because the fleet's closed: all that this frontend counted against the worker is void."""
+        """Reset a worker's local breaker and its failure counts, because the controller's breaker has closed."""
         found = self._outcomes_by.get(key)
         if found is not None:
-            self._epoch += 1  # counts as a move: outcomes of earlier requests are void
+            self._epoch += 1  # counts as a move: outcomes of earlier requests are ignored
             if key in self._open:
                 del self._open[key]
                 self._reports.moved(self.now(), key, "closed", "fleet_breaker_closed")
@@ -296,14 +297,15 @@ class LocalBreakers:
         return {key for key in self._open if breaker.admit(self._outcomes_by[key].breaker) is None}
 
     def routed(self, key: Key) -> int:
-        """Record that a request was sent there; half-open, it is the trial. Return the number of our last breaker move.
+        """Record that a request was sent to a worker. Return the number of this frontend's last breaker move.
 
-        The request's outcome counts only if the breaker has not moved since.
+        If the breaker is half-open, the request is its trial. The outcome of the request counts only if the breaker has not
+        moved in the meantime.
         """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         if key in self._open:
             admitted = breaker.admit(found.breaker)
-            if admitted is not None and admitted.position == "half_open":  # its time starts with the trial
+            if admitted is not None and admitted.position == "half_open":  # its time limit starts now
                 deadline = _instant(self.now()) + self._policy.trial_timeout
                 found.breaker = replace(admitted, deadline=deadline)
         return self._epoch
@@ -313,7 +315,7 @@ class LocalBreakers:
         return {key: outcomes.breaker.position for key, outcomes in self._outcomes_by.items()}
 
     def trials_ending(self) -> list[Key]:
-        """Return the workers on trial that have little time left for it."""
+        """Return the workers with a trial that reaches its time limit soon."""
         soon = _instant(self.now()) + TRIAL_MARGIN
         trials = ((key, self._outcomes_by[key].breaker) for key in self._open)
         return [
@@ -336,7 +338,7 @@ class LocalBreakers:
         model: str = "",
         drawn: AnswerDraw | None = None,
     ) -> None:
-        """Record a request that ended well on this worker. `breaker_epoch` is what `routed` returned for it."""
+        """Record a request that this worker completed. `breaker_epoch`: the number that `routed` returned for the request."""
         found = self._outcomes_by.get(key) or self.outcomes(key)
         window = found.window
         found.model = model
@@ -360,7 +362,8 @@ class LocalBreakers:
     def unjudged(self, key: Key, breaker_epoch: int, *, has_output: bool) -> None:
         """Record a request that continues elsewhere or ends through no fault of the worker.
 
-        As a trial it has passed if it produced tokens; otherwise another request may be the trial.
+        If the request was the breaker's trial, the trial has passed if tokens were produced. Otherwise another request may be
+        the trial.
         """
         found = self.outcomes(key)
         if found.breaker.position != "half_open":
@@ -371,7 +374,7 @@ class LocalBreakers:
             found.breaker = replace(found.breaker, admitted=False)
 
     def _passed(self, key: Key, found: WorkerOutcomes, breaker_epoch: int) -> None:
-        """Let a breaker evolve by a served request that was sent under this move."""
+        """Apply a success to the worker's breaker, if the breaker has not moved since the request was sent."""
         fact = found.window.fact(self._frontend, key, 0.0, breaker_epoch)
         found.breaker = breaker.evolve(found.breaker, fact)
         self._settle(key, found)
@@ -387,7 +390,7 @@ class LocalBreakers:
     ) -> None:
         """Record a request that failed through the worker's fault.
 
-        `breaker_epoch` as in `served`. `one_stream`: it stalled while other streams of the worker ran.
+        `breaker_epoch` as in `served`. `one_stream`: only this stream stalled, while other streams of the worker ran.
         """
         found = self.outcomes(key)
         if reason in TRANSPORT:
@@ -413,7 +416,7 @@ class LocalBreakers:
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
-        if found.reports < self._failures_per_s_max:  # the next report carries the count of those left out
+        if found.reports < self._failures_per_s_max:  # the next report includes the number of those omitted
             found.reports += 1
             self._observe(fact)
 
@@ -428,7 +431,7 @@ class LocalBreakers:
             self._observe(fact)
 
     def report(self) -> None:
-        """Report the current window and second, when the process ends."""
+        """Report the incomplete window and second, before the process exits."""
         for fact in self._reports.rest(self.now(), self._outcomes_by):
             self._observe(fact)
 
@@ -445,10 +448,10 @@ class LocalBreakers:
                 self._count(key, found, *failure)
 
     def _settle(self, key: Key, found: WorkerOutcomes) -> None:
-        """Move one breaker if it is due: at once after an outcome, and when its time has come."""
+        """Apply the moves of one breaker that are due: after an outcome, or because its wait or trial has timed out."""
         state, now = found.breaker, self.now()
         if state.position == "half_open" and not state.admitted and not state.trial:
-            return  # no request has tried it yet, which is no failure
+            return  # no trial request was sent yet, which does not count as a failure
         for decision in breaker.decide(self._policy, state, _instant(now)):
             self._epoch += 1
             found.breaker = breaker.evolve(state, replace(decision, number=self._epoch))
@@ -456,7 +459,7 @@ class LocalBreakers:
             if position == "closed":
                 self._open.pop(key, None)
             else:
-                # ordered, so that the breakers of a simulated fleet move the same way each time
+                # a dict keeps the order, so that the breakers of a simulated fleet move in the same order each time
                 self._open[key] = None
             self._reports.moved(now, key, position, getattr(decision, "reason", ""))
             log.info("local_breaker", worker=key[0], instance=key[1], position=position)
@@ -469,10 +472,10 @@ def _instant(now: float) -> datetime:
 def routable_share(
     endpoints: Collection[Endpoint], opened: Collection[Key], links: ConnectedWorkers
 ) -> float:
-    """Return the routable share of a model's expected weight: in service, with a closed local breaker.
+    """Return the share of a model's expected weight that is routable: in service, with a closed local breaker.
 
-    `opened`: the breakers that are not closed. Return 1 if no worker is expected to serve. Return 0 if these breakers leave no
-    reachable worker, whatever the weight of unreachable ones.
+    `opened`: workers with a breaker that is not closed. Return 1 if no worker is expected to serve. Return 0 if these breakers
+    exclude all reachable workers, regardless of the weight of unreachable ones.
     """
     expected = [endpoint for endpoint in endpoints if endpoint.expected]
     if not expected:
@@ -497,13 +500,13 @@ class Panic:
     models: set[str] = field(default_factory=set)  # models with panic at the last check
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether the local breakers are ignored for this model now; they may have moved since the last check."""
+        """Return whether local breakers are ignored for this model now. Checks again, because breakers may have moved."""
         if self.breakers.open:
             self.look(model, endpoints)
         return model in self.models
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
-        """Check for panic over a model, and report a change."""
+        """Check whether a model is in panic, and report a change."""
         share = routable_share(endpoints, self.breakers.open, self.links)
         panic = share < self.share_min
         if panic != (model in self.models):

@@ -1,29 +1,30 @@
 """Detects requests that crash workers, or that fail in the same way on every worker.
 
-    unknown ── its first copy is under way: others go to the same worker, or wait ── its first token ──▶ proven
-       │ it avoids workers where suspects are tried, if it can go elsewhere
-       │ the worker died before any token (`fell`)
+    unknown ── the first copy runs: further copies go to the same worker, or wait ── first token ──▶ proven
+       │ avoids workers where suspects are tried, if another worker is available
+       │ the worker died before the first token (`fell`)
        ▼
-    suspect ── tried with no other suspect beside it ── its first token ──▶ proven
-       │ the next worker died, too, and neither had returned when the request was to be tried again
+    suspect ── tried on a worker without other suspects ── first token ──▶ proven
+       │ the next worker died, too, and neither worker had returned when the request was to be tried again
        ▼
-    poisonous: refused for a while; then a suspect once more, refused for twice as long the next time
+    poisonous: refused for a while; then a suspect again, and refused for twice as long the next time
 
-A worker that died recently without an untried request aboard (`fell_by_itself`) shows that workers die for other reasons. Each
-such worker raises the number of deaths that make a request poisonous by one, by two at most.
+Workers also die for other reasons. A recent death of a worker without an unproven request (`fell_by_itself`) is evidence of that.
+Each such death raises by one, at most by two, the number of deaths that make a request poisonous.
 
-A request that fails with an error (`failed`) is retried elsewhere as usual. If it gets the same error, after the same token, on a
-second worker that fails no other request, the request itself is at fault. So it is with a stream that stalls while its worker
-runs.
+A request that fails with an error (`failed`) is retried on another worker as usual. If it gets the same error, after the same
+number of tokens, on a second worker on which no other request fails, the request itself is at fault. The same applies to a
+stream that stalls while its worker runs.
 
-A stuck engine counts as dead, too, if its worker's loop is alive and reports the hang, and it had produced tokens shortly before.
-A silent worker does not: it was more often stopped, or cut off together with idle ones. Stuck engines are weaker evidence than
-dead ones, because they may have hung together: such requests are refused only for as long as ones that merely fail.
+A stuck engine counts as dead if its worker's event loop still reports the hang, and the engine had produced tokens shortly
+before. A silent worker does not count as dead: more often it was stopped, or lost its network together with idle workers. Stuck
+engines are weaker evidence than dead workers, because they may have hung for a common reason. Requests suspected because of
+stuck engines are refused only for as long as requests that merely fail.
 
-Requests are alike if they have the same prompt and form (`request.fingerprint`). For each request only a sketch of its prompt is
+Requests are alike if they have the same fingerprint (`request.fingerprint`). For each request only a sketch of its prompt is
 looked up, which takes a microsecond; only requests that have failed are compared exactly.
 
-A suspect is most likely innocent: each request without a token on a worker that lost power is one.
+Most suspects are innocent: each request without a token on a worker that lost power becomes a suspect.
 """
 
 import re
@@ -46,17 +47,17 @@ from events.observations import RequestPoisonous, RequestSuspected
 
 log = structlog.get_logger(__name__)
 
-# after a death: by then a lost connection is restored, and workers that died with it are lost
+# wait after a worker's death: by then a lost connection is restored, and workers that died together are all known to be lost
 SETTLED_S = 0.2
 CONNECTION = "disconnected"
 STUCK = "stalled"
-FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for a stuck one
-OTHER_FALLS_S = 60.0  # how long a death without an untried request is evidence of another cause
-OTHER_FALLS_MAX = 2  # with them a request has at most as many attempts as its default budget
+FALLS = frozenset((CONNECTION, "upstream_lost"))  # a lost worker; for a stuck one see `brings_down`
+OTHER_FALLS_S = 60.0  # period in which a death without an unproven request is evidence of another cause
+OTHER_FALLS_MAX = 2  # limits a poisonous request to as many attempts as the default budget allows
 WORKED_S = 60.0  # an engine that produced a token within this time was healthy when the request arrived
-PROVEN_MAX = 8192  # sketches of prompts that have been answered
+PROVEN_MAX = 8192  # sketches of prompts that have produced a token
 FLIGHTS_MAX = 65_536  # prompts without any token yet
-NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # in error texts: these differ each time
+NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # numbers in error texts, which differ each time
 
 
 class Held(NoWorker):
@@ -72,14 +73,14 @@ class Poisonous(NoWorker):
 
 
 class Flight(msgspec.Struct, eq=False):
-    """The copies of one unknown prompt that are on a worker."""
+    """The copies of one unproven prompt that run on a worker."""
 
     endpoint: Endpoint
-    slots: set[int]  # the router's numbers of their attempts
+    slots: set[int]  # slot numbers of their attempts
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """The loss of a worker."""
+    """The death of a worker: its time and reason."""
 
     at: float
     reason: str
@@ -89,41 +90,41 @@ class Record(msgspec.Struct, eq=False):
     """The evidence against the requests of one fingerprint."""
 
     fingerprint: str
-    fell: dict[Key, Fall]  # lives of workers that died with it
-    # by the way in which it failed: the workers, and the decision under which it was sent
+    fell: dict[Key, Fall]  # worker instances that died while such a request ran on them
+    # by the way in which it failed: the workers, each with the decision number under which the request was sent
     failed: dict["Way", dict[Key, int]]
-    together: bool = False  # the last of these workers died with other suspects
-    at: Endpoint | None = None  # where a copy of it is being tried
-    slot: int = 0  # the router's number of that attempt
-    alone: bool = False  # no other suspect is on that worker
-    held_since: float | None = None  # since when a copy has waited for a worker without other suspects
+    together: bool = False  # other suspects ran on the last worker that died
+    at: Endpoint | None = None  # worker on which a copy of the request is being tried
+    slot: int = 0  # slot number of that attempt
+    alone: bool = False  # no other suspect runs on that worker
+    held_since: float | None = None  # time since which a copy waits for a worker without other suspects
     refused_until: float = 0.0
-    refusals: int = 0  # how often it was found poisonous
+    refusals: int = 0  # number of times the request was found poisonous
 
     @property
     def suspected(self) -> bool:
-        """Whether it may crash workers."""
+        """Whether requests with this fingerprint may crash workers."""
         return bool(self.fell or self.refusals)
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A way in which requests fail. The error's text may come from the client, so only a hash of it is kept."""
+    """A kind of failure. The error's text may contain client input, so only a hash of the text is kept."""
 
     reason: str
     detail: int
-    tokens: int  # accepted by then
+    tokens: int  # tokens accepted before the failure
 
     @classmethod
     def of(cls, reason: str, detail: str, tokens: int) -> "Way":
-        """Return the way of a failure, without the parts of its text that differ each time."""
+        """Return the kind of a failure. Numbers in its text are ignored, because they differ each time."""
         return cls(reason, xxhash.xxh3_64_intdigest(NUMBERS.sub("#", detail).encode()), tokens)
 
 
 class Where(msgspec.Struct, frozen=True):
-    """A restriction on where a request may go.
+    """A restriction of the workers to which a request may be sent.
 
-    It may go only to `endpoint`, or, if that is None, to no worker of `avoid`. If no other worker is left, it waits (`waits`)
-    or goes to one of these.
+    The request may be sent only to `endpoint` or, if `endpoint` is None, to any worker outside `avoid`. If no permitted worker
+    is available, the request waits (`waits`) or the restriction is dropped.
     """
 
     endpoint: Endpoint | None = None
@@ -141,7 +142,7 @@ class Records(OrderedDict[str, Record]):
         super().__init__()
         self.proven: OrderedDict[int, None] = OrderedDict()
         self._max = records_max
-        self._sketches: Counter[int] = Counter()  # of the fingerprints
+        self._sketches: Counter[int] = Counter()  # sketches of the recorded fingerprints
 
     def of(self, request: GenerationRequest) -> Record | None:
         """Return the record of requests like this one, or None."""
@@ -181,7 +182,7 @@ class Records(OrderedDict[str, Record]):
 
 @dataclass(eq=False, repr=False)
 class PoisonWatch:
-    """One frontend's knowledge of requests that crash workers."""
+    """Detects and restricts requests that may crash workers, in one frontend."""
 
     frontend: str
     settings: PoisonSettings
@@ -191,7 +192,7 @@ class PoisonWatch:
     resolved: bool = False  # a request that others waited for is resolved; the driver resets it
     _held: bool = False  # some request waits
     _flights: dict[int, Flight] = field(default_factory=dict)  # by sketch
-    # lives that died under requests that had produced tokens
+    # worker instances that died while running requests that had produced tokens
     _fallen: dict[Key, Fall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,7 +202,7 @@ class PoisonWatch:
     # --- where a request may go -----------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
-        """Return the restriction on the workers that may get a request; None: any worker. Raise Held or Poisonous."""
+        """Return the restriction of a request; None: any worker may get it. Raise Held or Poisonous."""
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
             return self._doubted(request, record)
@@ -210,7 +211,7 @@ class PoisonWatch:
         if (flight := self._flights.get(sketch)) is not None:
             return Where(flight.endpoint, waits=True)
         tried = records.tried_at() if records else None
-        # its own first tokens would say nothing about a suspect there
+        # an unknown request on a suspect's worker would blur the cause if that worker died
         return Where(avoid=tried) if tried else None
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
@@ -229,13 +230,13 @@ class PoisonWatch:
         if not record.suspected:
             avoid = frozenset(key for keys in record.failed.values() for key in keys)
             return Where(avoid=avoid) if avoid else None
-        if record.at is not None:  # a copy of it is being tried
+        if record.at is not None:  # a copy of the request is being tried
             raise self._hold(record, now)
         late = record.held_since is not None and now - record.held_since > settings.alone_s
         return Where(avoid=self._records.tried_at(), waits=not late or record.together)
 
     def hold(self, request: GenerationRequest) -> Held:
-        """Return the error for a request that may go to no available worker."""
+        """Return the error for a request that has to wait, because its restriction permits no available worker."""
         return self._hold(self._records.of(request), self._now())
 
     def _hold(self, record: Record | None, now: float) -> Held:
@@ -247,7 +248,7 @@ class PoisonWatch:
     # --- the course of a request ----------------------------------------------------------------------------
 
     def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
-        """Record that a request was sent to a worker, as the attempt in this slot."""
+        """Record that a request was sent to a worker. `slot`: slot number of the attempt."""
         records, sketch = self._records, request.names.sketch
         record = records.of(request) if records else None
         if record is not None and record.suspected:
@@ -256,7 +257,7 @@ class PoisonWatch:
         elif sketch not in records.proven:
             for suspect in records.values():
                 if suspect.at is endpoint:
-                    suspect.alone = False  # a failure now has no certain cause
+                    suspect.alone = False  # the cause of a death would be ambiguous now
             flight = self._flights.get(sketch)
             if flight is not None and flight.endpoint is endpoint:
                 flight.slots.add(slot)
@@ -264,7 +265,7 @@ class PoisonWatch:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
     def read(self, request: GenerationRequest, key: Key) -> None:
-        """Record that a request has produced a token on this worker: requests like it crash no worker."""
+        """Record that a request has produced a token on this worker: this proves that requests like it do not crash workers."""
         self.breakers.outcomes(key).worked_at = self._now()
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
@@ -277,12 +278,12 @@ class PoisonWatch:
         self._found_out()
 
     def served(self, request: GenerationRequest) -> None:
-        """Record that an answer was completed: all evidence against requests like it is void."""
+        """Record that a request was completed, and drop all evidence against requests like it."""
         if self._records and (record := self._records.of(request)) is not None:
             self._records.forget(record)
 
     def left(self, request: GenerationRequest, slot: int) -> None:
-        """Record that an attempt has ended, in any way."""
+        """Record that an attempt has ended, regardless of its outcome."""
         records, sketch = self._records, request.names.sketch
         if (flight := self._flights.get(sketch)) is not None:
             flight.slots.discard(slot)
@@ -301,7 +302,7 @@ class PoisonWatch:
     # --- failures -------------------------------------------------------------------------------------------
 
     def fell(self, request: GenerationRequest, endpoint: Endpoint, slot: int, reason: str) -> None:
-        """Record that a worker died, for this reason, before a request had produced a token there: the request is a suspect."""
+        """Record that a worker died before this request had produced a token on it. This makes the request a suspect."""
         record, key = self._records.keep(_fingerprint(request)), endpoint.key
         record.together = bool(record.fell) and not (record.slot == slot and record.alone)
         known = key in record.fell
@@ -322,13 +323,13 @@ class PoisonWatch:
             )
 
     def fell_by_itself(self, key: Key, reason: str) -> None:
-        """Record that a worker died, for this reason, under a request that had produced a token there."""
+        """Record that a worker died while running a request that had already produced a token on it."""
         if key not in self._fallen and len(self._fallen) >= self.settings.records_max:
             del self._fallen[next(iter(self._fallen))]
         self._fallen[key] = Fall(self._now(), reason)
 
     def _other_falls(self, now: float) -> int:
-        """Return how many workers died recently that no untried request can have crashed, at most `OTHER_FALLS_MAX`."""
+        """Return how many workers died recently without an unproven request on them, at most `OTHER_FALLS_MAX`."""
         self._fallen = {key: fall for key, fall in self._fallen.items() if now - fall.at < OTHER_FALLS_S}
         suspected = {key for record in self._records.values() for key in record.fell}
         others = (
@@ -337,13 +338,13 @@ class PoisonWatch:
         return min(sum(1 for _ in others), OTHER_FALLS_MAX)
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a death is recent enough and real. A worker that only lost its connection returns as the same life."""
+        """Return whether a death is recent enough and real. After a mere connection loss, the same instance returns."""
         if now - fall.at >= self.settings.remembered_s:
             return False
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
-        """Return whether a failure means that the worker died. `connected`: its loop still reports."""
+        """Return whether a failure means that the worker died. `connected`: the worker still reports its load."""
         if reason != STUCK:
             return reason in FALLS
         worked_at = self.breakers.outcomes(key).worked_at
@@ -351,7 +352,7 @@ class PoisonWatch:
         return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
-        """Record that a request failed in this way on a worker that survived and was blamed. Return the resulting suspicion."""
+        """Record that a request failed in this way on a worker that kept running and was blamed. Return the suspicion."""
         record = self._records.keep(_fingerprint(request))
         there = record.failed.setdefault(way, {})
         there[key] = routed_under
@@ -362,9 +363,9 @@ class PoisonWatch:
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
-        """Return whether requests like this one have already failed there in this way, and were answered nowhere since.
+        """Return whether requests like this one have already failed in this way on this worker, and none was completed since.
 
-        If so, the failure says no more about the worker than the first one did.
+        If so, the failure is no further evidence against the worker.
         """
         record = self._records.of(request)
         return record is not None and key in record.failed.get(way, ())
@@ -372,7 +373,7 @@ class PoisonWatch:
     def _condemn(
         self, request: GenerationRequest, record: Record, reason: str, where: dict[Key, int], refused_s: float
     ) -> None:
-        """Declare a request poisonous: undo what it counted against its workers, report it, and refuse requests like it."""
+        """Declare a request poisonous: undo the failures counted against its workers, report it, and refuse requests like it."""
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
         record.refusals += 1
         record.refused_until = self._now() + wait_s
@@ -407,7 +408,7 @@ class PoisonWatch:
     # --- reports of other frontends -------------------------------------------------------------------------
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
-        """Apply the report of another frontend, or of this one's predecessor, from `age_s` seconds ago."""
+        """Apply a report that is `age_s` seconds old, by another frontend or by this frontend before its restart."""
         at = self._now() - age_s
         holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self.settings.remembered_s
         if age_s >= holds_s:
