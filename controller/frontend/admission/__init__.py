@@ -1,1 +1,1 @@
-"""Admission control: which requests are admitted, which wait in the queue, and which are refused."""
+"""Admission control: admits requests, queues them for a worker, or refuses them."""

@@ -1,18 +1,18 @@
 """Admission control of a frontend: admits a request, queues it for a worker, or refuses it.
 
-    admit ─┬─ no new requests, or its tier is shed, or all workers exceed the thresholds ──▶ refused
-    look ──┘ its deadline cannot be met (`Deadlines`) ──▶ refused
-    enter    no request before it, and a worker has room ──▶ admitted
-             └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted ── no room there after all ──▶ `again`: queued
-                    ├── the queue is full, or its time is over, or the frontend shuts down ──▶ refused         before all others
+    admit ─┬─ the frontend drains, or the tier is shed, or all workers exceed the thresholds ──▶ refused
+    look ──┘ the deadline cannot be met (`Deadlines`) ──▶ refused
+    enter    no request waits before it, and a worker has room ──▶ admitted
+             └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted ── worker has no room ──▶ `again`: queued
+                    ├── the queue is full, or the wait has timed out, or the frontend shuts down ──▶ refused  before all others
                     ├── no worker can serve the model any longer ──▶ refused
-                    └── its client disconnects ──▶ removed
+                    └── the client disconnects ──▶ removed
 
-Each refusal has a retry time, and is counted in `RequestsRejected` (`Refusals`). Each model has its own lines, so requests for
-one model never block those for another.
+Each refusal has a retry time, and is counted in `RequestsRejected` (`Refusals`). Each model has its own waiting lines, so
+requests for one model never block those for another.
 
-Freed room is granted at the end of the turn of the event loop, never at once: a request that was just admitted launches its
-generations in that turn, and they use its room.
+Freed room is granted to queued requests at the end of the turn of the event loop, never at once. A request that was just admitted
+launches its generations in that turn, and these use the room that its reservation has released.
 """
 
 import asyncio
@@ -35,32 +35,32 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, NoWorker
 
-LOOKS_MAX = 16  # sent-back requests that are retried without success before the others must wait
-LATEST_S = 86_400.0  # no timer is set for a later time
+LOOKS_MAX = 16  # failed retries of sent-back requests after which the others must wait
+LATEST_S = 86_400.0  # longest delay of a timer
 WORK_LEAST = 1e-6
 CLOCK_S = 0.005  # a timer may fire this much early
 
 
 class Reservation:
-    """Room for one request between its admission and its launch, which may take a while: its prompt must be tokenized."""
+    """Room reserved for one request between its admission and its launch. Meanwhile the prompt is tokenized."""
 
     __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
 
     def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: RequiredRoom = NOTHING) -> None:
-        """Reserve room at an endpoint. `wanted`: how much, if that is already known."""
+        """Reserve room at an endpoint. `wanted`: the amount, if already known."""
         self._admission = admission
         self._endpoint = endpoint
         self._wanted = wanted
         self._blocks = wanted.held / endpoint.block_tokens
-        self.lineage = endpoint.lineage  # the request is bound to it from now on
+        self.lineage = endpoint.lineage  # the request is bound to this lineage from now on
         endpoint.admit(wanted.unread, self._blocks)
 
     def again(self) -> "Reservation":
-        """Reserve the released room again, for a generation that could not be sent yet."""
+        """Reserve the same room again after its release, for a generation that could not be sent yet."""
         return Reservation(self._admission, self._endpoint, self._wanted)
 
     def free(self) -> None:
-        """Release the room to the request's generations; queued requests may use the rest."""
+        """Release the room. The request's generations use it first; queued requests may use the rest."""
         self._endpoint.release(self._wanted.unread, self._blocks)
         self._admission.wake(self._endpoint.joined.model)
 
@@ -74,8 +74,8 @@ class _Turn:
     late: asyncio.TimerHandle
     began: float
     wanted: RequiredRoom
-    without: Collection[Key]  # endpoints that cannot serve it
-    gone: bool = False  # its client disconnected, possibly after its turn had come
+    without: Collection[Key]  # endpoints that cannot serve the request
+    gone: bool = False  # the client has disconnected, possibly after the room was granted
 
     @property
     def granted(self) -> bool:
@@ -104,22 +104,22 @@ class Admission:
         self._queue = queue = Queue(settings.admission.queue_max)
         self._rooms = RoomFinder(self._queue_s, table, routing, preemptor)
         self.deadlines = Deadlines(settings, table, routing, queue, self._rooms, first_tokens)
-        self.by_deadline = settings.by_deadline  # otherwise requests are admitted in order of arrival
+        self.by_deadline = settings.by_deadline  # if false, requests are admitted in order of arrival
         self._refusals = refusals
         self._ends = EndRate()
         self.queued, self.waiting = queue.length, queue.waiting
         self.forget = self.deadlines.keep
-        self._turns: dict[int, _Turn] = {}  # by number of their requests
+        self._turns: dict[int, _Turn] = {}  # by request number
         self._numbers = itertools.count(1)
         self._due: set[str] = (
             set()
-        )  # models with lines that advance at the end of this turn of the event loop
-        self.open = True  # to new requests
+        )  # models with lines to be checked for room at the end of this turn of the event loop
+        self.open = True  # new requests are accepted
 
     # --- admission
 
     async def admit(self, model: str, tier: str) -> Reservation:
-        """Return room for a request; the caller frees it. Raise ApiError if it is not admitted."""
+        """Admit a request and return its room, which the caller must free. Raise ApiError if it is not admitted."""
         self._refusals.check(model, tier, draining=not self.open)
         if self._monitor.overloaded(model):
             raise self.refusal(AllBusy(), model, tier)
@@ -134,7 +134,7 @@ class Admission:
             raise self.refusal(error, model, tier) from None
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Return the lineage that a request is bound to, before its texts are tokenized. Raise ApiError if it is not admitted."""
+        """Check a request before its texts are tokenized. Return the lineage that it is bound to. Raise ApiError if refused."""
         self._refusals.check(wanted.model, wanted.tier, draining=not self.open)
         try:
             return self.deadlines.look(wanted)
@@ -144,9 +144,9 @@ class Admission:
     async def enter(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
     ) -> tuple[Reservation, float]:
-        """Return room for such a request, which the caller frees, and the time by which its first token is due.
+        """Admit a request that `look` has accepted. Return its room and the time by which its first token is due.
 
-        Raise ApiError if it is not admitted.
+        The caller must free the room. Raise ApiError if the request is not admitted.
         """
         try:
             request, takes = self.deadlines.needs(wanted, lineage, tokens)
@@ -160,7 +160,7 @@ class Admission:
         return room, request.since + request.deadline_s
 
     def _room_at_once(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation | None:
-        """Return room for a request, or None if it has to wait. Raise NotAdmitted or NoWorker."""
+        """Return room for a request that can be admitted without waiting, otherwise None. Raise NotAdmitted or NoWorker."""
         room: Reservation | None = None
         line = self._queue.line_of(request)
         if not len(line) and not self._wakes_sent_back(request.model):
@@ -189,11 +189,11 @@ class Admission:
     def again(
         self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
     ) -> asyncio.Future[Reservation]:
-        """Queue a request that was admitted but found no room. It comes before all others and avoids the endpoints in
+        """Queue a request again that was admitted but found no room. It precedes all other requests and avoids the endpoints in
         `without`.
 
-        The future's result is the room; its error is WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the request,
-        cancel the future, or free the room.
+        The result of the future is the room. Its exception is WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the
+        request, cancel the future or, if it is done, free the room.
         """
         turn = self._turn(QueuedRequest(model, lineage, sent_back=True), wait_s, NOTHING, without)
         turn.room.add_done_callback(partial(self._leave, turn))
@@ -203,7 +203,7 @@ class Admission:
     # --- waiting
 
     def _wakes_sent_back(self, model: str) -> bool:
-        """Return whether sent-back requests of a model wait. They come first, so they are retried."""
+        """Return whether sent-back requests of a model wait; if so, retry them, because they precede all others."""
         if not self._queue.sent_back(model):
             return False
         self.wake(model)
@@ -222,7 +222,7 @@ class Admission:
     async def _wait(
         self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom = NOTHING
     ) -> Reservation:
-        """Return room for a request when its turn has come. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
+        """Queue a request and wait for its room. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
         if self._queue.full(request.model):
             raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
         if request.lineage is not None:
@@ -246,7 +246,7 @@ class Admission:
             outcome = "gone"
             if turn.granted:
                 room.result().free()
-            self.wake(model)  # requests behind it may have been waiting for it
+            self.wake(model)  # this request may have blocked the requests behind it
         elif (error := room.exception()) is None:
             outcome = "admitted"
         else:
@@ -254,7 +254,7 @@ class Admission:
         self._meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
 
     def _dequeue(self, turn: _Turn) -> None:
-        """Remove a request from the queue, if it is still there."""
+        """Remove a request from the queue, if it is still queued."""
         request, room, granted = turn.request, turn.room, turn.granted
         if not request.queued:
             return
@@ -269,7 +269,7 @@ class Admission:
     # --- choosing the next request
 
     def wake(self, model: str | None = None) -> None:
-        """Retry queued requests after this turn of the event loop: a worker may have become free."""
+        """Check queued requests again at the end of this turn of the event loop, because a worker may have become free."""
         if not self._turns:
             return
         for name in (model,) if model is not None else self._queue.models():
@@ -278,7 +278,7 @@ class Admission:
                 asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
     def _advance_lines(self, model: str) -> None:
-        """Admit as many requests as there is room for, each line in its own order."""
+        """Admit as many queued requests of a model as there is room for, each line in its own order."""
         self._due.discard(model)
         without_room = 0
         for request in self._queue.sent_back(model):
@@ -295,7 +295,7 @@ class Admission:
                 self._dequeue(turn)
 
     def _grant(self, turn: _Turn) -> bool:
-        """Grant a request its room, or set the error that it gets none. Return False if all workers are busy."""
+        """Grant room to a request, or fail it if no worker can serve it. Return False if all workers are busy."""
         request, wanted = turn.request, turn.wanted
         try:
             if request.sent_back:
@@ -312,21 +312,22 @@ class Admission:
     # --- notifications and queries
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
-        """Return the best tier among the requests waiting for a worker of this lineage; None: none waits, or lines have no
-        tiers.
+        """Return the best tier among the requests that wait for a worker of this lineage.
+
+        None: no request waits, or the lines have no tiers.
         """
         head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
 
     def ended(self, model: str, tokens: int) -> None:
-        """Count an answer that had begun and has ended. The rate of these determines the `Retry-After` of refusals."""
+        """Count a started answer that has ended. The rate of ended answers determines the `Retry-After` of refusals."""
         self._ends.ended(model, self._now())
         if self.by_deadline:
             lengths = self._monitor.lengths
             lengths.ended(model, tokens)
 
     def refuse_all(self) -> None:
-        """Refuse all queued requests because this frontend shuts down."""
+        """Refuse all queued requests, because this frontend shuts down."""
         for turn in self._turns.values():
             _refuse(turn.room, "no worker became free before this frontend shut down")
 

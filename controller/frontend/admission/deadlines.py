@@ -1,14 +1,14 @@
 """Admission by deadlines: decides whether a request is admitted, may wait, or is refused at once.
 
-    look     before its texts are tokenized: the requests in line already take longer than its deadline ──▶ refused
+    look     before tokenization: the requests in line already take longer than the deadline ──▶ refused
     judge    a worker has room ──▶ admitted
-             it would be served in time ──▶ it may wait
-             a running answer of the last tier may be preempted for it ──▶ room is made
+             the request would be served in time ──▶ it may wait
+             a running answer of the last tier may be preempted for it ──▶ the answer is preempted
              otherwise ──▶ refused at once, with the predicted wait
 
-The work ahead of a request is prompt tokens that are cached nowhere, and slots in batches for the duration of an answer. How fast
-it is served was measured while requests waited (`WorkerPool`). If too many requests retry refused ones, the retries are refused
-first.
+The work ahead of a request consists of uncached prompt tokens, and of batch slots for the duration of each answer. The rate at
+which workers process it was measured while requests waited (`WorkerPool`). If too many requests are retries of refused ones, the
+retries are refused first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from controller.router.load.work import Demand, reading_s, work_s
 from controller.router.selection.filter import AllBusy, NotServed, NoWorker
 from events.blocks import BlockNames
 
-CAPACITY_S = 0.05  # for this long the capacity of a pool is not recomputed
+CAPACITY_S = 0.05  # seconds for which a pool's computed capacity is reused
 ONE_WORKER = 1.0  # the weight of one worker in full service
 
 
@@ -45,7 +45,7 @@ class WantedRequest:
     asked: AdmissionHeaders
     client: str
     arrived: float  # by the frontend's monotonic clock
-    id: str = ""  # given by its client
+    id: str = ""  # set by the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WantedTokens:
 
 @dataclass(eq=False, repr=False)
 class Deadlines:
-    """The admission decisions of one frontend by deadline, and the state of each pool."""
+    """Decides admission by deadline for one frontend, with the state of each worker pool."""
 
     settings: FrontendSettings
     table: EndpointTable
@@ -80,7 +80,7 @@ class Deadlines:
         """Return the pool of a model's workers of this lineage, updated to the current time."""
         pool, now = self._pools.get((model, lineage)), self.first_tokens.now()
         if pool is None:
-            # Each frontend assumes its share of the workers until it has measured its actual share.
+            # Until a frontend has measured its actual share of the workers, it assumes an equal share.
             first, share = self.first_tokens.of(model, lineage), 1.0 / max(1, self.routing.frontends())
             pool = WorkerPool(self.queue.line(model, lineage), first, now, share)
             self._pools[model, lineage] = pool
@@ -103,7 +103,7 @@ class Deadlines:
     # --- the requirements of a request
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Return the lineage that a request is bound to, if it may still be admitted. Raise TooLate or NoWorker."""
+        """Return the lineage that a request is bound to. Raise TooLate if its deadline cannot be met, or NoWorker."""
         model, now = wanted.model, self.first_tokens.now()
         lineage = self._lineage(model)
         contended = len(self.queue.line(model, lineage)) > 0
@@ -140,8 +140,8 @@ class Deadlines:
     def _capacity_soon(self, model: str, lineage: Lineage) -> float:
         """Return the capacity that a pool without a serving worker will have soon: that of one worker.
 
-        It may be a suspect about to serve as the last worker, or a worker with a server that is closed for a moment. Raise
-        NoWorker if none will serve.
+        This worker may be a suspect that is about to serve as the model's last worker, or one with a briefly closed server.
+        Raise NoWorker if no worker will serve soon.
         """
         with suppress(AllBusy):
             self.rooms.find(model, lineage)
@@ -185,10 +185,10 @@ class Deadlines:
     # --- the decision
 
     def judge(self, request: QueuedRequest, *, room: bool = False) -> bool:
-        """Set a request's deadline and the time until which it may wait. Return whether room must be made for it by preemption.
+        """Set a request's deadline and the time until which it may wait. Return whether it needs a preemption to be in time.
 
-        `room`: a worker has room for it. Raise TooLate if it may not be admitted, or NoWorker if no worker serves the model or
-        will soon.
+        `room`: a worker has room for it. Raise TooLate if it may not be admitted. Raise NoWorker if no worker serves the model
+        now or soon.
         """
         model, lineage = request.model, request.lineage
         assert lineage is not None
@@ -211,7 +211,7 @@ class Deadlines:
         raise self._too_late(request, why, first_s - pool.margin(request.tier) * deadline_s)
 
     def timed_out(self, request: QueuedRequest) -> TooLate:
-        """Return the error for a request that has used up its time in line."""
+        """Count a request that has waited in line for too long, and return its error."""
         assert request.lineage is not None
         pool = self.pool(request.model, request.lineage)
         why = f"no worker became free in time for the deadline of {request.deadline_s:g} s"

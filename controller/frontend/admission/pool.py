@@ -2,20 +2,20 @@
 
 A pool is the workers of one model and lineage.
 
-    wait           (work before it + half of its own) / (rate of the line - work that arrives for better tiers meanwhile)
+    wait           (work before it + half of its own) / (rate of the line - rate at which work of better tiers arrives)
     first token    wait + the time that a worker then needs (`FirstTokens`)
-    admitted       if that is within the margin: a part of its deadline, since predictions are inexact
+    admitted       if the first token is within the margin: a part of the deadline, because predictions are inexact
     rate           capacity x efficiency    capacity: the weights of the workers in service
                                             efficiency: work served / (capacity x time in which requests waited), recently
 
 The margin starts at 0.8 (1 in the best tier, which no request overtakes). It shrinks with each request that times out in line
-and grows with each that does not, so that about one in a hundred times out, in each tier.
+and grows with each that does not. So in each tier about one request in a hundred times out.
 
-The efficiency is measured only while requests wait: otherwise workers had less to do than they could. It decays slowly towards
-the first guess, so that a bad moment cannot stop admission for good. A worker that fails reduces the rate at once.
+The efficiency is measured only while requests wait: at other times workers are not fully loaded. It decays slowly towards the
+initial estimate, so that a short slowdown cannot stop admission forever. A worker that fails reduces the rate at once.
 
-A deadline that no idle worker could meet is refused if the client has set it. If it is only the tier's or the model's, a long
-prompt may take twice the time that reading it takes.
+If the client has set a deadline that not even an idle worker could meet, the request is refused. If the deadline is only the
+default of the tier or model, a long prompt may take twice the time of its prefill on an idle worker.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.router.load.ttft_predictor import FirstTokens
 
 WINDOW_S = 10.0  # time constant: the weight of served work falls by a factor of e in this time
-PRIOR_S = 1.0  # the first guess has the weight of a wait of this length
-FADES_S = 30.0  # time constant of the decay towards the first guess while no request waits
-LEAST, MOST = 0.02, 8.0  # an efficiency outside these says nothing about the workers
+PRIOR_S = 1.0  # the initial estimate has the weight of a measurement of this length
+FADES_S = 30.0  # time constant of the decay towards the initial estimate while no request waits
+LEAST, MOST = 0.02, 8.0  # bounds of the efficiency: values outside do not describe the workers
 MARGIN, MARGIN_MIN, MARGIN_MAX = 0.8, 0.2, 1.0  # parts of the deadline
 LATE_TIMES = 0.9  # factor on the margin after a request that timed out
 SERVED_MORE = 0.001  # added to the margin after a request that did not
@@ -38,7 +38,7 @@ class DrainRate:
     """The rate at which one line is served."""
 
     def __init__(self, now: float, efficiency: float = 1.0) -> None:
-        """Start with this efficiency as the first guess."""
+        """Start with this efficiency as the initial estimate."""
         self._at = now
         self._guess = efficiency
         self._served_work = efficiency * PRIOR_S
@@ -46,7 +46,7 @@ class DrainRate:
         self.efficiency = efficiency
 
     def pass_time(self, now: float, capacity: float, *, waited: bool) -> None:
-        """Account for the time since the last call, its capacity, and whether requests `waited` throughout."""
+        """Account for the time since the last call. `waited`: requests waited during all of it."""
         passed = max(0.0, now - self._at)
         self._at = now
         if passed <= 0.0:
@@ -72,7 +72,7 @@ class DrainRate:
 
 
 class Inflow:
-    """The work that arrives per second, as an exponential mean."""
+    """The work that arrives per second, as an exponentially weighted mean."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -93,18 +93,18 @@ class Inflow:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
-    """Whether a request may wait, and the prediction for it."""
+    """The decision whether a request may wait, with the predicted times."""
 
     reason: str  # why it is refused at once; empty: it may wait
-    wait_s: float  # in line
-    first_s: float  # from its arrival to its first token
-    deadline_s: float  # the deadline that applies to it
-    latest_s: float  # from its arrival: if sent later, its first token misses the deadline
-    in_time_with_room: bool = True  # its first token would be in time if a worker accepted it now
+    wait_s: float  # predicted wait in line
+    first_s: float  # predicted time from arrival to first token
+    deadline_s: float  # the deadline that applies to the request
+    latest_s: float  # latest time to send the request, from its arrival, so that its first token is in time
+    in_time_with_room: bool = True  # the first token would be in time if a worker accepted the request now
 
 
 class WorkerPool:
-    """The measured service rate of one pool's line. The line itself is changed by its owner."""
+    """The measured service rate of one pool's line. The line itself is modified only by the `Queue`."""
 
     def __init__(self, line: Line, first: FirstTokens, now: float, efficiency: float = 1.0) -> None:
         self.line = line
@@ -146,7 +146,7 @@ class WorkerPool:
         return AdmissionVerdict(reason, wait_s, first_s, deadline_s, deadline_s - usual_s, in_time)
 
     def margin(self, tier: int) -> float:
-        """Return the part of its deadline within which a first token of this tier must be predicted."""
+        """Return the margin of a tier: the part of the deadline within which the predicted first token must be."""
         return self._margins.get(tier, MARGIN_MAX if tier == 0 else MARGIN)
 
     def arrived(self, request: QueuedRequest, now: float) -> None:

@@ -1,6 +1,6 @@
 """The admission queue: decides which waiting request is next.
 
-Pure: numbers instead of futures, time as an argument.
+Pure: requests are identified by numbers instead of futures, and the caller passes the time.
 
     push ──▶ in line ── its turn, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed once more
                 └── its time is over, or its client disconnects ──▶ removed
@@ -16,9 +16,9 @@ FIFO is the special case of one tier, one client and no deadline: requests are s
 Fairness is by work, not by requests: each client's account grows by the work that is served. A client that returns after a
 while starts at the account of the client served last, not at its own old one.
 
-Serving the newest first admits no request that would have been refused. A request is judged on arrival as if all were served in
-order of arrival. The order only decides which requests miss their deadline when workers are suddenly fewer: those that are
-already late.
+Serving the newest request first does not admit any request that would otherwise be refused: a request is judged on arrival as if
+all were served in order of arrival. If capacity drops suddenly, the order only decides which requests miss their deadline: those
+that are already late.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -32,8 +32,8 @@ from controller.router.endpoints import Lineage
 USED_UP = 0.9  # share of the time that a request may wait
 INTERVAL_S = 0.1
 WINDOW_S = 10.0
-ENDS_MAX = 512  # remembered per model; at a higher rate the window is shorter
-OWED_MAX = 4096  # accounts of clients without waiting requests that were served more than the others
+ENDS_MAX = 512  # ends recorded per model; at a higher rate the window is shorter
+OWED_MAX = 4096  # recorded accounts of clients without waiting requests that were served more than others
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,18 +46,18 @@ class QueuedRequest:
     client: str = ""
     work: float = 1.0  # seconds of one worker; > 0 in a line
     since: float = 0.0  # time of its arrival
-    latest: float = inf  # if sent to a worker later, its first token misses its deadline
-    sent_back: bool = False  # it was admitted, but found no room at its worker
-    deadline_s: float = inf  # from its arrival to its first token
-    own_deadline: bool = False  # its client has set the deadline
-    reading_s: float = 0.0  # to read the uncached part of its prompt, by the worker's profile
+    latest: float = inf  # latest time to send the request so that its first token is in time
+    sent_back: bool = False  # the request was admitted, but found no room at its worker
+    deadline_s: float = inf  # from arrival to first token
+    own_deadline: bool = False  # the client has set the deadline
+    reading_s: float = 0.0  # prefill time of the uncached part of the prompt, by the worker's profile
     line_s: float = inf  # maximum time in line
-    id: str = ""  # given by its client
+    id: str = ""  # set by the client
     number: int = 0  # unique in its queue
     queued: bool = False
 
     def used_up(self, now: float) -> float:
-        """Return the used-up share of the time that it may wait."""
+        """Return the share of the permitted waiting time that has passed."""
         return (now - self.since) / max(self.latest - self.since, 1e-9)
 
 
@@ -127,7 +127,7 @@ class _Tier:
             self._over_since = None
 
     def before(self, name: str) -> float:
-        """Return the work served before the next request of this client: its own, and what other clients get meanwhile."""
+        """Return the work served before a new request of this client: its waiting work, and work of other clients meanwhile."""
         mine = self._clients.get(name)
         charged = mine.charged if mine is not None else max(self._owed.get(name, 0.0), self._virtual_time)
         own = mine.work if mine is not None else 0.0
@@ -158,7 +158,7 @@ class _Tier:
 
 
 class Line:
-    """The requests of all tiers that wait for the same workers."""
+    """A waiting line: the requests of all tiers that wait for the same workers."""
 
     def __init__(self) -> None:
         self._tiers: dict[int, _Tier] = {}
@@ -209,7 +209,7 @@ class Queue:
         self._back: dict[str, Line] = {}  # in order of their return
 
     def models(self) -> list[str]:
-        """Return the models that requests have waited for."""
+        """Return the models for which requests have waited."""
         return [*self._lines | self._back]
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
@@ -259,7 +259,7 @@ class EndRate:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
 
     def ended(self, model: str, now: float) -> None:
-        """Record that an answer which had begun has ended, so that its slot is free."""
+        """Record that a started answer has ended, which frees a slot."""
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:

@@ -17,7 +17,7 @@ from events.observations import RequestsRejected
 
 ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's wording
 JITTER = 0.25  # share of the wait, in both directions
-SHORTEST_S = 0.1  # shortest `Retry-After` if the wait is known to the millisecond
+SHORTEST_S = 0.1  # shortest `Retry-After` when the wait is known precisely
 
 
 class NotAdmitted(HoldfastError):
@@ -61,7 +61,7 @@ class Refusals:
     reported_at: float = -inf
 
     def check(self, model: str, tier: str, *, draining: bool) -> None:
-        """Raise ApiError if requests for this model, or those of this tier, are rejected at the moment."""
+        """Raise ApiError if all requests for this model or tier are currently rejected."""
         if draining:
             code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
         elif not self.table.knobs(model).accept_new:
@@ -77,9 +77,9 @@ class Refusals:
         raise self._refused(model, tier, code, error)
 
     def of(self, error: NotAdmitted | NoWorker, model: str, tier: str, wait_s: float) -> ApiError:
-        """Return the error for a client, and count it. `wait_s`: until the requests before it have room; inf: unknown."""
+        """Return the client's error, and count it. `wait_s`: seconds until the requests ahead have room; inf: unknown."""
         if isinstance(error, QueueFull | WaitedTooLong):
-            error = self._closed(model) or error  # their servers know better than the queue when to retry
+            error = self._closed(model) or error  # the servers' Retry-After beats the queue's estimate
         elif isinstance(error, NotServed):
             if model not in self.table.known:
                 return unknown_model(model)
@@ -109,7 +109,7 @@ class Refusals:
         return seconds * (1 + JITTER * (2 * self.dice() - 1))
 
     def _closed(self, model: str) -> AllClosed | None:
-        """Return why no worker of a model has room, if the reason is that all of their servers are closed."""
+        """Return the error AllClosed if a model has no room because the servers of all its workers are closed, else None."""
         try:
             self.routing.room(model)
         except AllClosed as closed:
@@ -123,7 +123,7 @@ class Refusals:
         return error
 
     def tick(self, now: float) -> bool:
-        """Report the rejection counts if that is due. Return whether it was."""
+        """Report the rejection counts if a report is due. Return whether it was due."""
         due = now - self.reported_at >= self.settings.facts.rejected_window_s
         if due:
             self.reported_at = now

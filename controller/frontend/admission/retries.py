@@ -1,9 +1,9 @@
 """Limits retries of refused requests. Pure.
 
-In an overload each retry of a refusal is one more request: two retries turn an overload of factor 2 into one of factor 6.
+In an overload, each retry of a refused request adds load: two retries turn an overload of factor 2 into one of factor 6.
 
-    a repeat     the client says so (`X-Stainless-Retry-Count` of OpenAI's client), or a request with this id was refused recently
-    too many     repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
+    repeat      marked by the client (`X-Stainless-Retry-Count` of OpenAI's client), or a request with this id was refused recently
+    too many    repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from controller.frontend.admission.pool import WINDOW_S, Inflow
 
 SHARE = 0.2
-REPEATS_LEAST = 3.0  # allowed per window, however few other requests there are
+REPEATS_LEAST = 3.0  # repeats always allowed per window
 IDS_MAX = 8192
 IDS_S = 120.0
 
@@ -29,7 +29,7 @@ class RetryBudget:
         return again + 1.0 > max(REPEATS_LEAST, self._share * fresh)
 
     def note(self, now: float, *, repeat: bool) -> None:
-        """Count a request, as a repeat or as a fresh one, that the budget has not refused."""
+        """Count a request that the budget has not refused. `repeat`: it is a retry of a refused request."""
         (self._again if repeat else self._fresh).add(1.0, now)
 
 

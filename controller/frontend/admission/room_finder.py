@@ -16,26 +16,26 @@ from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NoneRoutable, NotServed
 
 BEYOND = 0.125  # share of a batch by which a full worker may be exceeded
-PREEMPTS = 0.5  # share of its waiting time after which a request of the best tier preempts running answers
-SPILLS = 0.7  # share of its waiting time after which a request may wait at a worker
+PREEMPTS = 0.5  # used share of its waiting time above which a best-tier request preempts
+SPILLS = 0.7  # used share of its waiting time above which a request may wait at a worker
 
 
 class Preemptor:
     """The interface for preempting running answers for more urgent requests. This one never does: see `Preemption`."""
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether room can be made for a request of this tier."""
+        """Return whether an answer can be preempted for a request of this tier."""
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer. Return False if none may be preempted."""
+        """Preempt one answer to free room. Return False if none may be preempted."""
         return False
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
         """Record that the last preemption has freed no room."""
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether a preempted answer waits that comes before requests of this tier."""
+        """Return whether a preempted answer must resume before requests of this tier are admitted."""
         return False
 
 
@@ -43,7 +43,7 @@ class Preemptor:
 class RoomFinder:
     """Finds room at the workers of one frontend."""
 
-    queue_s: float  # a server that is closed for longer is not waited for
+    queue_s: float  # longest time for which a closed server is waited for
     table: EndpointTable
     routing: Scheduler
     preemptor: Preemptor
@@ -76,17 +76,17 @@ class RoomFinder:
             raise AllBusy from error  # worth waiting for: a suspect is about to serve as the last worker
 
     def for_queued(self, request: QueuedRequest, wanted: RequiredRoom, beyond: float = 0.0) -> Endpoint:
-        """Return an endpoint for a request that is next, unless a preempted answer comes first. Raise NoWorker."""
+        """Return an endpoint for the next queued request, unless a preempted answer must resume first. Raise NoWorker."""
         model, lineage = request.model, request.lineage
         if lineage is not None and self.preemptor.waits(model, lineage, request.tier):
             raise AllBusy
         return self.find(model, lineage, wanted, beyond)
 
     def for_head(self, request: QueuedRequest, wanted: RequiredRoom, now: float) -> Endpoint:
-        """Return an endpoint for the head of a line, which is more urgent the longer it has waited. Raise NoWorker."""
+        """Return an endpoint for the request at the head of a line. Its urgency grows with its waiting time. Raise NoWorker."""
         used_up = request.used_up(now)
-        # If several frontends share the workers, a request of the best tier that has waited for a while is sent into a worker's
-        # own line, which is ordered by tier: it gets the next slot there, whichever frontend's request frees it.
+        # If several frontends share the workers, a best-tier request that has waited for a while is sent into a worker's own
+        # queue, which is ordered by tier. There it gets the next free slot, even if another frontend's request frees that slot.
         spills = request.tier == 0 and used_up >= SPILLS and self.routing.frontends() != 1
         try:
             return self.for_queued(request, wanted, BEYOND if spills else 0.0)
@@ -103,9 +103,9 @@ class RoomFinder:
         return lineage is not None and self.preemptor.may(model, lineage, request.tier)
 
     def preempt(self, request: QueuedRequest, wanted: RequiredRoom, *, first: bool = True) -> Endpoint | None:
-        """Preempt an answer and return an endpoint that has room because of it.
+        """Preempt an answer and return the endpoint with the freed room.
 
-        None: there is no room yet, or the request is not the `first` in line for it. Raise NoWorker.
+        None: no room is free yet, or the request is not the `first` in line. Raise NoWorker.
         """
         model, lineage = request.model, request.lineage
         assert lineage is not None

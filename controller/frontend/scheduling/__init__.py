@@ -1,1 +1,1 @@
-"""Scheduling: the worker that each request is sent to, worker pools, KV room and traffic reports."""
+"""Scheduling: worker selection, first-token measurements of worker pools, and traffic reports."""

@@ -1,4 +1,4 @@
-"""Times to first token of each worker pool, as this frontend measures them.
+"""Times to first token of each worker pool, measured by this frontend.
 
 A pool is the workers of one model and lineage. The scheduler reports sent requests and arrived first tokens; admission by
 deadlines reads the predictions.
@@ -15,12 +15,12 @@ PoolName = tuple[str, Lineage]
 
 
 class Pools:
-    """The pools of one frontend."""
+    """The first-token measurements of one frontend, by worker pool."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self._pools: dict[PoolName, FirstTokens] = {}
-        # By the router's number: pool, worker, time of sending, time to read the prompts ahead and its own, time of a step.
+        # By slot number: pool, worker, time of sending, time to read the prompts ahead and its own, time of a step.
         self._sent: dict[int, tuple[PoolName, str, float, float, float, float]] = {}
 
     def of(self, model: str, lineage: Lineage) -> FirstTokens:
@@ -31,7 +31,7 @@ class Pools:
         return pool
 
     def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
-        """Record that a request was sent to a rank of a worker that reads `ahead_tokens` before it."""
+        """Record that a request was sent to a worker rank, which prefills `ahead_tokens` of other prompts before it."""
         profile = endpoint.joined.profile
         ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
         name = (endpoint.model, endpoint.lineage)
@@ -56,6 +56,6 @@ class Pools:
 
 
 def step_s(endpoint: Endpoint) -> float:
-    """Return the seconds of a step of a worker with a full batch, as registered; 0 if it registered none."""
+    """Return the registered duration in seconds of a worker's step with a full batch; 0 if none was registered."""
     found = tpot_ms(endpoint.joined.profile, max(1, endpoint.max_batch)) / 1000
     return found if found < 10.0 else 0.0

@@ -1,4 +1,4 @@
-"""The scheduler: chooses each request's worker by filter, score and pick, and tracks the effects.
+"""The scheduler: chooses each request's worker by filter, score and pick, and tracks the load.
 
     fleet's decisions, connections, ─▶ filter ─▶ score ─▶ pick ─▶ begin ─▶ read ─▶ end
     local breakers, room                              ▲                └───────┴──────┴── the slot tracker
@@ -8,7 +8,7 @@
 Cached blocks are known from the workers' KV events; for workers without KV events they are guessed from the requests sent to
 them. Outstanding work is counted here, in the turn of the event loop in which a request is sent: the next request sees it.
 
-During panic, this frontend's own knowledge of failures is ignored.
+During panic, this frontend's local breakers are ignored.
 """
 
 import itertools
@@ -49,20 +49,20 @@ from events.blocks import BlockNames
 log = structlog.get_logger(__name__)
 
 _KV = Mode.KV  # looking up an enum member takes as long as a call
-HEARD_S = 3.5  # three reports may be lost
+HEARD_S = 3.5  # a frontend counts as serving for this long after a report: three reports may be lost
 
 
 class _LinksReport(NamedTuple):
     """The last report of one frontend."""
 
     at: float
-    waiting: tuple[str, ...]  # models for which requests wait there
+    waiting: tuple[str, ...]  # models for which requests wait at that frontend
 
 
 class Peers:
-    """The other frontends that serve, and their waiting requests.
+    """The other serving frontends, and the models for which requests wait there.
 
-    Each frontend publishes every second which workers it reaches, and how many requests wait there.
+    Each frontend publishes every second which workers it reaches, and how many requests wait at that frontend.
     """
 
     def __init__(self, now: Callable[[], float], name: str = "") -> None:
@@ -71,7 +71,7 @@ class Peers:
         self._heard: dict[str, _LinksReport] = {}
         self._names: Sequence[str] = ()
         self._size = 1
-        self.any = False  # others were heard, and may have become silent since; each choice checks
+        self.any = False  # another frontend has reported; it may be silent by now, which each choice checks
         self._until = -inf  # no frontend counts as silent before this time
         # by model: number of frontends with requests waiting for its workers
         self.contenders: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Peers:
             self._count()
 
     def names(self) -> Sequence[str]:
-        """Return the frontends that serve now, as far as is known, and drop the others. Called for each choice."""
+        """Return the frontends with a recent report, and drop the others. Called for each choice."""
         now = self._now()
         if now > self._until:
             since = now - HEARD_S
@@ -197,7 +197,7 @@ class RoutingState:
     # --- cached blocks --------------------------------------------------------------------------------------
 
     def cached(self, blocks: Sequence[int], now: float) -> Matches:
-        """Return how many of these blocks each rank has cached, by its reports or by our guesses."""
+        """Return how many of these blocks each rank has cached, by its KV events or by this frontend's guesses."""
         if self.view is None:
             return self._guesses.find(blocks, now=now)
         found = self.view.find(blocks)
@@ -214,20 +214,20 @@ class RoutingState:
         return max(0, tokens - deepest * size)
 
     def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens the chosen rank itself reports as cached; 0 if it reports nothing relevant."""
+        """Return how many prompt tokens are cached according to the chosen rank's own KV events; 0 without such events."""
         prompt, size = choice.request.prompt, choice.endpoint.block_tokens
         if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
             return 0
         return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare the claim of a rank with what a request found cached there."""
+        """Compare the number of cached tokens that a rank has claimed with the number that a request found cached."""
         if self.view is not None:
             self.view.compare(holder, claimed, cached)
 
     @property
     def known(self) -> str:
-        """A sentence for people about what is known of the workers' caches."""
+        """A readable summary of the known and guessed cache contents of the workers."""
         guessed = f"{self.guessed} blocks guessed from what was sent"
         return guessed if self.view is None else f"{self.view.health}, {guessed}"
 
@@ -281,10 +281,10 @@ class Scheduler:
         self.slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self._chooser, self._picker = Chooser(self.slots), Picker()
-        self._others = None if router.replica_sync else plane  # otherwise they report to our tracker
+        self._others = None if router.replica_sync else plane  # else the tracker counts them
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
         self._ignoring = False  # whether local breakers are ignored for the current choice
-        self.live = False  # before the fold has caught up it shows history, which is no reason for panic
+        self.live = False  # until the fold has caught up it shows past states, which must not cause panic
         self.frontends = peers.frontends  # number of frontends that share the workers, including this one
 
     # --- the filter -----------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class Scheduler:
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
 
     def takes(self, endpoint: Endpoint) -> bool:
-        """Return whether an endpoint that was a target a moment ago still is: one on trial accepts only a single request."""
+        """Return whether an endpoint still accepts a request. An endpoint on trial accepts only one, so this can change."""
         allowed = self._ignoring or self._breakers.allowed(endpoint)
         return allowed and self._plane.reachable(endpoint.worker, endpoint.instance)
 
@@ -394,9 +394,9 @@ class Scheduler:
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
     ) -> Selection:
-        """Return the worker for a request: one of the endpoints that a filter leaves, or of the given ones, at least one.
+        """Return the worker for a request, chosen among the endpoints that a filter permits or among the given ones.
 
-        `output`: accepted tokens after its prompt. Raise NoWorker.
+        A given list must not be empty. `output`: accepted tokens after the prompt. Raise NoWorker.
         """
         mode, pricing, now, overrides = self._mode, self._default_pricing, self._now(), plan.overrides
         if overrides.router is not None:
@@ -444,7 +444,7 @@ class Scheduler:
 
 
 def explained(choice: Selection) -> dict[str, Any]:
-    """Return why a worker was chosen: each candidate's cost by term. Call it before the request is counted."""
+    """Explain the choice of a worker: return each candidate's cost by term. Call this before the request is counted."""
     prompt, candidates = choice.request.prompt, choice.request.candidates
     return {
         "mode": choice.mode,

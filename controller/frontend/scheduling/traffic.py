@@ -1,7 +1,7 @@
 """Reports the traffic of each model per minute on the journal, for the planner.
 
-Minutes are those of the wall clock. Each is reported, also one without traffic. A process that was stopped for some minutes
-reports each of them. No minute is reported twice, even if the clock is set back.
+Minutes are minutes of the wall clock. A minute without traffic is reported, too. A process that was suspended for some minutes
+reports each of them late. No minute is reported twice, even if the clock is set back.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ class TrafficReporter:
         self.observe(fact)
 
     def tick(self) -> None:
-        """Report what is due."""
+        """Report each minute that is due."""
         if (number := self._number()) > self.minute:
             self._report_minutes(number)
             self.promised.clear()
@@ -58,7 +58,7 @@ class TrafficReporter:
             self.promised.add(model)
 
     def stop(self) -> None:
-        """Report the current, incomplete minute, and that no more follow."""
+        """Report the current, incomplete minute, marked as the last one."""
         for model in self._models():
             self._report(model, self.minute, last=True)
 
