@@ -2,7 +2,7 @@
 
 In an overload, each retry of a refused request adds load: two retries turn an overload of factor 2 into one of factor 6.
 
-    repeat      marked by the client (`X-Stainless-Retry-Count` of OpenAI's client), or a request with this id was refused recently
+    repeat      marked by the client (`X-Stainless-Retry-Count` of OpenAI's client), or a request with its id was refused lately
     too many    repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
 """
 

@@ -68,7 +68,7 @@ class Api:
             return refusal(internal(), id_header(request))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Handle one request on the admin port, which serves everything except the API."""
+        """Handle one request on the admin port, which serves all routes except those of the API."""
         if why := self._refusal(request):
             return refusal(ApiError(403, why, code="admin_refused"), {})
         if (request.method, request.path) == ("POST", "/route"):

@@ -48,7 +48,7 @@ class ApiKeys:
         raise ApiError(401, "Incorrect API key provided." if authorization else why, code="invalid_api_key")
 
     def named(self, authorization: str) -> str:
-        """Return the name of the key in an `Authorization` header; empty if it has no valid key."""
+        """Return the name of the key in an `Authorization` header; empty if the header has no valid key."""
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         found = ""

@@ -1,10 +1,10 @@
-"""`/busy_threshold`: reads and sets the load above which workers of a model count as busy.
+"""The endpoint /busy_threshold: reads and sets the load above which a model's workers count as busy.
 
 The format is Dynamo's (dynamo-facts 7.4).
 
     GET     the thresholds of every model that has any
-    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null values stay. All null: return
-            those of the model
+    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null leaves a value unchanged. If all
+            are null, return the model's values
 
 New values are written to the journal and apply on every frontend of the fleet. Errors are {"error": "…"}.
 """

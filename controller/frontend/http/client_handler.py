@@ -3,8 +3,9 @@
     first byte of a head ── head_s ──▶ 408, unless the head is complete by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
 
-aiohttp receives one request at a time. Data that arrives ahead of its turn is kept unread, so the time limit of a head in it
-starts when the previous response has ended. Only the wait for a head is timed here; a body has its own deadline.
+aiohttp receives one request at a time. Pipelined data, which arrives before the previous response has ended, is kept unread. So
+the time limit of a pipelined head starts when the previous response has ended. Only the wait for a head is timed here; a body has
+its own deadline.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from controller.frontend.http.responses import refusal
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20
-AHEAD_BYTES_MAX = 2**18  # of data ahead of its turn: above it, reading pauses
-_END = b"\r\n\r\n"  # of a head
+AHEAD_BYTES_MAX = 2**18  # unread pipelined data above which reading pauses
+_END = b"\r\n\r\n"  # end of a head
 LINE_MAX = 64  # inspected bytes of a chunk-size line or a trailer
 _ENDLESS = 2**63
 _size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
@@ -32,7 +33,7 @@ _size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
 class BodyEnd:
     """Finds the end of one request's body in the bytes that arrive. Bytes after it belong to the next request.
 
-    aiohttp's parser reads the same bytes and validates them: a body that it will refuse has no end here.
+    aiohttp's parser reads the same bytes and validates them. For a body that it will reject, this class finds no end.
     """
 
     __slots__ = ("_chunked", "_left", "_line", "_trailers", "whole")
@@ -41,7 +42,7 @@ class BodyEnd:
         """Start with a body of `length` bytes, or with a `chunked` one, which states its own sizes."""
         self.whole = not length and not chunked
         self._chunked = chunked
-        self._left = 0 if chunked else length  # in this chunk, including its line end
+        self._left = 0 if chunked else length  # bytes left in the current chunk, including its line end
         self._line = b""  # start of an incomplete line
         self._trailers = False  # the last chunk has been seen
 
@@ -90,7 +91,7 @@ class ClientHandler(web.RequestHandler):
             keepalive_timeout=clients.settings.idle_s,
             max_line_size=clients.settings.head_bytes_max,
             max_field_size=clients.settings.head_bytes_max,
-            auto_decompress=False,  # `Intake` decompresses, no more than it must
+            auto_decompress=False,  # `Intake` decompresses, within its limits
         )
         self._clients = clients
         self._head_timer: asyncio.TimerHandle | None = None
@@ -178,7 +179,7 @@ class ClientHandler(web.RequestHandler):
         return bool(self._unanswered) or not (self._payload is None or self._payload.is_eof())
 
     def _read_ahead(self) -> None:
-        """Process the kept bytes if it is their turn."""
+        """Process the kept bytes if the previous request was answered."""
         if self._ahead and not self._is_busy:
             data, self._ahead = bytes(self._ahead), bytearray()
             self.data_received(data)
@@ -221,8 +222,9 @@ class ClientHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer an invalid HTTP request, and close. aiohttp would quote the line that it cannot parse, which may contain a
-        key.
+        """Answer an invalid HTTP request, and close the connection.
+
+        aiohttp's own response would quote the line that it cannot parse, which may contain an API key.
         """
         response_of_aiohttp = super().handle_error(request, status, exc)  # this logs the error
         if status >= 500:

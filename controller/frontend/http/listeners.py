@@ -32,7 +32,7 @@ class Listeners:
     def __init__(self, api: Api, settings: FrontendSettings, admin: Handler | None = None) -> None:
         """Serve `api` on the hosts and ports of the settings, once opened.
 
-        `admin` handles requests on the admin port, if that serves more than the API's own admin routes.
+        `admin` handles requests on the admin port, if the port serves more than the API's own admin routes.
         """
         self._settings = settings
         self._endpoints = api.openai

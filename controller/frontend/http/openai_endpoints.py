@@ -57,13 +57,13 @@ class OpenAiEndpoints:
         self._driver = director.driver
         self.tokens = ready_tokens  # loads a tokenizer by its name, or raises TokenizerMissing
         self.listening = False  # on the port that the host's frontends share
-        self._over = False  # all requests are refused from now on
+        self._over = False  # if true, all requests are refused
         self.intake = Intake(director.settings, director.metrics.bounds)
         origins, key_file = director.settings.cors_origins, director.settings.api_key_file
         self.cors = Cors(origins) if origins else None
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
         self.answering = 0  # requests between the parsing of their body and the end of their response
-        # Those of them that are admitted and tokenized, with their streams.
+        # The requests that are admitted and tokenized, with their streams.
         self.completions: dict[Completion, SseStream | None] = {}
         self._unanswered = set[SseStream]()  # of requests that are queued or being tokenized
         # finished streams that their clients have not read completely
@@ -279,7 +279,7 @@ class OpenAiEndpoints:
         self._admission.open = False
 
     def cut_off(self) -> None:
-        """Fail all requests in progress, and refuse the queued ones. For good."""
+        """Fail all requests in progress, and refuse all queued and later requests."""
         self._over = True
         for completion in list(self.completions):
             completion.finish(_shutting_down())

@@ -1,6 +1,6 @@
 """Explains which worker a prompt would be sent to, and why (`holdfast route`). Nothing is sent.
 
-The worker is chosen as for a request, from this frontend's current state. In the modes that take turns, this uses up a turn.
+The worker is chosen as for a real request, from this frontend's current state. In a round-robin mode this advances the rotation.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
     up to 4 MiB ──▶ one process
     more ─────────▶ another process, so that long prompts do not wait for huge bodies
 
-A thread would not help: the decoder holds the interpreter lock until it has finished. A process is started with the first body
-that needs it, and again after it was killed or has failed.
+A thread would not help: the decoder holds the interpreter lock until it has finished. Each process is started for the first body
+that needs it, and restarted after it was killed or has failed.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Counts the structure of a JSON body before any object is built, a slice at a time.
+"""Counts the structural elements of a JSON body, a slice at a time, before any object is built.
 
     bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
 
@@ -9,7 +9,7 @@ limit, usually long before all of it has arrived. The scanner does not validate:
 from controller.frontend.settings import AdmissionSettings
 
 UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever its content
-SLICE_BYTES = 2**14  # maximum that one call of `feed` counts: takes under a millisecond
+SLICE_BYTES = 2**14  # maximum bytes per call of `feed`: takes under a millisecond
 # A body within all of these limits is parsed on the event loop, in 5 ms at most.
 CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
@@ -24,7 +24,7 @@ class BodyScan:
 
     def __init__(self, limits: AdmissionSettings) -> None:
         self._limits = limits
-        self._backslash = b""  # at the end of a slice: the character that it escapes is in the next slice
+        self._backslash = b""  # at the end of a slice: it escapes a character of the next slice
         self._in_text = False
         self._quotes = 0
         self.size = 0

@@ -21,15 +21,15 @@ class ResponseWriter:
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         """Accept tokens and return how many of them were used: a stop string among them may end the answer.
 
-        Raise InvalidOutput if one is outside the vocabulary; none of them is written then.
+        Raise InvalidOutput if a token is outside the vocabulary; then no token is written.
         """
         return len(tokens)
 
     def write_text(self, text: str, tokens: int) -> None:
-        """Accept a text that came without tokens; it counts as this many."""
+        """Accept text that the engine returned without tokens. `tokens`: the number of tokens that the text counts as."""
 
     def finish(self, reason: str) -> None:
-        """Write the rest, and the reason for the end: `reason` is OpenAI's finish_reason."""
+        """Write the remaining text and the end of the answer. `reason`: OpenAI's finish_reason."""
 
     def flush(self) -> None:
         """Send the output of one turn of the event loop."""
@@ -47,11 +47,11 @@ class Choice(msgspec.Struct, eq=False):
     request: GenerationRequest
     writer: ResponseWriter
     migration_limit: int = 3  # attempts beyond the first
-    forbidden: str = ""  # why it may not move once its client has received a token
+    forbidden: str = ""  # why the request may not move once its client has a token
     accepted: list[int] = []  # tokens
     number: int = 0  # of the live request
     cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
-    endpoint: Endpoint | None = None  # the worker that it runs on, or ran on last
+    endpoint: Endpoint | None = None  # the current worker, or the last one
     explained: dict[str, Any] | None = None  # why its first worker was chosen, if the client requested that
     finish: str | None = None
     error: ApiError | None = None

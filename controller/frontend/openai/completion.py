@@ -1,4 +1,4 @@
-"""A client's request with its answers, one per prompt and choice, and the response built from them."""
+"""A client's request, its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
 import time
@@ -84,7 +84,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """A client's request: its answers, and the response built from them."""
+    """A client's request: its answers, and the response built from the answers."""
 
     def __init__(
         self, admitted: AdmittedRequest, stream: SseStream | None, *, priority: int, migration_limit: int
@@ -147,7 +147,7 @@ class Completion:
     # --- the end ------------------------------------------------------------------------------------------
 
     def ended(self, answer: Choice) -> None:
-        """Record the end of one answer. The last one ends the response, and so does the first that fails."""
+        """Record the end of one answer. The response ends with the last answer, or with the first that fails."""
         self._left -= 1
         if answer.error is not None:
             self.finish(answer.error)

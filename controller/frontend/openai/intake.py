@@ -54,7 +54,7 @@ class Intake:
         """
         scan = BodyScan(self._limits)
         body = given if isinstance(given, bytes) else await self._received(given, scan)
-        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # it was not scanned while it arrived
+        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # not scanned while it arrived
             await self.scan(scan, body)
         return parse_body(kind, body) if scan.cheap else await self._parsers.parse(kind, body)
 

@@ -18,7 +18,7 @@ from controller.frontend.openai.request_parser import KINDS, parse_body
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")
 NAMES = tuple(KINDS)
-NICENESS = 5  # running streams have precedence if cores are scarce
+NICENESS = 5  # lower priority than the frontend, so that running streams have precedence
 
 
 Rejection = tuple[str, str, str | None]

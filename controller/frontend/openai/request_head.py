@@ -3,7 +3,7 @@
 Request headers are the request id, tier, trace, routing overrides and admission headers. The admission headers are read only if
 requests are admitted by deadlines:
 
-    X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from its arrival to its first token
+    X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from the request's arrival to its first token
     X-Holdfast-Queue-TTL-Ms, x-llm-d-inference-ttl (1.5s)        the longest wait in the queue
     X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: those of a tier share workers fairly
     X-Stainless-Retry-Count                                      previous attempts of OpenAI's client
@@ -41,7 +41,7 @@ from controller.router.endpoints import EndpointTable
 
 ENDPOINTS = {"/v1/chat/completions": "chat_completions", "/v1/completions": "completions"}
 KEPT_MAX = 256
-READ_AHEAD = 2**16  # bytes of a body; the parser receives no body
+READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; it receives no body here
 REQUEST_ID_MAX = 128
 SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
@@ -65,7 +65,7 @@ class AdmissionHeaders(msgspec.Struct, frozen=True):
     retries: int = 0
 
     def client(self, by: Iterable[FairnessKey], user: str) -> str:
-        """Return the client of a request, by the first of these keys that it has; requests without any share one client."""
+        """Return the client of a request: the first of these keys that the request has. Requests without keys share a client."""
         given: Mapping[FairnessKey, str] = {"header": self.header, "api_key": self.api_key, "user": user}
         return next((f"{kind}:{given[kind]}" for kind in by if given[kind]), "")
 
@@ -144,7 +144,7 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
         length = int(headers["Content-Length"])
         overrides = read_overrides(message.raw_headers, ours)
         asked = read_admission(message.raw_headers) if by_deadline else NOTHING
-    except Exception:  # aiohttp finds the same error, and answers it
+    except Exception:  # aiohttp will find the same error and answer the request
         return None
     endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
     odd = (

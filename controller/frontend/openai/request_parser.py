@@ -1,7 +1,7 @@
 """Parses request bodies: chat and completions into one `ParsedRequest`, and the small endpoints.
 
-Unknown fields are accepted: clients send fields for their other servers. Fields that would change the answer are refused. The
-client is warned about fields that are not known (`request_models.py` has the tables).
+Unknown fields are accepted with a warning, because clients send fields that are meant for other servers. Known but unsupported
+fields that would change the answer are refused (`request_models.py` has the tables).
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ NO_DETAILS = AnswerDetails()
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
-    """A request as generations see it, from either endpoint."""
+    """A parsed request of either endpoint, in the common form that generations use."""
 
     chat: bool
     model: str

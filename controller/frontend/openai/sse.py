@@ -48,7 +48,7 @@ class SseStream:
         self._transport = transport
         self._limits = limits
         self._cut_off = cut_off
-        self.answers: Sequence[Choice] = ()  # the head names their worker at that time
+        self.answers: Sequence[Choice] = ()  # the response head names the worker on which they run then
         self._written = 0
         self._seen = 0  # bytes that had left our buffer at the last check
         self._moved_at: float | None = None  # None: no data is waiting
@@ -66,7 +66,7 @@ class SseStream:
         self.flush()
 
     def flush(self) -> None:
-        """Write the gathered parts as one chunk: one system call per turn of the event loop."""
+        """Write the collected parts as one chunk, with one system call per turn of the event loop."""
         parts = self.parts
         if not parts:
             return

@@ -281,7 +281,7 @@ class Scheduler:
         self.slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self._chooser, self._picker = Chooser(self.slots), Picker()
-        self._others = None if router.replica_sync else plane  # else the tracker counts them
+        self._others = None if router.replica_sync else plane  # None: the tracker counts them
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
         self._ignoring = False  # whether local breakers are ignored for the current choice
         self.live = False  # until the fold has caught up it shows past states, which must not cause panic

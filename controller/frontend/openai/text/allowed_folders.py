@@ -28,7 +28,7 @@ class ModelFolders:
         self._refused: set[tuple[str, str]] = set()
 
     def allows(self, joined: WorkerJoined) -> bool:
-        """Return whether this worker's tokenizer may be loaded. A refusal is logged and reported once per life of the worker."""
+        """Return whether this worker's tokenizer may be loaded. A refusal is logged and reported once per worker instance."""
         name = joined.tokenizer
         if len(self._allowed) >= REMEMBERED_MAX:
             self._allowed = {BUILTIN: True}

@@ -160,7 +160,7 @@ class StopChecker:
         return whole[: len(whole) - keep]
 
     def rest(self) -> str:
-        """Return the held text, when it is known that no stop string follows."""
+        """Return the text that is still held back. Call this when no further text follows that could complete a stop string."""
         held, self._held = self._held, ""
         for stop in self._stops:
             stop.matched = 0

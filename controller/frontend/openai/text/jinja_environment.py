@@ -81,7 +81,8 @@ class OverBudget(TemplateError):
 class RenderingBudget:
     """The remaining budget of one rendering.
 
-    Its time starts at the first clock read, after 64 steps: some 10 µs late, but a short rendering needs no system call.
+    The time limit starts at the first clock read, after 64 steps. This is some 10 µs late, but saves short renderings the system
+    call.
     """
 
     __slots__ = ("_deadline", "_look", "_seconds", "_steps")

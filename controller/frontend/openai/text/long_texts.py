@@ -7,8 +7,8 @@
 
 A tokenizer needs a second and 100 MB per megabyte: one thread per request would use all cores and all memory.
 
-A thread cannot be stopped. A client that disconnects gives up its place while it waits; once its text is being tokenized, the
-thread is busy until the end.
+A running thread cannot be stopped. If a client disconnects while its text waits, the text is removed from the queue. If the text
+is being tokenized, the thread stays busy until the end.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""A lower limit of a text's tokens, from its length.
+"""A lower bound of the number of tokens of a text, computed from the text's length.
 
-With it, a text that cannot fit into a context is never tokenized.
+With this bound, a text that cannot fit into a context is refused without being tokenized.
 
     tokens ≥ characters / reach        reach: the maximum number of characters that one token can stand for
 
