@@ -1,1 +1,1 @@
-"""An engine without a model: real batching and timing, and tokens that reveal loss or alteration."""
+"""An engine without a model. Batching and timing are realistic; its tokens reveal any loss."""

@@ -23,7 +23,7 @@ from workers.engines.simulated.timing import (
 
 
 def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
-    """Return a simulated engine, not yet started. Raise BadShape if its bounds contradict one another."""
+    """Build a simulated engine, not yet started. Raise BadShape if its bounds contradict one another."""
     shape = _shape(settings)
     return SimulatedEngine(
         shape,
@@ -34,7 +34,7 @@ def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
     )
 
 
-@cache  # like `_timing`: a process may have a thousand engines, and later ones need no files
+@cache  # like `_timing`: a process may have a thousand engines, and only the first reads the files
 def _shape(settings: WorkerSettings) -> EngineShape:
     """Return a simulated engine's bounds."""
     bounds = given(

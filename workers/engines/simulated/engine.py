@@ -32,7 +32,7 @@ class SimulatedEngine:
         start_s: float = 0.0,
         turn_tokens: int = 0,
     ) -> None:
-        """`turn_tokens`: maximum tokens of steps without a duration per turn of the loop, before its last step."""
+        """`turn_tokens`: maximum tokens from steps without a duration in one turn of the loop, not counting its last step."""
         timing = timing or ConstantTiming()
         self.shape = shape
         self.announces = shape.prefix_caching
@@ -61,7 +61,7 @@ class SimulatedEngine:
             rank.start(deliver, announce)
 
     def awaits(self) -> None:
-        """Return None: it waits for nothing."""
+        """Return None: this engine never waits at its start."""
 
     def submit(self, key: int, request: Generate) -> None:
         if isinstance(rank := self._of(request), SimulatedRank):
@@ -118,7 +118,7 @@ class SimulatedEngine:
             raise EngineDead("the simulated engine died, as the rehearsal asked")
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Inject a fault into one rank. The TP ranks of DP rank 0 come first, then those of DP rank 1."""
+        """Inject a fault into one rank. Ranks are numbered by DP rank, then by TP rank within it."""
         number, within = divmod(rank, self.shape.tp)
         if fault in ("die", "heal"):
             for one in self.each:

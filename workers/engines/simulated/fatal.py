@@ -1,4 +1,4 @@
-"""Prompts that end the engine's process, to rehearse a request that crashes a real engine."""
+"""Prompts that crash the engine's process, to rehearse a request that crashes a real engine."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Faults that the simulated engine rehearses. They last until healed, or for a number of requests."""
+"""Faults of the simulated engine, for rehearsals. They last until healed, or for a number of requests."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from workers.engines.simulated.language import FIRST, SPAN
 class SimulatedFaults(EngineFaults):
     """The faults active in the simulated engine now."""
 
-    slow: float = 1.0  # factor on the duration of a step: all ranks wait for the slowest
+    slow: float = 1.0  # factor on a step's duration: the largest of any rank, as all wait for the slowest
     slowness: dict[int, float] = field(default_factory=dict)  # by rank
     raising_rank: int = 0
 
@@ -42,11 +42,11 @@ class SimulatedFaults(EngineFaults):
         self.slow = max(self.slowness.values(), default=1.0)
 
     def altered(self, token: int) -> int:
-        """Return the token that the faulty engine gives: one in k is a wrong one."""
+        """Return the token as the faulty engine outputs it: one in k is wrong."""
         drawn = self.draw_corruption()
         return token if drawn is None else FIRST + (token - FIRST + 1 + drawn % (SPAN - 1)) % SPAN
 
     def drawn(self, token: int, temperature: float) -> int:
-        """Return the token that the sampler draws: any token at all while it is broken."""
+        """Return the token as the sampler draws it: a random one while the sampler is broken."""
         drawn = self.misdrawn(temperature)
         return token if drawn is None else FIRST + drawn % SPAN

@@ -9,20 +9,20 @@
        ▲                   │                                        │
        └──── fetched ──────┴────────────────────────────────────────┘   the copy below stays, as the newest
 
-A block is full and named by its sequence hash (`events.blocks`), or partial. A partial block belongs to one request, fills, and
-is promoted when it is full. Partial blocks have negative numbers, which no hash has. Active and inactive blocks together never
-exceed the capacity. Full blocks cause events, as in a real engine: `stored` once for each stretch of new blocks, `removed` when
-blocks are evicted or destroyed. Reuse and release of a block cause none.
+A block is either full and named by its sequence hash (`events.blocks`), or partial. A partial block belongs to one request, and
+is promoted to a full block once it has filled. Partial blocks have negative numbers, which no hash has. Active and inactive
+blocks together never exceed the capacity. Full blocks cause events, as in a real engine: `stored` once for each run of
+consecutive new blocks, `removed` when blocks are evicted or destroyed. Reuse and release of a block cause no events.
 
-A block is on at most one of the two slower tiers. A block is dropped if its prefix is on no tier: no prompt could use it. The
-evictors select the inactive block to evict:
+A block is on at most one of the two slower tiers. A block is dropped if its prefix is on no tier, because no prompt could use
+it. An evictor selects the inactive block to evict:
 
     lru        the one that has been idle longest
     multi-lru  the one idle longest among those used least often: four classes, by number of uses
     lineage    the one idle longest among those without an idle child: a block is never evicted before its children
 
-The first two take constant time; lineage takes logarithmic time, because a block that becomes a leaf again returns to the
-position given by its own idle time.
+The first two take constant time. Lineage takes logarithmic time: a block that becomes a leaf again is sorted in by its own idle
+time.
 """
 
 from collections import OrderedDict
@@ -45,11 +45,11 @@ class Evictor(Protocol):
     def __contains__(self, block: object) -> bool: ...
 
     def insert(self, block: int, parent: int | None = None) -> None:
-        """Add a block that has just become idle. If it is already here, it counts as new."""
+        """Add a block that has just become idle. A block that was already idle counts as newly idle."""
         ...
 
     def remove(self, block: int) -> bool:
-        """Remove a block because it is used again. Return False if it is not here."""
+        """Remove a block because it is used again. Return False if it was not idle."""
         ...
 
     def evict(self) -> int | None:
@@ -92,7 +92,7 @@ class MultiLru:
     def __init__(self) -> None:
         self._classes = tuple(Lru() for _ in range(len(CLASSES) + 1))
         self._class_of: dict[int, int] = {}
-        self.uses: dict[int, int] = {}  # also of blocks in use now
+        self.uses: dict[int, int] = {}  # includes blocks in use now
 
     def __len__(self) -> int:
         return len(self._class_of)
@@ -124,7 +124,7 @@ class MultiLru:
 
 
 class Lineage:
-    """Evicts leaves first: of the blocks without an idle child, the one that has been idle longest."""
+    """Evicts leaves first: among the blocks without an idle child, the one that has been idle longest."""
 
     def __init__(self) -> None:
         self._idle: dict[int, tuple[int, int | None]] = {}  # block -> (idle since, its parent)
@@ -188,7 +188,7 @@ _KINDS: Mapping[EvictorKind, Callable[[], Evictor]] = {"lru": Lru, "multi-lru": 
 
 
 def evictor(kind: EvictorKind) -> Evictor:
-    """Return an empty evictor of this kind."""
+    """Create an empty evictor of this kind."""
     return _KINDS[kind]()
 
 
@@ -212,7 +212,7 @@ class SlowTiers:
         on_device: Callable[[int], bool],
     ) -> None:
         self._rooms = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
-        # The oldest first; each with its parent.
+        # Blocks of each tier, oldest first, each with its parent.
         self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
         self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
         self._emit = emit
@@ -230,7 +230,7 @@ class SlowTiers:
         return tuple(self._held[tier])
 
     def offload(self, block: int, parent: int | None) -> None:
-        """Keep a block that the device evicts."""
+        """Store a block that the device evicts."""
         for held in self._held.values():
             if block in held:
                 held.move_to_end(block)
@@ -239,8 +239,8 @@ class SlowTiers:
         self._put(tier, block, parent)
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy blocks to the device, in the order of their prompt. All of them must be here."""
-        for name in reversed(names):  # a prefix outlives its children
+        """Copy blocks to the device, in the order of their prompt. All of them must be on a slower tier."""
+        for name in reversed(names):  # so that a prefix is dropped after its children
             tier = next(tier for tier, held in self._held.items() if name in held)
             self._held[tier].move_to_end(name)
             self._moved["from_host" if tier is Tier.HOST else "from_disk"] += 1
@@ -283,7 +283,7 @@ class KvManager:
         if total < 1:
             raise ValueError(f"a pool holds at least one block, not {total}")
         self.total = total
-        self.heard = False  # whether events are consumed
+        self.heard = False  # whether a consumer reads the events
         self.active: dict[int, int] = {}  # number of requests that hold each
         self.inactive = evictor(kind)
         self._kind: EvictorKind = kind
@@ -296,12 +296,12 @@ class KvManager:
 
     @property
     def used(self) -> int:
-        """Number of blocks held by requests; kept blocks can be evicted and do not count."""
+        """Number of blocks held by requests. Inactive blocks can be evicted and do not count."""
         return len(self.active)
 
     @property
     def named(self) -> Set[int]:
-        """The full blocks on the device, in use or kept."""
+        """The full blocks on the device, active or inactive."""
         return self._parents.keys()
 
     def partials(self, count: int) -> list[int]:
@@ -330,12 +330,12 @@ class KvManager:
         return found
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy those of these blocks to the device that are only on slower tiers. Call `use` for them afterwards."""
+        """Copy the given blocks to the device if they are only on slower tiers. Call `use` for them afterwards."""
         if self.slow is not None and names:
             self.slow.fetch([name for name in names if name not in self.active and name not in self.inactive])
 
     def wanted(self, names: Sequence[int]) -> int:
-        """Return how many blocks become active if these, which are on the device, are used."""
+        """Return how many of these blocks, all on the device, would become active if they were used."""
         return sum(name not in self.active for name in names)
 
     def use(self, blocks: Sequence[int], parent: int | None = None) -> bool:
@@ -348,7 +348,7 @@ class KvManager:
         room = self.total - len(active)
         if len(blocks) > room and sum(block not in active for block in {*blocks}) > room:
             return False
-        # Take blocks that are here from the evictor first: making room for one block must not evict another.
+        # First remove reused blocks from the evictor: making room for one of `blocks` must not evict another of them.
         absent = [False] * len(blocks)
         for place, block in enumerate(blocks):
             held = active.get(block)
@@ -376,7 +376,7 @@ class KvManager:
     def deref(self, blocks: Sequence[int]) -> None:
         """Release blocks, in this order. Raise KeyError for one not in use.
 
-        Of those that no request holds any more, full blocks become idle, the first of them longest; partial ones are freed.
+        If no other request holds a block, a full one becomes idle, and a partial one is freed. The first counts as idle longest.
         """
         active, parents, insert = self.active, self._parents, self.inactive.insert
         for block in blocks:
@@ -389,7 +389,7 @@ class KvManager:
                     insert(block, parents[block])
 
     def destroy(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that are in use by any request. Raise KeyError for one that is not."""
+        """Drop blocks that are in use, for all requests. Raise KeyError for one not in use."""
         gone = []
         for block in blocks:
             del self.active[block]
@@ -417,7 +417,7 @@ class KvManager:
                 self._events.append(Stored([name], parent))
 
     def promote_all(self, partials: Sequence[int], names: Sequence[int], parent: int | None) -> None:
-        """Name consecutive blocks that have become full together, with one event per stretch of new ones."""
+        """Name consecutive blocks that have become full together, with one event per run of new ones."""
         active, absent = self.active, []
         for partial, name in zip(partials, names, strict=True):
             del active[partial]
@@ -427,16 +427,16 @@ class KvManager:
         self._store(names, absent, parent)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release all blocks of a request, its last one first: a prefix outlives its children."""
+        """Release all blocks of a request, its last one first, so that a prefix is evicted after its children."""
         self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
-        """Hide all blocks from other requests. Return the new names of those in use: partial blocks, with the same holders."""
+        """Hide all blocks from other requests. Those in use become partial blocks, held as before; return their new names."""
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}
         self.inactive = evictor(self._kind)
-        self._parents.clear()  # the slower tiers look here, too
+        self._parents.clear()  # the slower tiers share this map
         if self.slow is not None:
             self.slow.clear()
         self._events = [Cleared()] if self.heard else []
@@ -454,7 +454,7 @@ class KvManager:
         return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
 
     def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
-        """Record the parents of the new blocks among these, and announce each stretch of them."""
+        """Record the parents of the new blocks among these, and announce each run of consecutive new blocks."""
         new: list[int] = []
         after = parent  # the block before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):

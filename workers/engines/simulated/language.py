@@ -20,16 +20,16 @@ from events.wire import Logprob, Sampling
 
 VOCABULARY = 2048
 EOS = 2
-FIRST = 259  # ids below are 3 specials and 256 bytes
+FIRST = 259  # the ids below are 3 special tokens and 256 bytes
 SPAN = VOCABULARY - FIRST  # 1,789, a prime: every stride below visits all ids once
 EOS_BELOW = (1 << 64) // 400  # digests below this end the answer: one in 400
 CANDIDATES = 20
 TAIL = 0.01  # the total weight of all other tokens, relative to the first candidate
-TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # of each other token, where a bias raises it
+TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # the logit of each other token, to which a bias is added
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
 
-KEPT = 256  # cached positions: a fleet of these engines answers the same canaries a thousand times
+KEPT = 256  # cached positions: a simulated fleet computes the same canary answers a thousand times
 
 Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
@@ -57,7 +57,7 @@ def plain_token(digest: int) -> int:
 
 @lru_cache(KEPT)
 def candidates(digest: int, *, eos: bool) -> Candidates:
-    """Return the best candidates of a position with their logits. The first is 0, nearly always clearly ahead.
+    """Return the best candidates of a position with their logits. The first has logit 0, nearly always far above the others.
 
     With `eos` False they exclude the end of the answer (min_tokens not reached, or ignore_eos).
     """
@@ -80,7 +80,7 @@ def _candidates(digest: int, eos: bool) -> Candidates:
 
 
 def _in_order(digest: int, ranks: range) -> list[int]:
-    """Return a position's tokens of these ranks, without the end of the answer; the `SPAN` ranks have each token once."""
+    """Return the tokens at these ranks of a position, without the end of the answer. The `SPAN` ranks contain each token once."""
     place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
     return [FIRST + (place + rank * stride) % SPAN for rank in ranks]
 
@@ -88,7 +88,7 @@ def _in_order(digest: int, ranks: range) -> list[int]:
 def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> Candidates:
     """Return a position's candidates, followed by the other tokens that `bias` names.
 
-    The best remaining token comes last, for the case that the bias bans all candidates.
+    The best remaining token comes last, in case the bias bans all candidates.
     """
     known = {token for token, _ in ranked}
     named = [token for token in bias if token not in known]
@@ -99,7 +99,7 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 
 @lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
-    """Return a position's logprobs; `drift` shifts them as a faulty device would, alternating in sign."""
+    """Return a position's logprobs. `drift` shifts them with alternating sign, as a faulty device would."""
     return _logprobs(ranked, chosen, top, drift)
 
 

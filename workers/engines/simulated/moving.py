@@ -3,9 +3,10 @@
     a block    [token][filler], zeros where no token is yet
     a token    the hash of the whole prefix up to it and of the rank, repeated
 
-So a byte that was lost, doubled, altered or put in another place, block, rank or request is detected, as are different tokens
-anywhere before it. The bytes are not stored. They are computed where a block leaves, and again where it arrives, on the loop,
-in slices shorter than a flat-out step: a thread would only contend for the interpreter lock.
+So the target detects any byte that was lost, duplicated, altered, or moved to another position, block, rank or request, and any
+difference in the tokens before it. The bytes are not stored. The source computes them when it sends a block, and the target
+when it receives one. Both compute on the event loop, in slices shorter than a step without a duration: a thread would only
+contend for the interpreter lock.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ class SimulatedExport:
         return 0 if self._departure.lost else self._departure.computed // self._rank.shape.block_tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Return bytes computed from the tokens. Raise MoveEnded if the request is over, or has no such blocks."""
+        """Compute the bytes of blocks from the tokens. Raise MoveEnded if the request has ended, or has no such blocks."""
         self._check()
         shape, computed = self._rank.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
@@ -121,10 +122,10 @@ class SimulatedExport:
 
 
 class SimulatedImport:
-    """Room for an arriving request.
+    """The reservation for an arriving request.
 
-    A block of tokens that were known at the reservation is compared when it arrives, so that the commit does not take longer
-    for long requests. The others are compared at the commit, which brings their tokens.
+    If a block's tokens were known at the reservation, the block is compared when it arrives, so that the commit does not take
+    longer for long requests. The other blocks are compared at the commit, which contains their tokens.
     """
 
     def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
@@ -134,7 +135,7 @@ class SimulatedImport:
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Compare the arrived blocks, as far as their tokens are known. Raise MoveRefused if there is no room for them."""
+        """Accept arrived blocks, and compare those with known tokens. Raise MoveRefused if there is no room for them."""
         self._check()
         shape, view = self._rank.shape, memoryview(data).cast("B")
         size = shape.kv_block_bytes
@@ -157,7 +158,7 @@ class SimulatedImport:
                 self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Compare the rest, and start to decode. Raise MoveRefused if anything differs."""
+        """Compare the remaining blocks and start to decode. Raise MoveRefused if any byte differs."""
         self._check()
         try:
             arrival, context = self._arrival, self._rank.shape.context_tokens

@@ -1,8 +1,8 @@
 """One DP rank of the simulated engine: runs its scheduler's timed steps on the worker's loop.
 
 A step is so cheap that a thread would only contend for the interpreter lock (5 ms per switch). So steps run as callbacks of the
-loop, one per turn, and the loop reads and writes between any two. Steps that take no time and only produce tokens may run many
-per turn: a turn costs ten times as much as such a step.
+event loop, one per turn, and the loop does its I/O between any two steps. Many steps may run in one turn if they have no
+duration and only generate tokens, because a turn costs ten times as much as such a step.
 
 uvloop rounds timers to whole milliseconds, and a step of a small model takes three; on Linux `Alarm` uses a timerfd.
 """
@@ -31,8 +31,8 @@ from workers.engines.simulated.timing import (
 
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-SHORT_S = 0.02  # shorter steps use a finer timer than the loop's; for all steps of many engines it would be too costly
-LATE_S = 0.005  # a step later than this is not caught up with
+SHORT_S = 0.02  # shorter steps use a finer timer than the loop's, which would be too costly for all steps of many engines
+LATE_S = 0.005  # a delay longer than this is not made up for
 TURN_TOKENS = 512  # in a worker, tokens of steps without a duration per turn: less than half a millisecond
 IDLE = Phase()
 
@@ -77,17 +77,17 @@ class Alarm:
         self._libc.timerfd_settime(self.file, _ABSOLUTE, ctypes.byref(setting), None)
 
     def expired(self) -> bool:
-        """Return whether the time has come, once for each `set`; for the reader of the file."""
+        """Return whether the alarm is due, True once for each `set`. For the reader of the file."""
         try:
             os.read(self.file, 8)
-        except BlockingIOError:  # it has been set again in the meantime
+        except BlockingIOError:  # the alarm has been set again in the meantime
             return False
         expired, self._set = self._set, False
         return expired
 
 
 class SimulatedRank:
-    """A scheduler and its clock. The worker's calls and the steps run on the same loop: no locks."""
+    """One rank: a scheduler and its clock. The worker's calls and the steps run on the same loop, so there are no locks."""
 
     def __init__(self, number: int, shape: EngineShape, timing: Timing, turn_tokens: int = 0) -> None:
         self.shape = shape
@@ -104,7 +104,7 @@ class SimulatedRank:
         self._alarm: Alarm | None = None  # for loops with coarse timers
         self._due = 0.0  # when the alarm is due
         self.stepping = False  # a step with a duration is running
-        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # released when the step ends
+        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # held when the step ends
         self._deliver: Deliver = _discard
         self._announce: Announce = discard_events
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -142,7 +142,7 @@ class SimulatedRank:
         self.kick()
 
     def trust(self, trusted: bool) -> None:
-        """Hide the present blocks from other requests, and new ones until it is trusted again."""
+        """Hide all current blocks from other requests, and new ones until the worker is trusted again."""
         self.scheduler.trust(trusted)
         self._announce_events()
 
@@ -151,7 +151,7 @@ class SimulatedRank:
         self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
 
     def refuse(self, key: int, refusal: Chunk) -> None:
-        """Deliver the refusal of a request that belongs to no rank."""
+        """Deliver the refusal of a request that no rank has accepted."""
         self._deliver([(key, refusal)])
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
@@ -179,7 +179,7 @@ class SimulatedRank:
         self._faults.heal(fault, within)
 
     async def hold(self, departure: SimulatedDeparture) -> None:
-        """Hold a request at the end of the current step. Raise MoveEnded if the engine stops first."""
+        """Stop decoding a request at the end of the current step. Raise MoveEnded if the engine stops first."""
         if self._faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
         if not self.stepping:
@@ -190,12 +190,12 @@ class SimulatedRank:
         try:
             await held
         except asyncio.CancelledError:
-            self.transit.resume(departure)  # it may already be held without our knowledge
+            self.transit.resume(departure)  # the scheduler may already hold it
             self.kick()
             raise
 
     def kick(self) -> None:
-        """Start to step if there is work."""
+        """Begin a step if the rank is idle and there is work."""
         if self._next is None and self._loop is not None and self.scheduler.busy:
             self._next = self._loop.call_soon(self._begin, self._loop.time())
 
@@ -224,7 +224,7 @@ class SimulatedRank:
             self._next = self._loop.call_at(due, self._finish, due)
 
     def _fine(self) -> Alarm | None:
-        """Return a finer timer than the loop's; None if the loop's is fine enough, or there is no other."""
+        """Return a finer timer than the loop's; None if the loop's is fine enough, or no finer one exists."""
         if self._alarm is None and isinstance(self._loop, uvloop.Loop):
             with contextlib.suppress(OSError):
                 self._alarm = Alarm()
@@ -246,8 +246,8 @@ class SimulatedRank:
     def _end(self, due: float, out: Output) -> None:
         """End a step that was due at `due`: deliver its output, and begin the next one in the next turn of the loop.
 
-        The next step begins when this one was due, so that delays of timers do not add up. If the loop is later than LATE_S, it
-        begins now, to avoid a burst of steps.
+        The next step counts from the time when this one was due, so that timer delays do not add up. If the loop is later than
+        LATE_S, the next step counts from now, to avoid a burst of steps.
         """
         assert self._loop is not None
         self.stepping = False

@@ -16,7 +16,7 @@ class BadReasoning(UsageError):
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The delimiters and the share of an engine's reasoning."""
+    """The two delimiter tokens, and the share of an answer that is reasoning."""
 
     start_thinking_token_id: TokenId
     end_thinking_token_id: TokenId
@@ -25,8 +25,8 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tokens(self, answer: int) -> int:
         """Return how many of the answer's tokens are reasoning, both delimiters included.
 
-        It is their share, at least the two delimiters. It is 0 if the answer is too short for them, or if the share is below
-        one token.
+        The number follows from the configured share, and includes at least the two delimiters. It is 0 if the answer is too short
+        for them, or if the share is below one token.
         """
         share = int(answer * self.thinking_ratio)
         return max(2, share) if share and answer > 1 else 0

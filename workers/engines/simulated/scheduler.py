@@ -4,11 +4,11 @@
                   ▲  a slot, KV blocks, tokens    one chunk a pass │
                   └──────── preempted, when blocks run out ────────┘   `transit`: migrating requests
 
-One `plan` and one `step` are one forward pass. The plan admits requests and lists the work of the pass; the step
+A forward pass is one call of `plan`, then one of `step`. The plan admits requests and lists the work of the pass; the step
 generates one token for each sequence of the batch. A preempted sequence keeps its tokens and only repeats its prefill.
 
-A `mute` scheduler counts tokens and does not choose them. While nothing else happens, `skip` advances many passes at once: this
-is how fleets of thousands run in virtual time.
+A `mute` scheduler counts tokens and does not choose them. While all passes are alike, `skip` advances many of them at once, so
+that fleets of thousands of workers can be simulated in virtual time.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ from workers.engines.simulated.sequence import (
 from workers.engines.simulated.timing import SimulatedArrival, SimulatedTransit
 from workers.engines.simulated.timing import StepPlan as Plan
 
-HIT_RATE_OF = 1000  # recently admitted requests
+HIT_RATE_OF = 1000  # number of recently admitted requests in the hit rate
 
 
 class Prefill:
@@ -48,9 +48,9 @@ class Prefill:
         self._shape = shape
         self._kv = kv
         self._batch = batch
-        self.trusted = True  # blocks get names, so that other requests can find them
-        self.begun: dict[int, SimulatedSequence] = {}  # at least one chunk of each has been computed
-        self.through: list[SimulatedSequence] = []  # those that produce their first token in the current pass
+        self.trusted = True  # whether blocks get names, so that other requests can find them
+        self.begun: dict[int, SimulatedSequence] = {}  # requests with at least one computed chunk
+        self.through: list[SimulatedSequence] = []  # sequences that get their first token in the current pass
         self._hits: deque[float] = deque(maxlen=HIT_RATE_OF)
 
     @property
@@ -146,10 +146,10 @@ class BlockGrowth:
             blocks[-1] = name
 
     def extend(self, sequence: SimulatedSequence) -> None:
-        """Allocate a sequence's next block. If there is none, preempt a request.
+        """Allocate a sequence's next block. If no block is free, preempt a request.
 
-        Requests that are about to leave are not preempted. If all are about to leave, preempt this one, because the blocks of
-        the others are pinned and would not become free.
+        Requests that are about to migrate are not preempted. If all are about to migrate, preempt this one, because the blocks
+        of the others are pinned and would not become free.
         """
         while sequence.batch is not None:
             if partial := self._kv.take():
@@ -182,19 +182,19 @@ class Scheduler:
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
-        self.batch_limit = shape.batch_max  # places that may be taken now; a request that has one keeps it
+        self.batch_limit = shape.batch_max  # slots that may be used now; a request that has a slot keeps it
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
         self.faults = SimulatedFaults()
-        self.planned = Plan()  # the latest one
+        self.planned = Plan()  # the latest plan
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
         self.waiting = WaitingQueue()
         self._canaries: set[int] = set()  # keys; ended ones are dropped when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
-        # the state in which no request could be admitted
+        # the state in which the last attempt to admit a request failed
         self._stalled: tuple[int, int, int, int] | None = None
 
     # --- requests
@@ -241,7 +241,7 @@ class Scheduler:
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
     def cancel(self, key: int) -> None:
-        """Drop a request, and what is reserved for its move."""
+        """Drop a request, and the resources reserved for its move."""
         if key in self.batch.sequences:
             self.transit.release(self.batch.leave(key), "it has been cancelled")
             self.prefill.through = [one for one in self.prefill.through if one.key != key]
@@ -259,7 +259,7 @@ class Scheduler:
         self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
-        """Hide everything computed so far from other requests, and new blocks until it is trusted again."""
+        """Hide all computed blocks from other requests, and new ones until the worker is trusted again."""
         self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
         for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
@@ -332,7 +332,7 @@ class Scheduler:
     def _overload(self, *, canary: bool = False) -> str | None:
         """Return the error if the batch and the queue are full; None if there is room.
 
-        Canaries use no room, and a few of them are always accepted: a full worker is checked, too.
+        Canaries do not count, and a few of them are always accepted, so that a full worker is checked, too.
         """
         canaries, waiting = self._living_canaries(), len(self.waiting)
         full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
@@ -379,9 +379,9 @@ class Scheduler:
         return out
 
     def rush(self, tokens: int) -> Output:
-        """Run a pass, preceded by those that can run together, up to this many tokens. A plan must have been made.
+        """Run one pass, and before it as many plain passes as fit in this many tokens. A plan must have been made.
 
-        Return the output of all of them, merged per sequence, in one list.
+        Return the output of all these passes, merged per sequence, in one list.
         """
         said = self._take_plain(tokens)
         out = self.step()
@@ -391,7 +391,7 @@ class Scheduler:
         return out
 
     def _take_plain(self, tokens: int) -> list[list[int]]:
-        """Run passes in which each sequence only gets a token, up to this many tokens, and plan the next pass.
+        """Run plain passes, in which each sequence only gets a token, up to this many tokens. Then plan the next pass.
 
         Return the tokens of each sequence of the batch; an empty list if there was no such pass.
         """
@@ -399,7 +399,7 @@ class Scheduler:
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
             return []
         passes = min(tokens // len(spoken), min(sequence.end - sequence.length for sequence in spoken) - 1)
-        blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # the most that they need
+        blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # the maximum that these passes need
         if passes <= 0 or self.kv.used + blocks > self.kv.total:
             return []
         said = next_passes(spoken, passes)
@@ -410,7 +410,7 @@ class Scheduler:
         return said
 
     def _pass(self, left: int) -> None:
-        """Count this many passes, in which blocks fill and no sequence enters or leaves."""
+        """Count this many passes in which blocks may fill, but no sequence enters or leaves."""
         batch = self.batch
         while left > (ahead := batch.ahead()):
             batch.passes += ahead
@@ -454,7 +454,7 @@ class Scheduler:
     # --- many passes at once
 
     def steady(self) -> int:
-        """Return the number of coming passes in which only tokens are made: no admission, no end, no full block.
+        """Return the number of coming passes that only generate tokens: no admission, no end, no full block.
 
         0 also if a first token is due in this pass, or if no sequence decodes.
         """
@@ -467,6 +467,6 @@ class Scheduler:
         return self.batch.ahead()
 
     def skip(self, passes: int) -> None:
-        """Advance this many passes at once, at most `steady`. The scheduler must be mute."""
+        """Advance by this many passes at once, at most `steady`. The scheduler must be mute."""
         assert self.mute and 0 <= passes <= self.steady(), "only steady passes can be skipped"
         self.batch.passes += passes

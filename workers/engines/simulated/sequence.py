@@ -1,13 +1,13 @@
 """The requests of one simulated rank: sequences, waiting queue, running batch, next tokens.
 
 Each sequence of the batch gets one token in each pass, so tokens are not counted one by one: a sequence's length follows from
-the pass in which it entered. The calendar lists, by pass, the sequences that need attention: their answer ends, or their block
-is full. Until its next entry all passes are alike.
+the pass in which it entered. The calendar lists, by pass, the sequences that end or have filled their last block. All passes
+before the calendar's next entry are alike.
 
 The waiting queue is ordered by priority, oldest first; canaries and preempted requests go first.
 
-Nearly always the next token follows from the hash and nothing else happens. That path is short, because it runs a million times
-a second.
+Usually the next token follows from the hash alone, and no other event is due. The code for this case is short, because it runs
+a million times a second.
 """
 
 from collections import OrderedDict
@@ -31,8 +31,8 @@ from workers.engines.simulated.reasoning import Reasoning
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
-PROMPT_LOGPROBS_MAX = 4096  # longest prompt with logprobs: 20 µs per token, which delay all requests
-BEFORE = -inf  # before all priorities
+PROMPT_LOGPROBS_MAX = 4096  # longest prompt with logprobs: each token takes 20 µs, which delays all requests
+BEFORE = -inf  # sorts before all priorities
 Output = list[tuple[int, Chunk]]
 
 
@@ -50,17 +50,17 @@ class EngineShape:
     kv_blocks: int = 32_768
     batch_max: int = 256
     waiting_max: int = 1024
-    prefill_tokens_max: int = 8192  # tokens of a pass: one for each decoding request, the rest for prompts
-    kv_block_bytes: int = KV_BLOCK_BYTES  # bytes that a move carries of one TP rank's part of a block
+    prefill_tokens_max: int = 8192  # tokens per pass: one for each decoding request, the rest for prompts
+    kv_block_bytes: int = KV_BLOCK_BYTES  # bytes that a move transfers for one TP rank's part of a block
     kv_token_s: float = 0.0  # seconds to transfer the KV of a token
     tp: int = 1  # ranks that compute one pass together
     watermark: float = 0.01  # share of the blocks that new requests may not use while others run
     prefix_caching: bool = True
-    chunked_prefill: bool = True  # over several passes; otherwise a long prompt has its own pass
+    chunked_prefill: bool = True  # over several passes; otherwise each long prompt has its own pass
     preemption: Preemption = "newest"  # which request is preempted when blocks run out
     evictor: EvictorKind = "lru"
-    host_kv_blocks: int = 0  # a tier below the device
-    disk_kv_blocks: int = 0  # a tier below that
+    host_kv_blocks: int = 0  # size of the tier below the device
+    disk_kv_blocks: int = 0  # size of the tier below the host
     reasoning: Reasoning | None = None  # answers begin with reasoning
     fatal: tuple[int, ...] = ()  # a prompt that contains this run of tokens ends the process
 
@@ -81,8 +81,8 @@ class EngineShape:
 class SimulatedSequence:
     """A request's length, scheduling state and KV blocks, as the scheduler needs them.
 
-    `start` is its length when it last entered the batch, or its length now if it is not there; the batch counts what it has
-    generated since. `names` are the names of its full blocks, as far as they are needed.
+    `start` is its length when it last entered the batch, or its current length if it is not in the batch. The batch counts the
+    tokens generated after that. `names` are the names of its full blocks, as far as they are needed.
     """
 
     __slots__ = (
@@ -94,20 +94,20 @@ class SimulatedSequence:
         self, key: int, prompt: int, end: int, *, length: int = 0, canary: bool = False, priority: int = 0
     ) -> None:
         self.key = key
-        self.prompt = prompt  # tokens of the request, replayed ones included
+        self.prompt = prompt  # number of the request's tokens, including replayed ones
         self.start = length or prompt
         self.end = end  # its length when its answer is complete
         self.canary = canary
         self.priority = priority  # the lowest goes first
         self.since = self.due = 0
-        self.last = False  # its answer ends when it is due
+        self.last = False  # the answer ends when the sequence is next due
         self.batch: DecodeBatch | None = None
         self.named = False  # its full blocks have names, so that other requests can find them
         self.names: list[int] = []
         self.blocks: list[int] = []
         self.cached = 0  # prompt tokens found in the cache when it was admitted
         self.computed = 0  # computed tokens, during prefill
-        self.fresh = True  # no output since it was admitted
+        self.fresh = True  # no output yet after its admission
         self.before: list[Logprob] = []  # logprobs of its prompt, delivered with its first token
 
     @property
@@ -118,11 +118,11 @@ class SimulatedSequence:
 
     @property
     def made(self) -> int:
-        """Tokens generated for this request, here or at its previous worker before it moved here."""
+        """Tokens generated for this request, including those at the worker from which it moved."""
         return self.length - self.prompt
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Continue with blocks that no other request can find."""
+        """Replace the names of its blocks by these, so that no other request can find them."""
         self.named = False
         self.blocks = [renamed.get(block, block) for block in self.blocks]
 
@@ -131,12 +131,12 @@ class SimulatedSequence:
         raise NotImplementedError
 
     def name_next(self, block_tokens: int) -> int:
-        """Name the block that has just become full and return its name. Called one token after its last one."""
+        """Name the block that has just become full and return its name. Called one token after the block's last token."""
         raise NotImplementedError
 
 
 class Silent(SimulatedSequence):
-    """A request with tokens that are only counted.
+    """A request with tokens that are only counted, not generated.
 
     `names` may extend into the answer; blocks beyond it get names that no other request has.
     """
@@ -194,7 +194,7 @@ class SampledSequence(SimulatedSequence):
         )
         self.request = request
         self.use_hash(language.open_sequence(shape.model, tokens))
-        # An arrived KV cache lacks the last token, so a block filled by that token is not full yet.
+        # An arrived KV cache lacks the last token, so the block that this token completes is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # full blocks at the start
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
         self.note = self.tail.append
@@ -214,7 +214,7 @@ class SampledSequence(SimulatedSequence):
         self.hash, self.digest, self.update = running, running.intdigest, running.update
 
     def name_prefix(self, block_tokens: int) -> list[int]:
-        """Return the names of its initial full blocks."""
+        """Return the names of the blocks that its initial tokens fill."""
         if not self.names and self.full:
             self.names = prefix_names(self.tokens[: self.full * block_tokens], self.request, block_tokens)
         return self.names
@@ -251,7 +251,7 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
 
 def too_large(prompt: int, shape: EngineShape) -> str | None:
-    """Return why a prompt of this length can never be served; None if it can. A context fits into the pool."""
+    """Return why a prompt of this length can never be served; None if it can. The pool always holds one full context."""
     if prompt < shape.context_tokens:
         return None
     return f"invalid_request: {prompt} tokens leave no room in a context of {shape.context_tokens}"
@@ -280,7 +280,7 @@ def penalises(sampling: Sampling) -> bool:
 
 
 def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
-    """Return the end of the reasoning in an answer from `first` to `end`, and the tokens that delimit it."""
+    """Return where the reasoning of an answer from `first` to `end` ends, and its delimiter tokens by position."""
     if reasoning is None or not (count := reasoning.tokens(end - first)):
         return 0, {}
     marks = {first: reasoning.start_thinking_token_id, first + count - 1: reasoning.end_thinking_token_id}
@@ -322,7 +322,7 @@ class DecodeBatch:
         return self._offset + self.passes * len(self.sequences)
 
     def lengths(self) -> list[int]:
-        """Return the length of each."""
+        """Return the length of each sequence."""
         return [one.length for one in self.sequences.values()]
 
     def enter(self, sequence: SimulatedSequence) -> None:
@@ -333,7 +333,7 @@ class DecodeBatch:
         self.schedule(sequence)
 
     def schedule(self, sequence: SimulatedSequence) -> None:
-        """Enter a sequence into the calendar for the pass in which its answer ends or it needs another block."""
+        """Add a sequence to the calendar, for the pass in which its answer ends or it needs another block."""
         size, length = self._block_tokens, sequence.start + self.passes - sequence.since
         left, room = sequence.end - length, size - (length - 1) % size
         sequence.last = left <= room
@@ -364,7 +364,7 @@ class DecodeBatch:
         return self._calendar.pop(self.passes + 1)
 
     def ahead(self) -> int:
-        """Return how many passes will end before a sequence is due; 0 if none decodes."""
+        """Return how many passes will end before a sequence is due; 0 if no sequence decodes."""
         while self._next:
             if self._calendar[self._next[0]]:
                 return self._next[0] - self.passes - 1
@@ -437,8 +437,8 @@ def next_pass(
 ) -> tuple[Output, list[SampledSequence]]:
     """Generate one token for each sequence in pass number `passes`.
 
-    Return what each gets, and the sequences that ended before their maximum length. A sequence is not quick if it has no output
-    yet, or if it reaches its length in this pass.
+    Return the output of each, and the sequences that ended before their maximum length. A sequence is not quick if it has no
+    output yet, or if it reaches its maximum length in this pass.
     """
     out: Output = []
     stopped: list[SampledSequence] = []
@@ -465,7 +465,7 @@ def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[
     """Generate `passes` tokens for each sequence, or fewer: stop before a pass that might end an answer.
 
     Return the tokens of each. All sequences must be quick, and the engine healthy. Sequences are processed one after the other,
-    each on a copy of its hash: the pass at which they stop is only known at the end.
+    each on a copy of its hash, because the last common pass is only known at the end.
     """
     said = []
     for sequence in sequences:
@@ -491,7 +491,7 @@ def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[
 
 
 def _next_chunk(sequence: SampledSequence, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
-    """Generate a sequence's next token, and whether it ends the answer."""
+    """Generate a sequence's next token, and decide whether it ends the answer."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
     sequence.fresh = False
@@ -512,7 +512,7 @@ def _next_chunk(sequence: SampledSequence, digest: int, faults: SimulatedFaults,
 
 
 def _sampled(sequence: SampledSequence, digest: int, faults: SimulatedFaults) -> Chunk:
-    """Choose a token with sampling, penalties, stops, logprobs, reasoning and faults."""
+    """Generate a sequence's next token with sampling, penalties, stops, logprobs, reasoning and faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought
     ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)

@@ -9,9 +9,9 @@ from workers.engines.simulated.timing import StepPlan
 
 
 class Stats(NamedTuple):
-    """One rank's load, and its last pass as in Dynamo's snapshot.
+    """One rank's load and its last pass, with the fields of Dynamo's snapshot.
 
-    The values of an idle rank are zero, except its bounds and what it remembers.
+    The values of an idle rank are zero, except its limits and its cache hit rate.
     """
 
     request_active_slots: int  # requests in the batch or in prefill
@@ -19,20 +19,20 @@ class Stats(NamedTuple):
     num_requests_waiting: int
     kv_active_blocks: int
     kv_total_blocks: int
-    gpu_cache_usage_perc: float  # of 1
-    gpu_prefix_cache_hit_rate: float  # of the prompt tokens of recently admitted requests
+    gpu_cache_usage_perc: float  # share from 0 to 1
+    gpu_prefix_cache_hit_rate: float  # share of the prompt tokens of recently admitted requests
     num_preemptions: int
     scheduled_num_prefill_requests: int = 0
-    scheduled_sum_prefill_tokens: int = 0  # computed by the pass
-    scheduled_var_prefill_length: float = 0.0  # of the prompts, up to the end of the pass
-    scheduled_sum_prefill_kv_tokens: int = 0  # of the same prompts, computed before
+    scheduled_sum_prefill_tokens: int = 0  # prompt tokens computed by the pass
+    scheduled_var_prefill_length: float = 0.0  # variance of the prompts' lengths, up to the end of the pass
+    scheduled_sum_prefill_kv_tokens: int = 0  # tokens of the same prompts computed earlier
     scheduled_num_decode_requests: int = 0
     scheduled_sum_decode_kv_tokens: int = 0
     scheduled_var_decode_kv_tokens: float = 0.0
-    queued_num_prefill_requests: int = 0  # without output so far
+    queued_num_prefill_requests: int = 0  # requests without output so far
     queued_sum_prefill_tokens: int = 0
     queued_var_prefill_length: float = 0.0
-    queued_num_decode_requests: int = 0  # preempted
+    queued_num_decode_requests: int = 0  # preempted requests
     queued_sum_decode_kv_tokens: int = 0
     queued_var_decode_kv_tokens: float = 0.0
     wall_time: float = 0.0  # seconds of the pass

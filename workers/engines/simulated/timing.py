@@ -9,10 +9,10 @@ A performance model has two parts, in milliseconds:
     prefill   of a number of new prompt tokens
     decode    of a batch, by the usage of the KV cache (the polynomials), or by the total and mean tokens (a profile)
 
-There are two published polynomials, and profiles that `holdfast profile` has measured of a running engine (an NPZ file). The
-parts were measured separately, and each contains the fixed cost of a pass. A profile may state that cost (`pass_ms`). It then
-counts once per pass, however many prompts accompany the decoding requests. A later chunk of a prompt, or the rest after a
-prefix cache hit, takes the time that it adds to the prompt's: it attends to everything computed before.
+A model is one of two published polynomials, or a profile (an NPZ file) that `holdfast profile` has measured on a running
+engine. The two parts were measured separately, and each contains the fixed cost of a pass. If a profile states that cost
+(`pass_ms`), it counts only once per pass, however many prompts accompany the decoding requests. A later chunk of a prompt, or
+the rest after a prefix cache hit, takes the time that it adds to the whole prompt's, because it attends to all earlier tokens.
 """
 
 import zipfile
@@ -37,10 +37,10 @@ from workers.engines.simulated.sequence import (
 
 AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
 KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
-PASS = "pass_ms"  # not in every profile
+PASS = "pass_ms"  # the profile's array with the fixed cost of a pass; optional
 DECODE_MS_MIN = 1.0
 NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
-BYTES_MAX = 16 << 20  # of a profile, unpacked; `holdfast profile` writes 30 kB
+BYTES_MAX = 16 << 20  # maximum size of an unpacked profile; `holdfast profile` writes 30 kB
 PREFILL_TOKENS_PER_S = 200_000.0  # if steps take time: about an 8B model on a recent GPU
 FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about the speed of one core
 FLAT_OUT_TOKEN_MS = 0.001
@@ -55,12 +55,12 @@ class StepPlan(NamedTuple):
     prefills: tuple[int, ...] = ()  # the prompt tokens of each request
     active_blocks: int = 0  # KV blocks held by requests
     total_blocks: int = 0
-    context_tokens: int = 0  # sum over all decoding requests
+    context_tokens: int = 0  # sum of the context lengths of all decoding requests
     traffic: TierTraffic = TierTraffic()  # KV blocks that move between the tiers
     starts: tuple[
         int, ...
     ] = ()  # tokens of each of `prefills` that were computed or cached before; empty: none
-    later: int = 0  # how many of `prefills`, from the first on, have had a pass before
+    later: int = 0  # how many of `prefills`, counted from the first, are later chunks of their prompt
 
     @property
     def idle(self) -> bool:
@@ -75,11 +75,11 @@ class PerfModel(Protocol):
     """The duration of a pass."""
 
     def prefill_ms(self, plan: StepPlan) -> float:
-        """Return the duration of a pass's prompts, on top of its decodes; 0 for none."""
+        """Return the duration of a pass's prompts, in addition to its decodes; 0 without prompts."""
         ...
 
     def decode_ms(self, plan: StepPlan) -> float:
-        """Return the duration of one more token for each request, at least 1 ms; 0 without requests."""
+        """Return the duration of one more token for each decoding request, at least 1 ms; 0 without such requests."""
         ...
 
 
@@ -89,7 +89,7 @@ class Polynomial:
 
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
-    each: bool  # whether prompts are added up request by request, or computed as one
+    each: bool  # whether the durations of prompts are added up; otherwise all prompts count as one
 
     def prefill_ms(self, plan: StepPlan) -> float:
         prompts = plan.prefills if self.each else (plan.prefill_tokens,)
@@ -137,10 +137,10 @@ class Interpolated:
     @classmethod
     def load(cls, path: Path) -> "Interpolated":
         """Read a profile. Raise BadProfile."""
-        import numpy as np  # a fifth of a worker's start time, only spent where it is needed
+        import numpy as np  # imported only where needed: the import takes a fifth of a worker's start time
 
         try:
-            if not path.is_file():  # not even opened: a pipe would block for ever
+            if not path.is_file():  # checked before it is opened: a pipe would block for ever
                 raise BadProfile("it is not a file" if path.exists() else "there is no such file")
             unpacked = path.stat().st_size
             if unpacked <= BYTES_MAX:
@@ -177,8 +177,8 @@ class Interpolated:
     def _chunk(self, start: int, count: int, *, first: bool) -> float:
         """Return the duration of `count` tokens of a prompt after its first `start` tokens.
 
-        If those were found in a cache, add the cost of a pass. A later chunk's own pass is part of the measurement, because the
-        measured engine also split its prompts into chunks.
+        If the first tokens were found in a cache, add the cost of a pass. The pass of a later chunk is already part of the
+        measurement, because the measured engine also split its prompts into chunks.
         """
         alone = self._line(count)
         if not start:
@@ -203,15 +203,15 @@ def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
 
 
 def _numbers(key: str, array: Any) -> Any:
-    """Return an array of floats. Raise BadProfile if it holds no numbers, or one below 0 or not finite."""
+    """Return an array as floats. Raise BadProfile if it contains anything but finite numbers of at least 0."""
     import numpy as np
 
     found = np.asarray(array)
-    if found.dtype.kind not in "fiu":  # neither text that looks like numbers, nor complex numbers
+    if found.dtype.kind not in "fiu":  # rejects text that looks like numbers, and complex numbers
         raise BadProfile(f"{key} does not hold numbers")
     with np.errstate(over="ignore"):
         found = found.astype(np.float64)
-    if not ((found >= 0) & (found <= NUMBER_MAX)).all():  # NaN is neither
+    if not ((found >= 0) & (found <= NUMBER_MAX)).all():  # NaN fails both comparisons
         raise BadProfile(f"{key} holds a number that is below 0, above {NUMBER_MAX:g} or not finite")
     return found
 
@@ -220,7 +220,7 @@ class Timing(Protocol):
     """The durations of an engine's steps."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return the duration of a step on `plan` in seconds; 0: as fast as the machine can."""
+        """Return the duration of a step on `plan` in seconds; 0: as fast as the machine allows."""
         ...
 
     def profile(self, shape: EngineShape) -> Profile:
@@ -268,7 +268,7 @@ class ModelTiming:
         return (prefill + decode) / self.speedup / 1e3
 
     def profile(self, shape: EngineShape) -> Profile:
-        """Return the profile for requests that share the blocks of a full batch equally, and prompts of one pass."""
+        """Return the profile for a full batch of requests that share the blocks equally, and for prompts of one pass."""
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
         prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
         batches = sorted({max(1, shape.batch_max * quarter // 4) for quarter in range(5)})
@@ -317,19 +317,19 @@ class SimulatedDeparture:
     """A request that may move to another worker."""
 
     sequence: SampledSequence
-    held: bool = False  # it produces no more output
-    lost: str = ""  # why it cannot leave any more
-    pinned: list[int] = field(default_factory=list)  # blocks that the request itself has released
+    held: bool = False  # the request produces no more output
+    lost: str = ""  # the reason why the request cannot move any more
+    pinned: list[int] = field(default_factory=list)  # blocks that the request itself no longer holds
 
     @property
     def computed(self) -> int:
-        """Tokens with KV in the blocks: the last generated one has yet to go through the model."""
+        """Tokens with KV in the blocks: all but the last generated one, which has yet to go through the model."""
         return self.sequence.length - 1
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedArrival:
-    """Room for an arriving request."""
+    """The reservation for an arriving request."""
 
     key: int
     request: Generate
@@ -338,12 +338,12 @@ class SimulatedArrival:
     cached_tokens: int
     # (rank, block) -> arrived bytes; None: already compared and found right
     taken: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
-    named: bool = True  # its full blocks will have names
-    over: str = ""  # why nothing can arrive any more
+    named: bool = True  # the request's full blocks will have names
+    over: str = ""  # the reason why no more blocks can arrive
 
 
 class SimulatedTransit:
-    """The requests that move in or out. `batch` and `prefilling` are the scheduler's own."""
+    """The requests that move in or out. `batch` and `prefilling` are the scheduler's objects."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class SimulatedTransit:
 
     @property
     def places(self) -> int:
-        """Places of the batch that are reserved for held and for arriving requests."""
+        """Number of batch slots that are reserved for held and for arriving requests."""
         return len(self.held) + len(self._in)
 
     @property
@@ -372,7 +372,7 @@ class SimulatedTransit:
         return not (self._out or self._in)
 
     def leaving(self, key: int) -> bool:
-        """Whether a request may still leave."""
+        """Whether a request may still move to another worker."""
         return (found := self._out.get(key)) is not None and not found.lost
 
     def depart(self, key: int) -> SimulatedDeparture | None:
@@ -386,7 +386,7 @@ class SimulatedTransit:
         return made
 
     def hold(self, departure: SimulatedDeparture) -> None:
-        """Take a request out of the batch, with its blocks."""
+        """Remove a request from the batch; it keeps its blocks."""
         if not departure.lost and not departure.held:
             departure.held = True
             self.held[departure.sequence.key] = self._batch.leave(departure.sequence.key)
@@ -398,7 +398,7 @@ class SimulatedTransit:
             self._batch.enter(self.held.pop(departure.sequence.key))
 
     def close(self, departure: SimulatedDeparture) -> None:
-        """Release the blocks; a held request continues."""
+        """Release the blocks of a departure; a held request continues here."""
         self.resume(departure)
         departure.lost = departure.lost or "it has been closed"
         self._kv.release(departure.pinned)
@@ -407,7 +407,7 @@ class SimulatedTransit:
             del self._out[departure.sequence.key]
 
     def release(self, sequence: SimulatedSequence, why: str) -> None:
-        """Free the blocks of a request that has ended or is preempted, or leave them to its departure."""
+        """Free the blocks of a request that has ended or is preempted. If it is departing, its departure keeps them."""
         departure = self._out.get(sequence.key)
         if departure is None or departure.lost:
             self._kv.release(sequence.blocks)
@@ -416,7 +416,7 @@ class SimulatedTransit:
         sequence.blocks = []
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return why not."""
+        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return the reason for a refusal."""
         if request.canary:
             return "a canary does not move"
         if len(self._in) >= MOVES_MAX:
@@ -425,7 +425,7 @@ class SimulatedTransit:
             return f"overloaded: all {self._shape.batch_max} places of the batch are taken"
         tokens, size = request.tokens, self._shape.block_tokens
         room_tokens = min(max(room_tokens, len(tokens)), self._shape.context_tokens)
-        # The last token is computed here in any case.
+        # The last token's KV is computed here in any case.
         names = prefix_names(tokens[:-1], request, size) if self._names else []
         found = self._kv.cached(names)
         blocks = names[:found] + self._kv.partials(-(-room_tokens // size) - found)
@@ -436,7 +436,7 @@ class SimulatedTransit:
         return made
 
     def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
-        """Start an arrived request. Its blocks are named now, and surplus blocks are freed."""
+        """Start an arrived request: name its full blocks, and free surplus blocks."""
         sequence = SampledSequence(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
@@ -452,7 +452,7 @@ class SimulatedTransit:
         self._batch.enter(sequence)
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Continue with blocks that no other request can find."""
+        """Replace the names of blocks in use by these, so that no other request can find them."""
         for sequence in self.held.values():
             sequence.forget(renamed)
         for departure in self._out.values():
@@ -466,7 +466,7 @@ class SimulatedTransit:
         return self._shape.prefix_caching and self.trusted
 
     def abort(self, arrival: SimulatedArrival, why: str = "it has been aborted") -> None:
-        """Free the room of a request that does not arrive."""
+        """Free the reservation of a request that does not arrive."""
         if not arrival.over:
             arrival.over = why
             arrival.taken.clear()
@@ -474,7 +474,7 @@ class SimulatedTransit:
             self._kv.release(arrival.blocks)
 
     def cancel(self, key: int) -> None:
-        """Free what is reserved for a key, in whatever state."""
+        """Free the blocks and slots reserved for a key, in any state of the move."""
         if sequence := self.held.pop(key, None):
             self.release(sequence, "it has been cancelled")
         if departure := self._out.get(key):
