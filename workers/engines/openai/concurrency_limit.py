@@ -1,8 +1,8 @@
 """Limits the requests that run at the upstream at once; the others wait here, by priority.
 
-Among equal priorities, the first to come is served first.
+Requests of equal priority are served first come, first served.
 
-The batch size of a server's own scheduler is fixed at its start. The only way to reduce it is to send fewer requests.
+A server's scheduler fixes its batch size at the start. The only way to reduce the batch is to send fewer requests.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class Places:
         self._numbered = 0
 
     def limit(self, most: int | None) -> None:
-        """Limit the slots from now on; None: no limit. A request that has a slot keeps it."""
+        """Set the number of slots; None: no limit. A request that has a slot keeps it."""
         self._limit = most
         self._admit_waiting()
 

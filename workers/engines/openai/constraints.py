@@ -1,15 +1,15 @@
-"""Probes which field names a server obeys to constrain its answers, when a request first needs it.
+"""Probes which request fields a server obeys to constrain its answers, when a request first needs one.
 
 vLLM has used two names: first `guided_choice` and similar fields, later `structured_outputs`. A server ignores a name that it
-does not know, so acceptance proves nothing. Each name is tried with a choice of one word, and is used if the answer is that
-word.
+does not know, so acceptance proves nothing. The probe sends each name with a choice of one word. The name is used if the answer
+is that word.
 
 Behind a reasoning parser, vLLM constrains only what follows the reasoning, so the word does not appear. There, a name is used
-if the server rejects a contradiction in it. The server rejects the contradiction before it reaches the engine: in some
-versions, grammars that do not compile have ended vLLM's engine.
+if the server rejects a contradictory constraint. The contradiction is one that the server rejects before it reaches the engine:
+in some versions, a grammar that does not compile ends vLLM's engine.
 
-A failed probe is repeated after 10 s, then each time after twice as long, up to 15 min. A successful probe is repeated after 15
-min, or as soon as the upstream may be another server: after 401, 403, 404 or a broken connection.
+A failed probe is repeated after 10 s, and the wait doubles each time, up to 15 min. A successful probe is repeated after 15
+min, or as soon as the upstream may have been replaced by another server: after 401, 403, 404 or a broken connection.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ REPEAT_S_MAX = 900.0
 
 @dataclass(slots=True)
 class Failed:
-    """A failed probe: when it is repeated (loop seconds), and the wait until then."""
+    """A failed probe: the time of its repetition (loop seconds), and the wait until then."""
 
     again_at: float
     wait_s: float
@@ -56,7 +56,7 @@ class Obeyed:
 
 
 class Constraints:
-    """The constraint fields that one server obeys, as far as probed."""
+    """The constraint fields that one server is known to obey."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Constraints:
         self._probing = asyncio.Lock()
 
     async def translate(self, guided: dict[str, Any]) -> dict[str, Any]:
-        """Return a client's constraint in the fields that the server obeys. Raise Fault if it obeys none."""
+        """Translate a client's constraint into fields that the server obeys. Raise Fault if it obeys none."""
         ((field, value),) = guided.items()
         kinds = _kinds(field, value)
         if field == "response_format" and await self._obeys("response_format"):
@@ -111,7 +111,7 @@ class Constraints:
 
 
 def _kinds(field: str, value: Any) -> dict[str, Any]:
-    """Return a field's constraint in the form of `structured_outputs`."""
+    """Convert a field's constraint to the form of `structured_outputs`."""
     if field.startswith(GUIDED):
         return {field.removeprefix(GUIDED): value}
     if field != "response_format":

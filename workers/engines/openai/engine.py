@@ -1,7 +1,7 @@
-"""The openai engine: an OpenAI-compatible server computes, and this worker represents it.
+"""The openai engine: forwards the worker's requests to an OpenAI-compatible server.
 
-Each request is one streamed completion. Everything that arrives on all streams in one turn of the loop is delivered together.
-If the upstream accepts and returns token ids, a continuation is exact. If it only knows text, chunks carry text, and the
+Each request is one streamed completion. All output that arrives in one turn of the event loop is delivered together.
+If the upstream accepts and returns token ids, a continuation is exact. If it only handles text, chunks carry text, and the
 registration has `exact=False`.
 """
 
@@ -73,8 +73,8 @@ class OpenAIEngine(Unbreakable):
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
         self._places = Places()
-        self._runs = settings.batch_max  # requests that run at once, of all that are here
-        self._stopped: dict[int, Generate] = {}  # stopped for a move: the rest of each request
+        self._runs = settings.batch_max  # maximum number of requests that run at once; the others wait
+        self._stopped: dict[int, Generate] = {}  # requests stopped for a move, with what remains of each
         self._out: list[tuple[int, Chunk]] = []
         self._health = UpstreamHealth(settings.silent_s)
 
@@ -129,7 +129,7 @@ class OpenAIEngine(Unbreakable):
             self._deliver([(key, Chunk(request.stream, [], error=error))])
             return
         room = self.identity.context_tokens - len(request.tokens)
-        # real servers reject a longer request instead of ending it there
+        # real servers reject a longer request instead of truncating it
         most = min(request.sampling.max_tokens, room)
         if most <= 0:
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
@@ -137,7 +137,7 @@ class OpenAIEngine(Unbreakable):
         self._begin(key, self._epochs.salted(request), most, None)
 
     def _refusal(self, request: Generate) -> str | None:
-        """Return the error of a request that must not go to the upstream; None: it may."""
+        """Return the error for a request that must not be sent to the upstream; None if it may be sent."""
         if self._watch is not None and self._watch.changed:
             return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
         if closed_s := self._gate.closed_s(canary=request.canary):
@@ -163,13 +163,13 @@ class OpenAIEngine(Unbreakable):
         self._stopped.pop(key, None)
         if one := self._requests.get(key):
             self._requests.end(key)
-            one.task.cancel()  # closes the connection, which tells an upstream that the request is cancelled
+            one.task.cancel()  # closes the connection, which cancels the request at the upstream
 
     def trust(self, trusted: bool) -> None:
         """Set whether requests may reuse blocks of the upstream's prefix cache.
 
-        While distrusted, requests reuse nothing and leave nothing there, like canaries. That cache cannot be emptied from here:
-        what was computed so far is never reused.
+        While the worker is distrusted, requests read and store no reusable blocks, like canaries. The worker cannot empty that
+        cache, so blocks computed before are never reused.
         """
         self._epochs.trust(trusted)
         if self.announces:
@@ -179,7 +179,7 @@ class OpenAIEngine(Unbreakable):
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
         """Send a request to the upstream once a slot there is free.
 
-        Canaries use no slot. A request with a KV cache does not wait, because its lease on that cache is short.
+        Canaries use no slot. A request that arrives with a KV cache does not wait, because the lease on that cache is short.
         """
         assert self._exchange is not None
         try:
@@ -206,7 +206,7 @@ class OpenAIEngine(Unbreakable):
         if out:  # empty if it was flushed earlier
             self._deliver(out)
 
-    # --- moving to and from another server of the same kind
+    # --- moves to and from another server of the same kind
 
     @property
     def kv(self) -> tuple[Description, ...]:
@@ -226,7 +226,7 @@ class OpenAIEngine(Unbreakable):
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
-        """End a request's stream and return all its tokens and a handle to their KV cache. Raise MoveEnded."""
+        """End a request's stream; return all its tokens and a handle to their KV cache. Raise MoveEnded."""
         one = self._requests.get(key)
         if one is None or one.movable is None or self._upstream is None:
             raise MoveEnded("the request is over")
@@ -243,13 +243,13 @@ class OpenAIEngine(Unbreakable):
             raise MoveEnded(str(error)) from error
 
     def resume(self, key: int) -> None:
-        """Continue a request after its stream was ended, as a new request to the same server."""
+        """Continue a request after `hand_over` has ended its stream, as a new request to the same server."""
         if (rest := self._stopped.pop(key, None)) is not None:
             rest.cache_salt = read_salt(rest.cache_salt)[1]
             self._begin(key, self._epochs.salted(rest), rest.sampling.max_tokens, None)
 
     def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
-        """Continue a request with the KV cache that this handle names."""
+        """Continue a request from another server, with the KV cache that this handle locates."""
         room = self.identity.context_tokens - len(request.tokens)
         most = min(request.sampling.max_tokens, room)
         if most <= 0:
@@ -258,7 +258,7 @@ class OpenAIEngine(Unbreakable):
         self._begin(key, self._epochs.salted(request), most, handle)
 
     def limit_batch(self, share: float) -> None:
-        """Send the upstream at most this share of the batch: its own scheduler cannot be limited."""
+        """Send the upstream at most this share of the batch at once, because its own scheduler cannot be limited."""
         whole = self._settings.batch_max
         self._runs = max(1, int(whole * share))
         self._places.limit(None if share == 1 else self._runs)
@@ -284,7 +284,7 @@ class OpenAIEngine(Unbreakable):
     async def check(self) -> None:
         """Raise EngineDead if the upstream is unhealthy, EngineChanged if it has changed.
 
-        It is unhealthy if it refuses health checks, or if it neither answers them nor brings tokens.
+        It is unhealthy if it refuses health checks, or if it neither answers them nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
@@ -318,7 +318,7 @@ def _discard(out: list[tuple[int, Chunk]]) -> None:
 def identified(
     settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None
 ) -> EngineIdentity:
-    """Return the identity of a server with these abilities, and with its own reports if there are any yet."""
+    """Return the identity of a server from these abilities and, if it has sent any yet, its own reports."""
     given = settings.block_tokens
     if account is None:
         return identify(settings, known, block_size(given, None, announces=False))
@@ -338,11 +338,11 @@ def objection(request: Generate, known: Abilities, context_tokens: int) -> str |
 
 
 class CacheEpochs:
-    """Salts that keep requests away from spoilt blocks in an upstream's prefix cache, which cannot be emptied from here.
+    """Salts that prevent the reuse of possibly wrong blocks in an upstream's prefix cache, which the worker cannot empty.
 
-    A request may only reuse what was computed since the last conviction of this worker, in whichever of its instances: each
-    epoch has its own salt. While the worker is distrusted and no later epoch has begun, a request reuses nothing and leaves
-    nothing.
+    Each conviction of this worker, in any of its instances, begins an epoch with its own salt. So a request only reuses blocks
+    computed after the last conviction. While the worker is distrusted and no later epoch has begun, requests neither reuse
+    blocks nor leave reusable ones.
     """
 
     def __init__(self) -> None:
@@ -351,13 +351,13 @@ class CacheEpochs:
         self._spoilt = -1  # the last epoch that may contain wrong blocks
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of everything computed so far. Until trusted again, requests leave nothing, like canaries."""
+        """Stop the reuse of all blocks computed so far. Until trusted again, requests leave no reusable blocks, like canaries."""
         self._trusted = trusted
         if not trusted:
             self._spoilt = self._epoch
 
     def salted(self, request: Generate) -> Generate:
-        """Return a request with the salt of its epoch. Canaries already have one."""
+        """Add the salt of its epoch to a request. Canaries already have a salt."""
         if request.canary:
             return request
         self._epoch = max(self._epoch, request.cache_epoch)

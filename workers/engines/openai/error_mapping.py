@@ -1,7 +1,7 @@
 """Classifies errors of an OpenAI-compatible server: caused by the client's request, or by the server.
 
-vLLM reports a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. No other server
-would answer such a request better, and the error does not concern the server's health.
+vLLM reports a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. Any other
+server would fail such a request too, and the error is no sign of an unhealthy server.
 """
 
 import json
@@ -9,9 +9,7 @@ from typing import Any
 
 from events.refusal import RequestRefusal
 
-ENGINE_GONE = (
-    "EngineCore encountered an issue"  # vLLM, to every request that was lost with its engine's process
-)
+ENGINE_GONE = "EngineCore encountered an issue"  # vLLM's error for each request that was lost together with its engine's process
 WORDS_MAX = 200  # of a server's message
 NAMES_MAX = 100  # of the error type and the field name
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
@@ -21,15 +19,15 @@ MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "Unproce
 
 
 def is_client_error(status: int) -> bool:
-    """Return whether an HTTP status blames the content of the request."""
+    """Return whether an HTTP status means that the request itself is invalid."""
     return 400 <= status < 500 and status not in NOT_THE_CLIENTS
 
 
 def refusal_of(said: Any, status: int | None = None) -> RequestRefusal | None:
     """Return the refusal in an error object of an OpenAI-compatible server; None if the client did not cause it.
 
-    `status` is the HTTP status of the response. None: the object came in a stream, and its own `code` or `status` counts, or
-    else its `type`.
+    `status` is the HTTP status of the response. None: the object came in a stream. Then its own `code` or `status` decides, or
+    its `type` if it has neither.
     """
     fields = _fields(said)
     kind, param = fields.get("type"), fields.get("param")

@@ -1,4 +1,4 @@
-"""Sends one request from a worker to its upstream and passes on the answer."""
+"""Sends one request from a worker to its upstream and relays the answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +21,14 @@ from workers.engines.openai.watch.retry_after import RetryGate
 
 NOT_FOUND = 404
 OVERLOADED = "overloaded"
-STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # statuses that suggest another server than the registered one
+STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # statuses that suggest that the server was replaced
 
 log = structlog.get_logger(__name__)
 Emit = Callable[[list[Chunk]], None]
 
 
 class Exchange:
-    """Sends requests to one upstream and passes on the answers."""
+    """Sends requests to one upstream and relays the answers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Exchange:
         self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
 
     async def answer(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> None:
-        """Pass on the upstream's answer. If it refused an API key that has since been replaced, retry once."""
+        """Relay the upstream's answer. If it refused an API key that was replaced in the meantime, retry once."""
         used = self._upstream.key
         error = await self._attempt(request, handle, emit)
         if error is not None and await self._key.replaced(used):
@@ -55,7 +55,7 @@ class Exchange:
             emit([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
 
     async def _attempt(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> str | None:
-        """Send a request once. Return the error of an answer that has not begun; None: the answer was passed on."""
+        """Send a request once. Return the error if no answer began; None if the answer was relayed."""
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
             if request.guided is not None:
@@ -76,13 +76,13 @@ class Exchange:
             self._identity.doubt()  # after a restart it may be another server
             words = str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except Exception as error:  # a bug here: the caller must not wait for ever
+        except Exception as error:  # a bug in this worker: the caller must not wait for ever
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
-        """Return the error of a response that is no stream. Read the identity at once if another server may have answered."""
+        """Return the error in a response that is not a stream. Re-read the identity if another server may have answered."""
         error = await refusal(response, canary=canary)
         if self._gate.refused(response.status, response.headers, canary=canary):
             return f"{OVERLOADED}: {error.partition(': ')[2] or error}"

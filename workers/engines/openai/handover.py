@@ -1,14 +1,14 @@
 """Moves a request with its KV cache from one vLLM server to another by a handle.
 
-vLLM's own connector (NIXL) carries the blocks. The source is asked for one more token than it has generated, with
-`do_remote_decode`. That costs it one step, because its prefix cache has the rest. It answers with a handle that locates the
-blocks, and keeps them for a lease of 30 s. The target receives the handle with the same tokens, and pulls the blocks.
+vLLM's own connector (NIXL) transfers the blocks. The worker requests one more token from the source server, with
+`do_remote_decode`. This costs the source one step, because its prefix cache has the rest. It answers with a handle that locates
+the blocks, and keeps them for a lease of 30 s. The target receives the handle with the same tokens, and pulls the blocks.
 
 Between workers a handle travels as one block of KV cache that holds the whole sequence (`Handed`, `Arriving`).
 
-Pitfalls (vLLM 0.32): Streamed answers carry no handle, so it is requested unstreamed. The blocks of a cancelled request are not
-kept for others, but its prefix stays in the cache. The target must continue exactly the tokens that the handle covers: with one
-more token that begins a block, its engine dies.
+Pitfalls (vLLM 0.32): Streamed answers carry no handle, so the handle is requested without streaming. The blocks of a cancelled
+request are not kept for other servers, but its prefix stays in the cache. The target must continue exactly the tokens that the
+handle covers: one more token that begins a new block terminates its engine.
 """
 
 import json
@@ -22,27 +22,27 @@ from workers.engines.engine import MoveEnded, MoveRefused, Stopped
 from workers.kv_transfer.messages import Buffer, Description
 
 HANDLE_BYTES = 2 * 1024 * 1024  # one block number needs about six bytes
-TOKENS_MAX = HANDLE_BYTES // 2  # of a sequence: the block's size must be at least two bytes per token
+TOKENS_MAX = HANDLE_BYTES // 2  # of a sequence: the block must have at least two bytes per token
 
 
 class Hands(Protocol):
-    """What an engine must provide to move requests by a handle."""
+    """The interface that an engine needs to move requests by a handle."""
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
-        """End a request's stream and return all its tokens and a handle to their KV cache. Raise MoveEnded."""
+        """End a request's stream; return all its tokens and a handle to their KV cache. Raise MoveEnded."""
         ...
 
     def resume(self, key: int) -> None:
-        """Continue a request after its stream was ended, as a new request to the same server."""
+        """Continue a request after `hand_over` has ended its stream, as a new request to the same server."""
         ...
 
     def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
-        """Continue a request with the KV cache that this handle names."""
+        """Continue a request from another server, with the KV cache that this handle locates."""
         ...
 
 
 def description(model: str, revision: str, engine_version: str) -> Description:
-    """Return the description of a handle: servers of one version and model understand each other's handles."""
+    """Return the description of a handle: servers of the same version and model accept each other's handles."""
     return Description(
         model=model, revision=revision, dtype=f"handle/{engine_version}", layers=1, heads=1, head_size=1,
         block_size=TOKENS_MAX, block_bytes=HANDLE_BYTES,
@@ -63,7 +63,7 @@ def continued(request: Generate, tokens: Sequence[int]) -> Generate:
 
 
 class Handed:
-    """An `Export`: a request that leaves by a handle. Nothing can be sent before it has stopped."""
+    """An `Export`: a request that moves to another worker by a handle. Nothing can be sent before the request has stopped."""
 
     def __init__(self, engine: Hands, key: int) -> None:
         self._engine = engine
@@ -94,7 +94,7 @@ class Handed:
 
 
 class Arriving:
-    """An `Import`: room for a request that arrives by a handle."""
+    """An `Import`: the reservation for a request that arrives by a handle."""
 
     cached_tokens = 0
 

@@ -19,7 +19,7 @@ from workers.engines.openai.watch.upstream_health import SILENT_S
 CONTEXT_TOKENS = 4096  # if the upstream does not report it
 MOST_TOKENS = 1 << 31
 BLOCK_TOKENS = 16  # if the upstream does not report it
-PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile; nothing corrects it yet
+PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile; never corrected by measurements
 BATCH_SLOWDOWN = 2.0  # an estimate: time per token of a full batch, as a multiple of a single stream's
 
 log = structlog.get_logger(__name__)
@@ -31,18 +31,18 @@ class UpstreamSettings:
 
     url: str
     key: str = ""
-    key_file: Path | None = None  # file with the key, if `key` is empty
+    key_file: Path | None = None  # file with the API key, if `key` is empty
     tokenizer: str = ""
     revision: str = "unknown"
     context_tokens: int | None = None
     block_tokens: int | None = None  # None, here and below: as the upstream reports
     kv_blocks: int | None = None
-    kv_events: Sequence[str] = ()  # endpoints on which its DP ranks publish KV events, and replay them
+    kv_events: Sequence[str] = ()  # endpoints on which the upstream's DP ranks publish and replay KV events
     kv_replays: Sequence[str] = ()
     batch_max: int = 64
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
-    retry_after_max_s: float = MAX_S  # the longest time for which it may close the worker to new requests
+    retry_after_max_s: float = MAX_S  # the longest time for which a `Retry-After` closes the worker
     silent_s: float = (
         SILENT_S  # seconds without a token or an answer to a health check after which the upstream is dead
     )
@@ -53,7 +53,7 @@ class UpstreamSettings:
 def identify(
     settings: UpstreamSettings, known: Abilities, block_tokens: int, kv_blocks: int | None = None
 ) -> EngineIdentity:
-    """Return the identity of a server with these abilities and, by its own report, this number of KV blocks."""
+    """Return the identity of a server with these abilities and this reported number of KV blocks."""
     said = known.context_tokens
     context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
     blocks = settings.kv_blocks or kv_blocks or -(-context * settings.batch_max // block_tokens)
@@ -102,9 +102,9 @@ def server_address(url: str) -> str:
 
 
 def block_size(given: int | None, said: int | None, *, announces: bool) -> int:
-    """Return how many tokens a block has: as configured, or as the upstream reports.
+    """Return the number of tokens of a block: as configured, or as the upstream reports.
 
-    If both differ and its KV events name blocks, the upstream's value is used.
+    If the two values differ and the upstream's KV events name blocks, the upstream's value is used.
     """
     if given is not None and said is not None and said != given and announces:
         log.warning("block_tokens_differ", configured=given, upstream=said, advice="leave block_tokens out")

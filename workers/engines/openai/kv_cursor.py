@@ -7,8 +7,8 @@ An engine numbers its batches from 0 and stamps each with its own clock. Number 
     an earlier number, but newer       the engine has restarted, with an empty cache
     any other number                   the batches in between are lost
 
-A request for a replay starts at the last batch itself. If that batch is returned with another time, or not at all, it is
-unknown what happened in between.
+A replay request starts at the last batch already processed. If that batch is returned with another time, or not at all, the
+events since then are unknown.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Verdict = Literal["follows", "heard", "restarted", "lost"]
 
 @dataclass(slots=True)
 class Cursor:
-    """The position in one rank's batches. Before the first, `number` is None: any batch may follow."""
+    """The position in one rank's batches. `number` is None before the first batch: any batch may follow."""
 
     number: int | None = None
     at: float = 0.0
@@ -33,7 +33,7 @@ class Cursor:
         return "heard" if at <= self.at else "restarted"
 
     def is_last(self, number: int, at: float) -> bool:
-        """Return whether this is the last batch taken."""
+        """Return whether this is the last processed batch."""
         return (number, at) == (self.number, self.at)
 
     def take(self, number: int, at: float) -> None:
@@ -41,5 +41,5 @@ class Cursor:
         self.number, self.at = number, at
 
     def reset(self) -> None:
-        """Start again with any batch."""
+        """Reset the position, so that any batch may follow."""
         self.number, self.at = None, 0.0

@@ -4,8 +4,8 @@
     DEALER   tcp://host:5558    a replay: send ("", first number); each answer is ("", [topic,] number, payload), the last has -1
 
 Each DP rank publishes on its own port, one above that of the previous rank. Everything runs in one thread, because decoding and
-hashing the blocks of a busy server would delay the streams. `kv_rank` handles losses, `kv_names` translates block names. This
-is the only module that uses ZeroMQ; it is imported only if an upstream's events are configured.
+hashing the blocks of a busy server would delay the streams. `kv_rank` handles losses, `kv_names` translates block names. Only
+this module uses ZeroMQ; it is imported only if an upstream's events are configured.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ WAITING_MAX = 100_000  # queued batches; vLLM keeps as many for a slow subscribe
 REPLAY_SILENCE_S = 2.0  # the upstream polls for requests between two batches, or every 0.1 s
 REPLAY_S_MAX = 30.0
 RECONNECT_S_MAX = 2.0
-QUIET_S = 10.0  # a rank that is silent for longer is asked for missed batches
-PAUSE_S = 1.0  # after a bug here
+QUIET_S = 10.0  # a replay of missed batches is requested from a rank that is silent for longer
+PAUSE_S = 1.0  # after a bug in this worker
 STOP_S_MAX = 1.0
 _NUMBER_BYTES = 8
 
@@ -38,14 +38,14 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamKvEvents:
-    """The KV events of one upstream, with one endpoint per DP rank, translated into Holdfast's."""
+    """Receives the KV events of one upstream, with one endpoint per DP rank, and translates them into Holdfast's."""
 
     def __init__(
         self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce, quiet_s: float = QUIET_S
     ) -> None:
         """Subscribe to these endpoints, one per rank.
 
-        `replays` are the endpoints for lost batches. They are also used to check a rank that has been silent for `quiet_s`.
+        `replays` are the endpoints that replay lost batches. They also serve to check a rank that is silent for `quiet_s`.
         """
         self._quiet_s = quiet_s
         self._context = zmq.Context()
@@ -73,13 +73,13 @@ class UpstreamKvEvents:
             self._thread.join(STOP_S_MAX)
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record that a salted prompt is on its way to the upstream."""
+        """Record a salted prompt that is being sent to the upstream."""
         for rank in self._ranks:
             rank.names.salted(tokens)
 
     @property
     def connected(self) -> bool:
-        """Whether every rank has accepted the subscription once and was asked for earlier batches."""
+        """Whether every rank has accepted the subscription once, and earlier batches were requested from it."""
         return len(self._met) == len(self._ranks)
 
     @property
@@ -138,14 +138,14 @@ class UpstreamKvEvents:
         socket.setsockopt(zmq.RCVHWM, WAITING_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECT_S_MAX * 1e3))
-        # A host that vanishes closes nothing: without heartbeats a dead connection would never be noticed.
+        # A host that vanishes does not close its connection: without heartbeats a dead connection would never be noticed.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         socket.setsockopt(zmq.SUBSCRIBE, b"")  # any topic: an endpoint is one rank of one upstream
         return socket
 
     def _safely(self, rank: UpstreamRank, work: Callable[[], None]) -> None:
-        """Run `work`; after a bug, log it and clear the rank rather than keep wrong blocks."""
+        """Run `work`. If it fails by a bug, log the error and clear the rank rather than keep wrong blocks."""
         try:
             work()
         except Exception:
@@ -153,7 +153,7 @@ class UpstreamKvEvents:
                 return
             self._bugs += 1
             log.exception("upstream_kv_events_failed")
-            with contextlib.suppress(Exception):  # the announcing itself may have failed
+            with contextlib.suppress(Exception):  # the announcement itself may be what failed
                 rank.broken()
             time.sleep(PAUSE_S)
 
@@ -182,7 +182,7 @@ class UpstreamKvEvents:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
-            # no limit here: the upstream's own limit drops what is not read at once
+            # no limit here: the upstream's own limit drops batches that are not read at once
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
             socket.connect(endpoint)

@@ -1,19 +1,20 @@
 """Translates an engine's own block names into Holdfast's sequence hashes.
 
-An engine's hash of a block means nothing outside of it. Each stored block comes with its tokens and its parent. From these it
-gets the same name as everywhere in Holdfast (`events.blocks`). The names are remembered, and the engine's events are
-translated.
+An engine's block hashes have no meaning outside the engine. The event of each stored block contains the block's tokens and
+parent. From these, this module computes the name that all of Holdfast uses (`events.blocks`). It records the names, and
+translates later events with them. The states of a block:
 
-    known      its name is remembered, because the engine has it, or had it when a loss occurred
+    known      its name is recorded: the engine has the block, or had it when events were lost
     held       number of copies per tier: vLLM computes a prompt twice if it arrives twice at once, keeps and reports both
-    hidden     it has no name that a router could ask for: a block of a canary, an image or an unknown adapter
+    hidden     it has no name that a router could look up: a block of a canary, an image or an unknown adapter
 
-An engine that continues after its worker was convicted keeps what it has computed. So each conviction begins an epoch, which is
-part of the salts of all later prompts (`salt_of`). Only what was stored in the last epoch can be requested; its first block
-hides all earlier ones.
+An engine that continues after its worker was convicted keeps its computed blocks. So each conviction begins an epoch, which is
+part of the salts of all later prompts (`salt_of`). Only blocks stored in the last epoch can be reused; the first block of an
+epoch hides all earlier blocks.
 
-After a loss (`lose`) nothing is held, but everything is still known. If the engine then stores a block on its device right
-after a known one, it must have all blocks before it, and they are held again. So blocks in use are recovered without a replay.
+After lost events (`lose`) no block is held, but all are still known. If the engine then stores a block on its device right
+after a known one, the engine must have all blocks before it, and they become held again. So blocks in use are recovered
+without a replay.
 
 Pure: no IO, no clock. Used by one thread.
 """
@@ -26,7 +27,7 @@ from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Key, UpstreamEvent
 
-SALTED_MAX = 10_000  # remembered salted prompts, for engines that do not report salts
+SALTED_MAX = 10_000  # recorded salted prompts, for engines that do not report salts
 EPOCH_DIGITS_MAX = 18  # microseconds since 1970 have 16
 KNOWN_MAX = 2_000_000  # blocks; 16 tokens each are 32 million tokens
 CANARY_SALT = "holdfast-canary-"  # prefix of salts that keep canaries out of the prefix cache
@@ -35,12 +36,12 @@ REASONS = ("orphan", "odd_size", "unnamed", "full")
 
 
 def salt_of(epoch: int, salt: str) -> str:
-    """Return the salt that a request has at the engine. In epoch 0 it is its own, unless it looks like an epoch's."""
+    """Return the salt to send to the engine. In epoch 0 it is the request's own salt, unless that looks like an epoch's."""
     return f"{EPOCH_SALT}{epoch}-{salt}" if epoch or salt.startswith(EPOCH_SALT) else salt
 
 
 def read_salt(salt: str) -> tuple[int, str]:
-    """Return the epoch in which a block was stored, and its request's own salt."""
+    """Split a salt into the epoch in which the block was stored and the request's own salt."""
     epoch, dash, own = salt.removeprefix(EPOCH_SALT).partition("-")
     known = salt.startswith(EPOCH_SALT) and dash and len(epoch) <= EPOCH_DIGITS_MAX
     return (int(epoch), own) if known and epoch.isdecimal() and epoch.isascii() else (0, salt)
@@ -52,7 +53,7 @@ class Block:
 
     name: int | None  # its sequence hash; None: hidden
     parent: Key | None
-    seed: int  # of its local hash, and of those of all blocks behind it
+    seed: int  # of this block's local hash, and of those of all blocks after it
     copies: list[int] = field(default_factory=lambda: [0, 0, 0])  # by tier
 
     @property
@@ -62,29 +63,29 @@ class Block:
 
 
 class Names:
-    """The blocks of one rank of an engine. The first stored blocks determine how many tokens a block has."""
+    """The blocks of one rank of an engine. The block size in tokens is that of the first stored blocks."""
 
     def __init__(self, known_max: int = KNOWN_MAX, salted_max: int = SALTED_MAX) -> None:
-        """Know at most `known_max` blocks, and remember at most `salted_max` salted prompts."""
+        """Keep at most `known_max` known blocks and `salted_max` salted prompts."""
         self.block_tokens: int | None = None
         self.passed_over = dict.fromkeys(REASONS, 0)  # skipped blocks, by reason
         self._known: dict[Key, Block] = {}
         self._known_max = known_max
         self._salted_max = salted_max
-        self._group: int | None = None  # the group with the blocks of the prefix, if there are several
+        self._group: int | None = None  # the KV cache group with the prefix's blocks, if there are several
         self._lost = False  # some blocks may be known but not held
-        self._reports_salts = False  # earlier versions of vLLM do not
-        self._epoch = 0  # of the blocks that can be requested
+        self._reports_salts = False  # false for earlier versions of vLLM
+        self._epoch = 0  # epoch of the blocks that can be reused
         self._salted: dict[
             int, None
-        ] = {}  # local hashes with which recent salted prompts would begin if they were plain
+        ] = {}  # the first local hashes that recent salted prompts would have without a salt
 
     def __len__(self) -> int:
-        """Return how many blocks are known."""
+        """Return the number of known blocks."""
         return len(self._known)
 
     def take(self, events: Sequence[UpstreamEvent]) -> list[KvEvent]:
-        """Return the events of one batch with Holdfast's names."""
+        """Process the events of one batch, and return them with Holdfast's names."""
         out: list[KvEvent] = []
         for event in events:
             match event:
@@ -97,10 +98,10 @@ class Names:
         return out
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record that a salted prompt is on its way. May be called from another thread.
+        """Record a salted prompt that is being sent to the engine. May be called from another thread.
 
-        If an engine does not report salts, the blocks of this prompt look like those of a plain prompt. Until a salt has been
-        seen, blocks that begin in the same way are hidden.
+        If an engine does not report salts, the blocks of this prompt look like those of a prompt without a salt. Until the engine
+        has reported a salt, blocks that begin in the same way are hidden.
         """
         size = self.block_tokens
         if self._reports_salts or size is None or len(tokens) < size:
@@ -111,18 +112,18 @@ class Names:
             del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:
-        """Drop all blocks, because events were lost."""
+        """Mark all blocks as not held, because events were lost. They stay known."""
         for block in self._known.values():
             block.copies = [0, 0, 0]
         self._lost = True
         return [Cleared()]
 
     def forget(self) -> list[KvEvent]:
-        """Know nothing any more: the cache is empty, or belongs to a restarted engine."""
+        """Drop all known blocks: the cache is empty, or belongs to a restarted engine."""
         self._known.clear()
         return [Cleared()]
 
-    # --- what is stored
+    # --- stored blocks
 
     def _store(self, event: BlocksStored, out: list[KvEvent]) -> None:
         if event.group is not None:
@@ -137,7 +138,7 @@ class Names:
             event.block_tokens != self.block_tokens
             or len(event.tokens) != len(event.keys) * event.block_tokens
         ):
-            self._pass_over("odd_size", len(event.keys))  # a part of a block, or a prefix with holes
+            self._pass_over("odd_size", len(event.keys))  # a partial block, or a prefix with holes
             return
         parent = None if event.parent is None else self._known.get(event.parent)
         if event.parent is not None and (parent is None or not self._has_all(event.parent, event.tier, out)):
@@ -186,7 +187,7 @@ class Names:
         out.append(Cleared())
 
     def _locate(self, event: BlocksStored, out: list[KvEvent]) -> None:
-        """Record on which tier known blocks are."""
+        """Record the tier of known blocks."""
         for key in event.keys:
             block = self._known.get(key)
             before = None if block is None or block.parent is None else self._known.get(block.parent)
@@ -198,7 +199,7 @@ class Names:
                 out.append(Stored([block.name], None if before is None else before.name, event.tier))
 
     def _has_all(self, key: Key, tier: Tier, out: list[KvEvent]) -> bool:
-        """Return whether a block and all blocks before it are held. A block stored after it on the device proves it."""
+        """Return whether a block and all blocks before it are held. A block stored right after it on the device proves this."""
         lost: list[Block] = []
         at: Key | None = key
         while at is not None:
@@ -218,7 +219,7 @@ class Names:
             out.append(Stored(named, before, Tier.DEVICE))
         return True
 
-    # --- what is removed
+    # --- removed blocks
 
     def _remove(self, event: BlocksRemoved, out: list[KvEvent]) -> None:
         if event.group is not None and self._group is not None and event.group != self._group:
@@ -244,7 +245,7 @@ class Names:
     # --- bounds
 
     def _forget_unheld(self) -> bool:
-        """Drop blocks that are known but not held. Return whether there were any."""
+        """Drop the blocks that are known but not held. Return whether any were dropped."""
         before, lost, self._lost = len(self._known), self._lost, False
         if lost:
             self._known = {key: block for key, block in self._known.items() if block.held}
@@ -261,7 +262,7 @@ def _salt(event: BlocksStored) -> str:
 
 
 def _salted(event: BlocksStored, parent: Block | None, own_salt: str) -> tuple[int, int]:
-    """Return the seed of the blocks' local hashes, and how many of the first blocks a router could ask for."""
+    """Return the seed of the blocks' local hashes, and how many of the first blocks a router could look up."""
     salts = _others(event.extras[0], event.lora) if event.extras else []
     if parent is not None:
         seed, visible = parent.seed, len(event.keys) if parent.name is not None else 0
@@ -278,5 +279,5 @@ def _salted(event: BlocksStored, parent: Block | None, own_salt: str) -> tuple[i
 
 
 def _others(extra: Any, lora: str | None) -> list[Any]:
-    """Return the parts of a block's hash other than tokens and the adapter's name."""
+    """Return the parts of a block's hash besides its tokens and the adapter's name."""
     return [one for one in extra or () if one != lora] if isinstance(extra, list | tuple) else []

@@ -1,4 +1,4 @@
-"""Tracks the prefix cache of one rank of an upstream, from batches and, after a loss, replays.
+"""Tracks the prefix cache of one rank of an upstream, from its KV events and replays of lost ones.
 
     connect, reconnect ──▶ restore: request what follows the last batch
                               │ it continues from there ──▶ in step
@@ -8,8 +8,8 @@
           └─ cannot be read ──▶ announce an empty cache
     nothing for a while ──▶ check: request what follows the last batch
 
-If an upstream has no replay endpoint, or it does not answer, the cache counts as empty until new batches fill it. No sockets
-and no clock here: `ask` is a callable.
+If an upstream has no replay endpoint, or the endpoint does not answer, the cache counts as empty until new batches fill it.
+This module uses no sockets and no clock: `ask` is a callable.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ Ask = Callable[[int], Iterable[Frame]]
 
 
 def no_replay(first: int) -> Iterable[Frame]:
-    """Act as an upstream without a replay endpoint. Raise NoReplay."""
+    """Raise NoReplay, like an upstream without a replay endpoint."""
     raise NoReplay("it has no replay endpoint")
 
 
@@ -58,7 +58,7 @@ class UpstreamRank:
         self._log = log.bind(rank=rank)
 
     def connected(self) -> None:
-        """Catch up: batches may have been missed while disconnected, and the upstream may be another one."""
+        """Catch up after a connect: batches may have been missed, and the upstream may have been replaced."""
         self._restore()
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class UpstreamRank:
             if not self._continued():
                 self._clear()
                 self._replay(0)
-        except NoReplay as reason:  # what is known stays valid
+        except NoReplay as reason:  # the known blocks stay valid
             self._log.info("upstream_kv_events_not_checked", reason=str(reason))
 
     def counts(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class UpstreamRank:
         self._take(number, batch)
 
     def broken(self) -> None:
-        """Announce an empty cache and start again, after a bug here."""
+        """Announce an empty cache and start again, after a bug in this worker."""
         self._clear(another_life=True)
 
     @property
@@ -126,7 +126,7 @@ class UpstreamRank:
             self._announce(self._rank, events)
 
     def _clear(self, *, another_life: bool = False) -> None:
-        """Announce an empty cache. After a restart of the engine the same names may mean other blocks."""
+        """Announce an empty cache. `another_life`: the engine has restarted, so the same names may mean other blocks."""
         if len(self.names) or self._cursor.number is not None:
             self.counters["cleared"] += 1
             self._announce(self._rank, self.names.forget() if another_life else self.names.lose())
@@ -135,7 +135,7 @@ class UpstreamRank:
     # --- replays
 
     def _restore(self, *, another_life: bool = False) -> None:
-        """Take the missed batches from a replay; if there is none, announce an empty cache."""
+        """Process the missed batches from a replay; if there is no replay, announce an empty cache."""
         try:
             if another_life or self._cursor.number is None or not self._continued():
                 self._clear(another_life=another_life)
@@ -146,7 +146,7 @@ class UpstreamRank:
             self._clear(another_life=another_life)
 
     def _continued(self) -> bool:
-        """Take everything after the last batch. Return False if the upstream does not continue from it. Raise NoReplay."""
+        """Replay all batches after the last one. Return False if the upstream does not continue from it. Raise NoReplay."""
         assert self._cursor.number is not None
         frames = iter(self._ask(self._cursor.number))
         number, payload = next(frames, (-1, b""))
@@ -156,7 +156,7 @@ class UpstreamRank:
         return self._take_all(frames) or self._replay(self._cursor.number + 1)
 
     def _replay(self, first: int) -> bool:
-        """Take everything left from `first` on; request again what a replay itself has lost. Raise NoReplay."""
+        """Replay all available batches from `first` on; request again those that a replay itself lost. Raise NoReplay."""
         for _ in range(ASKS_MAX):
             before = self._cursor.number
             if self._take_all(self._ask(first)):
@@ -167,7 +167,7 @@ class UpstreamRank:
         raise NoReplay("its replays have gaps")
 
     def _take_all(self, frames: Iterable[Frame]) -> bool:
-        """Take consecutive batches. Return False at a gap."""
+        """Process consecutive batches. Return False at a gap."""
         for number, payload in frames:
             batch = self._read(number, payload)
             if batch is None:

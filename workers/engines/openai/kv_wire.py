@@ -2,10 +2,10 @@
 
 vLLM's format, also used by SGLang: msgpack of `[time, [event, ...], DP rank]`. An event is a map (`{"type": "BlockStored",
 "block_hashes": ...}`, vLLM 0.32), or an array with its type's name first and its fields in the same order (SGLang, earlier
-vLLM). Newer engines append fields, earlier ones have fewer: both are read, and unknown fields are skipped.
+vLLM). Newer engines append fields, and earlier ones have fewer. The decoder accepts all of them and skips unknown fields.
 
-A batch is rejected whole (`MalformedKvBatch`) if any required part cannot be read. With only a part of it, blocks could stay
-listed after they were removed.
+The whole batch is rejected (`MalformedKvBatch`) if any required part cannot be read. If only a part were used, blocks could
+stay listed after they were removed.
 """
 
 import math
@@ -62,7 +62,7 @@ class BlocksStored:
     block_tokens: int
     tier: Tier = Tier.DEVICE
     lora: str | None = ""  # None: an adapter with an unknown name
-    extras: Sequence[Any] = ()  # per block, what its hash contains besides tokens: names, salts, images
+    extras: Sequence[Any] = ()  # per block, the parts of its hash besides tokens: names, salts, images
     group: int | None = None
 
 
@@ -114,7 +114,7 @@ def _kind(said: Any) -> str:
 
 
 def _event(said: Any) -> UpstreamEvent | None:
-    """Return one event; None if it is not of this engine's prefix cache, or of an unknown kind."""
+    """Decode one event; None if it does not concern this engine's prefix cache, or is of an unknown kind."""
     reader = _READERS.get(_kind(said))
     if reader is None:
         return None
@@ -129,7 +129,7 @@ def _event(said: Any) -> UpstreamEvent | None:
 
 def _stored(fields: dict[str, Any], tier: Tier) -> BlocksStored | None:
     if fields.get("kv_cache_spec_kind") not in _WHOLE_PREFIX:
-        return None  # a window at the end of the prompt: it does not describe a prefix
+        return None  # blocks of an attention window at the end of the prompt: they do not form a prefix
     parent, lora = fields["parent_block_hash"], fields.get("lora_name") or ""
     size, tokens = int(fields["block_size"]), array(_TOKEN, fields["token_ids"])
     if size < 1 and tokens:

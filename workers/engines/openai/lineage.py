@@ -1,4 +1,4 @@
-"""Reads the lineage of a server's answers: its weights and how it computes, besides model and version.
+"""Reads the lineage of a server's answers: the weights, and the settings that change how it computes.
 
     /v1/models        root, max_model_len      vLLM, SGLang; llama-server: n_ctx, size of the weights
     /get_model_info   weight_version           SGLang
@@ -6,7 +6,7 @@
     /metrics          cache_dtype of vllm:cache_config_info
 
 A missing page contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
-are excluded: a restart alone is no new lineage.
+are excluded: a restart alone does not change the lineage.
 """
 
 import re
@@ -34,7 +34,7 @@ class LineagePages(Protocol):
 
 
 async def read(upstream: LineagePages, pages: Iterable[str] = (*PAGES, METRICS)) -> Mapping[str, Told | None]:
-    """Return what each page reports; None for a page that cannot be read now."""
+    """Return the values that each page reports; None for a page that cannot be read now."""
     found: dict[str, Told | None] = {}
     for path in pages:
         if path == METRICS:
@@ -54,14 +54,14 @@ def _told(said: Mapping[str, Any], names: Iterable[str]) -> Told:
 
 
 def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
-    """Return the lineage pages after another read. A page that could not be read keeps its previous values."""
+    """Merge a new read of the lineage pages into the known values. A page that could not be read keeps its previous values."""
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
 
 
 def lineage(root: str, context_tokens: int | None, size: int | None, told: Mapping[str, Told]) -> str:
     """Return the name of a lineage, which is part of the canary key; empty if nothing is reported.
 
-    Only the last part of a folder counts: hosts keep the same weights in different places.
+    Only the last component of a folder's path is used: hosts keep the same weights in different folders.
     """
     pairs = [("root", root.rstrip("/").rpartition("/")[2]), ("max_model_len", str(context_tokens or ""))]
     pairs += [("size", str(size or "")), *(pair for path in sorted(told) for pair in told[path])]

@@ -14,7 +14,7 @@ from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.stream_decoder import Fault
 from workers.engines.openai.upstream import Upstream, refused
 
-BYTES_MAX = 32 * 1024 * 1024  # a number takes about 80 bytes, and a prompt has at most 100,000 tokens
+BYTES_MAX = 32 * 1024 * 1024  # a logprob takes about 80 bytes, and a prompt has at most 100,000 tokens
 
 
 class RankedToken(msgspec.Struct):
@@ -49,7 +49,7 @@ async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Gen
 
 
 def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the logprob of each token of a prompt, with the best `top` at its position. Raise Fault.
+    """Return the logprob of each token of a prompt, with the `top` best at its position. Raise Fault.
 
     The logprob of the first token has no meaning.
     """

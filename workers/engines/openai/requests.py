@@ -1,4 +1,4 @@
-"""Tracks the requests that are with the upstream, and the progress of each."""
+"""Tracks the requests that the worker forwards to the upstream, and the progress of each."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ JOINS_WITHIN_S = 0.25  # a request may join the step that began at most this lon
 
 @dataclass(slots=True, eq=False)
 class UpstreamRequest:
-    """One request that is with the upstream."""
+    """One request that is at the upstream, or waits here for a slot."""
 
     task: "asyncio.Task[None]"
     prompt_tokens: int
@@ -21,21 +21,21 @@ class UpstreamRequest:
     length: int  # tokens so far, including the prompt
     movable: Generate | None  # the original request, if it can move to another server
     silent: bool = True  # no output yet
-    generated: list[int] = field(default_factory=list)  # tokens generated since, if it can move
+    generated: list[int] = field(default_factory=list)  # tokens generated so far, if the request can move
     canary: bool = False
-    sent: bool = False  # otherwise it waits here
+    sent: bool = False  # otherwise the request waits here
 
 
 class UpstreamRequests:
-    """All requests of one worker that are with its upstream, by the worker's keys."""
+    """All requests of one worker for its upstream, by the worker's keys."""
 
     def __init__(self, most: int) -> None:
         """Accept at most `most` requests at once."""
         self._most = most
         self._by_key: dict[int, UpstreamRequest] = {}
-        self._token_at = 0.0  # when any stream last brought a token; monotonic seconds
+        self._token_at = 0.0  # when a token of any stream last arrived; monotonic seconds
         self._moved_at = (
-            0.0  # when the upstream last brought a token, or was given its only work; monotonic seconds
+            0.0  # when the last token arrived, or an idle upstream got a request; monotonic seconds
         )
 
     def __len__(self) -> int:
@@ -48,13 +48,13 @@ class UpstreamRequests:
         return iter(self._by_key.values())
 
     def get(self, key: int) -> UpstreamRequest | None:
-        """Return a request if it is there."""
+        """Return a request; None if there is none with this key."""
         return self._by_key.get(key)
 
     def overload(self, *, canary: bool) -> str | None:
         """Return the error if no more requests are accepted; None if there is room.
 
-        Canaries use no room, and a few of them are always accepted: a full worker is checked, too.
+        Canaries do not count, and a few of them are always accepted, so that a full worker is checked, too.
         """
         canaries = self.canaries
         if len(self._by_key) - canaries < self._most or (canary and canaries < CANARIES_MAX):
@@ -63,12 +63,12 @@ class UpstreamRequests:
 
     @property
     def canaries(self) -> int:
-        """How many of them are canaries."""
+        """Number of canaries among the requests."""
         return sum(one.canary for one in self)
 
     @property
     def tokens(self) -> int:
-        """The sum of their tokens."""
+        """The sum of the requests' tokens."""
         return sum(one.length for one in self)
 
     def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
@@ -82,7 +82,7 @@ class UpstreamRequests:
 
     @property
     def sent_now(self) -> int:
-        """How many of them the upstream has."""
+        """Number of requests sent to the upstream."""
         return sum(one.sent for one in self)
 
     def sent(self, key: int) -> None:
@@ -96,10 +96,10 @@ class UpstreamRequests:
         return self._token_at
 
     def record(self, key: int, chunks: Sequence[Chunk]) -> bool:
-        """Record output of the upstream; return whether there are chunks to pass on.
+        """Record output of the upstream; return whether there are chunks to deliver.
 
-        Only tokens, text and an end renew the age of the step. SSE comments, empty events and partial lines yield no chunk and
-        do not count: a proxy sends them while the engine hangs.
+        Only tokens, text and an end reset the age of the step. SSE comments, empty events and partial lines yield no chunk and
+        do not count: a proxy may send them while the engine hangs.
         """
         if chunks:
             self._moved_at = time.monotonic()
@@ -120,10 +120,10 @@ class UpstreamRequests:
         self._by_key.pop(key, None)
 
     def phase(self) -> Phase:
-        """Return the current phase of the upstream, as far as its answers show it."""
+        """Return the current phase of the upstream, derived from its answers."""
         if not self._by_key:
             return Phase("idle", self._moved_at)
-        # While some stream brings tokens, every step is observed: prompts that arrived after its start excuse none.
+        # While tokens of any stream arrive, each step is observed: prompts that arrived after its start do not excuse a delay.
         there = [one for one in self if one.sent]
         silent = [one for one in there if one.silent]
         brings_tokens, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S

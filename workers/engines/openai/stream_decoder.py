@@ -1,16 +1,16 @@
 """Decodes an upstream's answer stream. Bytes in, chunks out; no IO, no clock.
 
-An HTTP 200 does not prove an answer. The following are not answers, and none may look like a normal end. All but the first are
+HTTP 200 does not guarantee a valid answer. The cases below must not look like a normal end to the client. All but the first are
 faults of the engine:
 
-    an error object in the stream that blames the request (`mistakes`)   invalid_request
-    any other error object, with or without [DONE] behind it             engine_error
+    an error object that the request caused (`error_mapping`)            invalid_request
+    any other error object, with or without [DONE] after it              engine_error
     finish_reason "abort" (an engine that is being stopped)              engine_error
     the stream ends without any finish_reason                            stream_incomplete
     a null or infinite logprob; only token id 0                          non_finite
 
-The last shows NaN logits on vLLM: the argmax of NaN is 0, repeated with HTTP 200. Consecutive zeros are held back until another
-token follows, so that a client never sees them if they turn out to be NaN.
+Repeated token id 0 is a sign of NaN logits on vLLM: the argmax of NaN is 0, and vLLM answers HTTP 200. Consecutive zeros are
+held back until another token follows, so that a client never sees zeros that come from NaN.
 """
 
 import json
@@ -23,7 +23,7 @@ from events.wire import Chunk, Generate, Logprob, finish_reason
 from workers.engines.openai.error_mapping import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
-ZEROS_MAX = 8  # this many consecutive tokens with id 0 are not an answer
+ZEROS_MAX = 8  # this many consecutive tokens with id 0 are a fault
 ZEROS_ALONE_MAX = 3  # a user's answer may consist of this many zeros
 WORDS_MAX = 200  # of the upstream's text
 DONE = "[DONE]"
@@ -54,17 +54,17 @@ class UpstreamStream:
 
     def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
         self.over = False
-        self.begun = False  # output was returned
+        self.begun = False  # whether output was returned
         self._request = request
         self._ids_from = ids_from
         self._pending = bytearray()
-        self._held: list[StreamPiece] = []  # consecutive zeros, not yet passed on
-        self._zeros = 0  # consecutive
+        self._held: list[StreamPiece] = []  # consecutive zeros, not yet returned
+        self._zeros = 0  # number of consecutive zeros
         self._only_zeros = True
         self._token_count = 0
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Return the chunks that these bytes complete, at most one of them final."""
+        """Decode these bytes; return the completed chunks, at most one of them final."""
         chunks: list[Chunk] = []
         try:
             for payload in self._payloads(data):
@@ -107,7 +107,7 @@ class UpstreamStream:
         if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
             raise Fault(error_of(said, canary=self._request.canary))
         choices = said.get("choices") or []
-        if not choices:  # usage, which is counted here
+        if not choices:  # a usage event: tokens are counted here instead
             return
         try:
             yield from self._choice(choices[0])
@@ -133,7 +133,7 @@ class UpstreamStream:
         yield self._chunk(last, finish=finish_reason(reason))
 
     def _release_zeros(self, piece: StreamPiece) -> StreamPiece | None:
-        """Return what may be passed on: no run of zeros yet, and everything held back once another token follows."""
+        """Hold back a run of zeros; return it together with the piece once another token follows."""
         for token in piece.tokens:
             self._zeros = self._zeros + 1 if token == 0 else 0
             self._only_zeros = self._only_zeros and token == 0
@@ -185,7 +185,7 @@ def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Stream
 
 
 def _ids(given: Iterable[Any]) -> list[int]:
-    """Return token ids. Raise Fault for an invalid one, which would break the frame shared by all requests."""
+    """Validate token ids. Raise Fault for an invalid one, which would break the frame shared by all requests."""
     ids = list(given)
     if wrong := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
         raise Fault(f"engine_error: the upstream calls {wrong[0]!r} a token id")

@@ -22,20 +22,20 @@ from workers.engines.openai.stream_decoder import Fault, IdsFrom, read_piece
 from workers.engines.openai.upstream_errors import HealthAnswer, UpstreamUnavailable, shown, unreachable
 from workers.engines.openai.upstream_errors import refused as refused_us
 
-ASK_S_MAX = 5.0  # for requests that cost the upstream nothing
+ASK_S_MAX = 5.0  # for requests that need no computation at the upstream
 PROBE_S_MAX = 60.0  # for a short completion on a cold server
 PROBE_TOKENS = 8
 BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
 READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far lower
 COMPLETIONS = "/v1/completions"
-PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
+PROMPT_IDS = [1, 2, 3]  # ids that any vocabulary has
 STORED_TOKENS = 1024  # longer than any block of a KV cache
 WORDS = [
     "river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon", "winter", "table",
 ]  # fmt: skip
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's
-CLIENT_MISTAKES = (400, 413, 422)  # statuses by which a probe learns that a variant is not supported
+CLIENT_MISTAKES = (400, 413, 422)  # statuses that mean, in a probe, that a variant is not supported
 NOTHING_ADDED: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": -1,  # vLLM, SGLang and llama-server read this as "all"
@@ -64,7 +64,7 @@ class Upstream:
 
     def __init__(self, url: str, key: str, streams_max: int) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self.model = ""  # the first model that it lists; empty before
+        self.model = ""  # the first model that the server lists; empty before that is known
         self._session = aiohttp.ClientSession(
             # No connection is reused: llama-server announces keep-alive, but closes each one after a stream.
             connector=aiohttp.TCPConnector(limit=streams_max + 8, force_close=True),
@@ -101,7 +101,7 @@ class Upstream:
         return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:
-        """Return the text at /metrics; None if there is none, or not in time."""
+        """Return the text at /metrics; None if there is no such page, or no answer in time."""
         try:
             async with asyncio.timeout(deadline_s), self._session.get(self._url + "/metrics") as response:
                 return None if response.status >= 400 else (await _bounded(response)).decode(errors="replace")
@@ -109,7 +109,7 @@ class Upstream:
             return None
 
     async def store_something(self, abilities: Abilities) -> None:
-        """Make the server compute a prompt that is in no cache and longer than a block. Ignores failures."""
+        """Have the server compute a prompt that is in no cache and longer than a block. Ignores failures."""
         size = min(STORED_TOKENS, (abilities.context_tokens or STORED_TOKENS) // 2)
         tokens = (PROMPT_IDS * size)[:size]
         request = Generate(0, "probe", tokens, size, Sampling(max_tokens=1), canary=True)
@@ -130,7 +130,7 @@ class Upstream:
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
-        """Return a model's entry at /v1/models; the first entry if it is not listed. Raise UpstreamUnavailable."""
+        """Return a model's entry at /v1/models; the first entry if the model is not listed. Raise UpstreamUnavailable."""
         listed = await self._get("/v1/models")
         try:
             every = listed["data"]
@@ -168,7 +168,7 @@ class Upstream:
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
-        """Return the abilities of a listed server, found by a completion of this many tokens. Raise UpstreamUnavailable."""
+        """Probe a server's abilities by a completion of this many tokens, and return them. Raise UpstreamUnavailable."""
         answer: dict[str, Any] | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
@@ -314,7 +314,7 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     sampling, unset = (
         request.sampling,
         frozenset(request.sampling.unset),
-    )  # what the client left out is left out
+    )  # fields that the client omitted are omitted
     body: dict[str, Any] = {
         "model": abilities.model,
         "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
@@ -348,7 +348,7 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
 
 
 def _neutral(unset: frozenset[str]) -> dict[str, Any]:
-    """Return the values that change nothing, except those that the server's defaults decide."""
+    """Return the neutral sampling values, except those that are left to the server's defaults."""
     if not unset:
         return NOTHING_ADDED
     return {name: value for name, value in NOTHING_ADDED.items() if name not in unset}
@@ -362,12 +362,12 @@ def prompt_text(request: Generate) -> str:
 
 
 def hidden(text: str, key: str) -> str:
-    """Return an upstream's text without the API key: some servers quote a key that they do not know."""
+    """Remove the API key from an upstream's text: some servers quote a key that they do not accept."""
     return text.replace(key, "***") if key else text
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
-    """Return the error of a response that is no stream."""
+    """Return the error in a response that is not a stream."""
     try:
         async with asyncio.timeout(ASK_S_MAX):
             said = await _bounded_json(response)
@@ -377,12 +377,12 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
 
 
 def refused(body: bytes, status: int) -> str:
-    """Return the error of a response with this body to a user's request."""
+    """Return the error for a response with this body to a user's request."""
     return error_of(_json_or(body), status, canary=False)
 
 
 def _json_or(body: bytes, instead: str = "no reason given") -> Any:
-    """Return a body as JSON, or the replacement."""
+    """Parse a body as JSON; return `instead` if it is invalid."""
     try:
         return json.loads(body)
     except ValueError:
@@ -390,12 +390,12 @@ def _json_or(body: bytes, instead: str = "no reason given") -> Any:
 
 
 async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
-    """Return a body as JSON. Raise ValueError if it is invalid or too long."""
+    """Read a body as JSON. Raise ValueError if it is invalid or too long."""
     return json.loads(await _bounded(response))
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX) -> bytes:
-    """Return a body. Raise ValueError if it is too long."""
+    """Read a body. Raise ValueError if it is too long."""
     body = await response.content.read(most)
     while not response.content.at_eof():
         if len(body) >= most:
@@ -405,7 +405,7 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
 
 
 def _ids_from(answer: dict[str, Any]) -> IdsFrom:
-    """Return where in an answer the ids of its tokens are."""
+    """Return which part of an answer contains its token ids."""
     choice = (answer.get("choices") or [{}])[0]
     if choice.get("token_ids"):
         return "token_ids"
@@ -416,7 +416,7 @@ def _ids_from(answer: dict[str, Any]) -> IdsFrom:
 
 
 def _also_served(every: list[Any], about: dict[str, Any]) -> tuple[str, ...]:
-    """Return the further names of a listed model: those of the same root. An adapter names its base model as `parent`."""
+    """Return the other names of a listed model: those with the same root. An adapter, which has a `parent`, is none of them."""
     root, own = about.get("root"), about["id"]
     same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
     return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]

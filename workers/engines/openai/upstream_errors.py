@@ -1,4 +1,4 @@
-"""Describes in one sentence why an upstream does not serve.
+"""Describes in one sentence why an upstream is unavailable.
 
 Never quotes the server's own text, which may contain a prompt or the API key.
 """
@@ -36,7 +36,7 @@ def shown(url: str) -> str:
     """Return a server's URL without a user name and password."""
     try:
         return str(URL(url).with_user(None))
-    except ValueError:  # the port is not a number: connecting reports it
+    except ValueError:  # the port is not a number: the attempt to connect reports that
         return url.rpartition("@")[2]
 
 
@@ -56,7 +56,7 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
 
 
 def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Describe a TLS error: its errno is that of another error ("Operation not permitted")."""
+    """Describe a TLS error. Its errno is misleading: it is that of "Operation not permitted"."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause: object = error.certificate_error
         why = getattr(cause, "verify_message", "") or str(cause)
@@ -66,7 +66,7 @@ def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientC
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
-    """Return the error for a server that answered with an error. `keyed`: an API key was sent."""
+    """Return the error for a server that answered with an error status. `keyed`: an API key was sent."""
     answers = f"{shown(url)}{path} answers {status}"
     if status in UNAUTHORIZED:
         why = "it does not accept the API key" if keyed else "it requires an API key"

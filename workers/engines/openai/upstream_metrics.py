@@ -1,7 +1,7 @@
 """Reads the load of an upstream from its `/metrics`, every second.
 
-An upstream may have other clients. It knows its waiting and running requests and its KV cache usage; the worker only knows the
-requests that it has sent. A report is used for 5 s, then ignored.
+An upstream may have other clients. The upstream knows all its waiting and running requests and its KV cache usage; the worker
+only knows the requests that it has sent. A report is used for 5 s, then ignored.
 
              vLLM                          SGLang                    llama-server
 running      vllm:num_requests_running     sglang:num_running_reqs   llamacpp:requests_processing
@@ -9,7 +9,7 @@ waiting      vllm:num_requests_waiting     sglang:num_queue_reqs     llamacpp:re
 KV in use    vllm:kv_cache_usage_perc (1)  sglang:token_usage        llamacpp:kv_cache_usage_ratio
 KV blocks    vllm:cache_config_info
 
-(1) of 1; `vllm:gpu_cache_usage_perc` in earlier versions
+(1) a share from 0 to 1; `vllm:gpu_cache_usage_perc` in earlier versions
 """
 
 import re
@@ -20,7 +20,7 @@ from events.wire import Load
 
 EVERY_S = 1.0
 STALE_S = 5.0
-MOST = 1e9  # upper limit of any value: larger ones are no counts, and would not fit into the messages
+MOST = 1e9  # upper limit of any value: larger ones cannot be counts, and would not fit into the messages
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
@@ -35,7 +35,7 @@ _LABELS = (
     *RANKS,
     "block_size",
     "num_gpu_blocks",
-)  # by name: a pattern for any label would be tried at each letter of a long one
+)  # by name: a pattern for any label would be slow, as it is tried at each letter of a long label
 _LABEL = re.compile(rf'\b({"|".join(_LABELS)})="([^"\\]*)"')
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -46,12 +46,12 @@ class UpstreamRankLoad:
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float | None = None  # of 1
+    kv_usage: float | None = None  # share from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamReport:
-    """One report of an upstream, by DP rank, in their order."""
+    """One report of an upstream, with one entry per DP rank, in rank order."""
 
     ranks: tuple[UpstreamRankLoad, ...]
     block_tokens: int | None = None
@@ -59,7 +59,7 @@ class UpstreamReport:
 
 
 def read_metrics(text: str) -> UpstreamReport | None:
-    """Parse the load from an exposition; None if it is of an unknown server."""
+    """Parse the load from a metrics text; None if the server is of an unknown kind."""
     found: tuple[dict[str, float], ...] = ({}, {}, {})
     about: dict[str, str] = {}
     for name, labels, value in _samples(text):
@@ -83,7 +83,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield the samples that are used: name, labels, value. Values that are not numbers are skipped."""
+    """Yield the relevant samples: name, labels, value. Values that are not numbers are skipped."""
     for name, labels, number in _SAMPLE.findall(text):
         try:
             value = float(number)
@@ -99,7 +99,7 @@ def _number(text: str | None) -> int | None:
 
 @dataclass(slots=True)
 class UpstreamLoad:
-    """The last report, its time (seconds of any monotonic clock), and the requests sent from here by then."""
+    """The last report, its time (seconds of any monotonic clock), and this worker's requests at that time."""
 
     stale_s: float = STALE_S  # older reports are ignored
     report: UpstreamReport | None = None
@@ -107,7 +107,7 @@ class UpstreamLoad:
     own: int = 0
 
     def take(self, report: UpstreamReport | None, own: int, now: float) -> None:
-        """Store one read; None: it failed."""
+        """Store one report; None: the read failed."""
         if report is not None:
             self.report, self.own, self.at = report, own, now
 
@@ -116,7 +116,7 @@ class UpstreamLoad:
         return self.report if now - self.at <= self.stale_s else None
 
     def combined(self, own: Load, batch_max: int, now: float) -> Load:
-        """Return the load of the whole upstream: others' requests at the last report, and this worker's now."""
+        """Return the load of the whole upstream: other clients' requests at the last report, and this worker's requests now."""
         report = self.fresh(now)
         if report is None:
             return own
@@ -134,7 +134,7 @@ class UpstreamLoad:
 
 
 def rank_loads(report: UpstreamReport, kv_blocks: int) -> list[Load]:
-    """Return each rank's load, with `kv_blocks` blocks each. Tokens are not reported; blocks follow from the usage."""
+    """Return each rank's load, with `kv_blocks` blocks each. Tokens are not reported; used blocks are computed from the usage."""
     return [
         Load(rank.running, rank.waiting, round(min(1.0, rank.kv_usage or 0.0) * kv_blocks), kv_blocks)
         for rank in report.ranks

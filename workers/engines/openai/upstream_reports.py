@@ -1,8 +1,8 @@
-"""What an upstream reports besides its answers: its load (`/metrics`) and its KV events.
+"""Reads an upstream's reports: its load (`/metrics`) and its KV events.
 
-Neither is needed to serve. Without metrics, the worker reports the load that it knows itself. Without KV events, its
-registration says that it announces none. A start waits a few seconds for both, because the registration contains the block
-size. A failed subscription is repeated in the background; once it succeeds, the worker registers anew.
+A worker can serve without them. Without metrics, the worker reports the load of its own requests. Without KV events, its
+registration states that it announces none. A start waits a few seconds for the first reports, because the registration contains
+the block size. A failed subscription is retried in the background; once it succeeds, the worker registers a new instance.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from workers.engines.openai.upstream_metrics import (
 )
 
 READ_S_MAX = 1.0
-CONNECT_S_MAX = 5.0  # for subscriptions to all of its KV event endpoints
+CONNECT_S_MAX = 5.0  # for subscriptions to all KV event endpoints of the upstream
 LOOK_S = 0.02
 STOP_S_MAX = 0.5
 EVENTS_AGAIN_S_MAX = 900.0  # between two subscription attempts
@@ -40,11 +40,11 @@ class AccountTimes:
 
     every_s: float = EVERY_S  # between two reads of its metrics
     stale_s: float = STALE_S  # older metrics are ignored
-    stored_s: float = 5.0  # for the KV events of a prompt that it has computed
+    stored_s: float = 5.0  # for the KV events of a prompt that the upstream has computed
     identity_s: float = 10.0  # between two reads of its identity
     key_s: float = 1.0  # between two reads of its API key's file
     events_again_s: float = (
-        30.0  # until a failed subscription to its KV events is repeated; doubles each time
+        30.0  # until a failed subscription to the upstream's KV events is retried; doubles each time
     )
 
 
@@ -73,7 +73,7 @@ class UpstreamAccount:
         replays: Sequence[str] = (),
         times: AccountTimes | None = None,
     ) -> None:
-        """Use these endpoints for KV events and replays. `own` returns how many requests this worker has there."""
+        """Use these endpoints for KV events and replays. `own` returns this worker's number of requests at the upstream."""
         self._upstream = upstream
         self._own = own
         self._endpoints = endpoints
@@ -103,46 +103,46 @@ class UpstreamAccount:
 
     @property
     def announces(self) -> bool:
-        """Whether its KV events are received."""
+        """Whether the upstream's KV events are received."""
         return self._announces
 
     @property
     def dp(self) -> int:
-        """How many DP ranks are distinguished: those with received KV events."""
+        """Number of DP ranks that are distinguished: those with received KV events."""
         return len(self._endpoints) if self.announces else 1
 
     @property
     def block_tokens(self) -> int | None:
-        """How many tokens a block has, by its KV events, otherwise by its metrics."""
+        """Tokens per block, from the upstream's KV events, otherwise from its metrics."""
         if self._events is not None and self._announces:
             return self._events.block_tokens
         return self._first.block_tokens if self._first is not None else None
 
     @property
     def kv_blocks(self) -> int | None:
-        """How many blocks it has, on all ranks."""
+        """Number of the upstream's blocks, on all ranks."""
         if self._first is None or self._first.kv_blocks is None:
             return None
         return self._first.kv_blocks * len(self._first.ranks)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of its KV events and of errors in them; empty without a subscription."""
+        """Counts of the upstream's KV events and of errors in them; empty without a subscription."""
         return {} if self._events is None else self._events.counters
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record that a salted prompt is sent there: not every server version marks it in its KV events."""
+        """Record a salted prompt that is being sent: not every server version reports salts in its KV events."""
         if self._events is not None:
             self._events.salted(tokens)
 
-    # --- its load
+    # --- load
 
     def load(self, own: Load, batch_max: int) -> Load:
-        """Return its load, from its metrics and from the requests sent to it."""
+        """Return the upstream's load, from its metrics and from the requests sent to it."""
         return self._load.combined(own, batch_max, asyncio.get_running_loop().time())
 
     def ranks(self, kv_blocks: int) -> list[Load]:
-        """Return the load of each DP rank, if there are several and the metrics have it."""
+        """Return the load of each DP rank, if there are several and the metrics contain it."""
         report = self._load.fresh(asyncio.get_running_loop().time())
         if self.dp == 1 or report is None or len(report.ranks) != self.dp:
             return []
@@ -158,7 +158,7 @@ class UpstreamAccount:
         report = None if text is None else read_metrics(text)
         self._load.take(report, self._own(), asyncio.get_running_loop().time())
 
-    # --- its KV events
+    # --- KV events
 
     async def _subscribe(self, abilities: Abilities, announce: Announce) -> None:
         trouble = await self._try_to_subscribe(abilities, announce)
@@ -173,9 +173,9 @@ class UpstreamAccount:
             )
 
     async def resubscribe(self, abilities: Abilities, on_subscribed: Callable[[str], None]) -> None:
-        """Repeat a subscription that failed at the start, each time after twice as long.
+        """Retry a subscription that failed at the start; the wait doubles each time.
 
-        `on_subscribed` is called once when it succeeds: the worker has registered without KV events, so it begins a new instance.
+        `on_subscribed` is called once it succeeds: the worker has registered without KV events, so it begins a new instance.
         """
         wait_s = self._times.events_again_s
         while self._endpoints and not self._announces:
@@ -187,7 +187,7 @@ class UpstreamAccount:
                 return
 
     async def _try_to_subscribe(self, abilities: Abilities, announce: Announce) -> str:
-        """Subscribe; return why no events are received, empty if they are."""
+        """Try to subscribe; return the reason for a failure, empty if it succeeded."""
         from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is needed
 
         self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)

@@ -1,4 +1,4 @@
-"""Waits at a worker's start until its upstream answers, which may still be loading."""
+"""Waits at a worker's start for its upstream, which may still be loading."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamWait:
-    """The wait of one start for an upstream."""
+    """Waits for an upstream during one start of a worker."""
 
     def __init__(self, upstream: Upstream, settings: UpstreamSettings) -> None:
         self._upstream = upstream
@@ -26,7 +26,7 @@ class UpstreamWait:
 
     @property
     def awaits(self) -> Awaits | None:
-        """Why the start waits; None before the first attempt has failed, and after one has succeeded."""
+        """The reason for the wait; None before the first attempt has failed, and after one has succeeded."""
         return Awaits(self._why, self._upstream.model) if self._why else None
 
     async def abilities(self) -> Abilities:
@@ -49,7 +49,7 @@ class UpstreamWait:
             await asyncio.sleep(RETRY_S)
 
     def _reload_key(self) -> None:
-        """Use the key that its file has now, so that a corrected file needs no restart. Raise UpstreamUnavailable."""
+        """Re-read the key file, so that a corrected file needs no restart. Raise UpstreamUnavailable."""
         if self._settings.key_file is None:
             return
         try:

@@ -1,1 +1,1 @@
-"""What a worker reads repeatedly: an upstream's API key, identity, health and retry times."""
+"""Watches the changing state of an upstream: API key, identity, health and retry times."""

@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamKey:
-    """Keeps an upstream's key equal to the content of its file. Without a file the key never changes."""
+    """Keeps an upstream's key equal to the content of a key file. Without a file the key never changes."""
 
     def __init__(self, upstream: Upstream, file: Path | None) -> None:
         self._upstream = upstream
@@ -29,12 +29,12 @@ class UpstreamKey:
             await self.read()
 
     async def replaced(self, used: str) -> bool:
-        """Read the file, and return whether the key differs from `used`, which the upstream refused."""
+        """Re-read the file. Return whether the key now differs from `used`, which the upstream refused."""
         await self.read()
         return self._upstream.key != used
 
     async def read(self) -> None:
-        """Use the key that the file holds now. An unreadable or partly written file leaves the key unchanged."""
+        """Read the file and use its key. An unreadable or partly written file leaves the key unchanged."""
         if self._file is None:
             return
         try:

@@ -3,9 +3,10 @@
 every 10 s, or at once after 401, 403, 404 or a broken connection
     read ── the same ──▶ nothing
       ├── it does not answer ──▶ read again after a second
-      └── differs, and a second read says the same ──▶ changed: the worker's instance ends
+      └── differs, and a second read confirms it ──▶ changed: the worker's instance ends
 
-KV handles cost the upstream a lease of blocks. They are probed again only after the upstream was away or doubted.
+A probe for KV handles costs the upstream a lease of blocks. So it is repeated only after the upstream was unreachable, or may
+have been replaced by another server.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from workers.engines.openai.upstream_errors import UpstreamUnavailable
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
 CONFIRM_S = 0.2  # until a difference is read a second time
-PROBE_S_MAX = 10.0  # for the completion of one token; a busy server may take longer without being another one
+PROBE_S_MAX = 10.0  # for the completion of one token; a busy server may take longer, without having changed
 HANDLES_S_MIN = 30.0  # until a probe for KV handles is repeated; doubles after each failure
 HANDLES_S_MAX = 900.0
 
@@ -40,7 +41,7 @@ class IdentityWatch:
         self._reading = asyncio.Lock()
         self._began_at = float("-inf")  # of the last read
         self._away = False
-        self.doubts = 0  # times that the upstream has behaved like another server, or was away
+        self.doubts = 0  # number of times that the upstream behaved like another server, or was unreachable
         self._handles_doubted = not known.handles
         self._handles_wait_s = HANDLES_S_MIN
         now = asyncio.get_running_loop().time()
@@ -48,13 +49,13 @@ class IdentityWatch:
         self.changed = ""  # the fields that differ; empty: none
 
     def note(self, field: str) -> None:
-        """Record a change in something that is not read here."""
+        """Record a change that another component has detected."""
         self.changed = self.changed or field
 
     def doubt(self, *, slow: bool = False) -> None:
-        """Read at once: the upstream has answered like another server, or its connection broke.
+        """Trigger a read at once: the upstream has answered like another server, or its connection broke.
 
-        `slow`: it was only late, like a busy server; no further probes are needed.
+        `slow`: the upstream was only late, like a busy server, so its further abilities are not probed again.
         """
         if not slow:
             self.distrust()
@@ -76,10 +77,10 @@ class IdentityWatch:
             await self.look()
 
     async def look(self) -> str:
-        """Read now. Return what has changed; empty if nothing has, or if the upstream does not answer."""
+        """Read now. Return the fields that have changed; empty if none has, or if the upstream does not answer."""
         asked_at = asyncio.get_running_loop().time()
         async with self._reading:
-            if self.changed or self._began_at > asked_at:  # another caller's read answers this one, too
+            if self.changed or self._began_at > asked_at:  # the read of another caller is recent enough
                 return self.changed
             self._began_at = asyncio.get_running_loop().time()
             self._doubted.clear()
@@ -94,7 +95,7 @@ class IdentityWatch:
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamUnavailable as error:
-                if not isinstance(error.__cause__, TimeoutError):  # otherwise it was just busy
+                if not isinstance(error.__cause__, TimeoutError):  # otherwise the upstream was just busy
                     self.distrust()
                 self._away = True
             return self.changed
@@ -122,14 +123,14 @@ class IdentityWatch:
             return replace(changed, version=listed.version or known.version).identity
         tokens = (
             1 if known.ids_from == "token_ids" else PROBE_TOKENS
-        )  # with ids in logprobs, some tokens lack them
+        )  # where ids are in logprobs, some tokens lack them
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
         return replace(found, handles=await self._hands_over(found)).identity
 
     async def _hands_over(self, found: Abilities) -> bool:
         """Return whether the upstream gives KV handles. Probe it if in doubt, at most every 30 s.
 
-        After an inconclusive answer, or one that still has no handle, the wait doubles each time.
+        The wait doubles after each answer that is inconclusive or still has no handle.
         """
         known, now = self._known.handles, asyncio.get_running_loop().time()
         if not self._handles_doubted or now < self._handles_at:

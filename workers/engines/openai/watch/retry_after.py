@@ -1,4 +1,4 @@
-"""Closes a worker to new requests for as long as its upstream asks: a 429 or 503 with `Retry-After`.
+"""Closes a worker to new requests after its upstream answers 429, or 503 with `Retry-After`.
 
 open ── 429, or 503 with Retry-After ──▶ closed for that long, at most `max_s` ──▶ open
 """
@@ -9,8 +9,8 @@ from email.utils import parsedate_to_datetime
 import structlog
 
 TOO_MANY, UNAVAILABLE = 429, 503
-DEFAULT_S = 1.0  # of a 429 without a duration
-MAX_S = 60.0  # the longest: a wrong header must not close a worker for hours
+DEFAULT_S = 1.0  # after a 429 without a duration
+MAX_S = 60.0  # the longest duration: a wrong header must not close a worker for hours
 
 log = structlog.get_logger(__name__)
 
@@ -28,21 +28,21 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 class RetryGate:
-    """Whether one upstream accepts new requests. Canaries have a separate gate: a busy server may still answer them."""
+    """Tracks whether one upstream accepts new requests. Canaries have a separate gate: a busy server may still answer them."""
 
     def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:
-        """`now`: monotonic seconds. `max_s`: the longest time for which it closes; 0: never."""
+        """`now`: monotonic seconds. `max_s`: the longest time for which the gate closes; 0: it never closes."""
         self._now = now
         self._max_s = max_s
         self._users_until = float("-inf")
         self._canaries_until = float("-inf")
 
     def closed_s(self, *, canary: bool = False) -> float:
-        """Return for how many seconds it stays closed; 0: it is open."""
+        """Return for how many seconds the gate stays closed; 0: it is open."""
         return max(0.0, (self._canaries_until if canary else self._users_until) - self._now())
 
     def refused(self, status: int, headers: Mapping[str, str], *, canary: bool) -> bool:
-        """Process a refused request. Return whether it closes the gate; then it is no failure of the upstream."""
+        """Process a refused request. Return whether it closes the gate; if so, the refusal is no failure of the upstream."""
         seconds = retry_after_s(headers)
         if status == TOO_MANY and seconds is None:
             seconds = DEFAULT_S

@@ -1,18 +1,18 @@
 """Decides whether an upstream is dead, from its health checks and the tokens of its streams.
 
-| health check | counts |
+| health check | effect |
 |---|---|
-| a good answer, however late | clears everything |
+| a good answer, however late | resets both counters below |
 | a refusal: an error status, a connection that cannot be made | REFUSALS_MAX in a row: dead |
 | no answer in time | dead once neither an answer nor a token has come for `silent_s` |
 
-A token of any stream since the last check clears everything as well: a saturated server answers /health late or not at all, and
-must not be ended for it. Errors are no tokens.
+A token of any stream since the last check has the same effect: a saturated server answers /health late or not at all, and must
+not be restarted for that. Errors do not count as tokens.
 """
 
 from workers.engines.openai.upstream_errors import HealthAnswer
 
-ANSWER_S_MAX = 8.0  # for one check, all paths together: below the worker's own deadline of 10 s
+ANSWER_S_MAX = 8.0  # for one check over all paths: below the worker's own deadline of 10 s
 REFUSALS_MAX = 3  # in a row
 SILENT_S = (
     30.0  # default of `silent_s`: longer than a compilation or a garbage collection, equal to `dead_after`
@@ -33,7 +33,7 @@ class UpstreamHealth:
         Args:
             answer: the result of the check.
             began_at: when the check began.
-            token_at: when a stream last brought a token.
+            token_at: when a token of any stream last arrived.
             now: when the check ended.
         """
         if self._silent_since is not None and token_at >= self._silent_since:
