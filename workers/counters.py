@@ -13,7 +13,7 @@ from events.wire import ERRORS
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 STOP_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
-LEAVING = "engine_shutdown"  # the error that sends a stream elsewhere
+LEAVING = "engine_shutdown"  # the error that makes a frontend continue a stream on another worker
 DIRECTIONS = ("in", "out")
 OUTCOMES = ("committed", "declined", "failed")
 CONNECTION_BOUNDS = (
@@ -30,8 +30,8 @@ class Ends:
     """Counts of users' ended streams; each stream ends in exactly one of four ways."""
 
     completed: int = 0
-    migrated: int = 0  # continued elsewhere, or was sent elsewhere
-    cancelled: int = 0  # no frontend read them any more
+    migrated: int = 0  # continued on another worker, or sent there
+    cancelled: int = 0  # no longer read by a frontend
     failed: int = 0  # with an error
 
     def __sub__(self, earlier: "Ends") -> "Ends":
@@ -48,10 +48,10 @@ class WorkerCounters:
     """One worker's counts since it started."""
 
     requests: int = 0
-    strangers: int = 0  # connections refused because they lack the fleet's key
+    strangers: int = 0  # connections refused because the client did not know the fleet's key
     tokens: int = 0
     cancelled: int = 0
-    left: int = 0  # computed again elsewhere although nothing had failed here
+    left: int = 0  # recomputed on another worker although nothing had failed here
     completed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # by reason
     durations: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))  # per bucket
@@ -73,7 +73,7 @@ class WorkerCounters:
         self.durations[bisect_left(DURATION_BOUNDS_S, lasted_s)] += 1
 
     def dropped(self, why: str, lasted_s: float) -> None:
-        """Count a stream that its frontend no longer reads: it has all it needs, computes it elsewhere, or has disconnected."""
+        """Count a stream that its frontend no longer reads: it needs no more output, moved the request, or disconnected."""
         if why == "complete":
             self.finished(lasted_s)
         elif why in ("elsewhere", "drained"):
@@ -83,7 +83,7 @@ class WorkerCounters:
 
     @property
     def ends(self) -> Ends:
-        """How streams have ended so far."""
+        """Counts of ended streams so far, by kind of end."""
         sent_elsewhere = self.errors.get(LEAVING, 0)
         moved = self.moves.get(("out", "committed"), 0)
         failed = sum(self.errors.values()) - sent_elsewhere
@@ -115,17 +115,17 @@ class Refusal:
 
 
 class DrainState:
-    """One worker's refusal of new requests, and its counts of the streams that ended under it.
+    """One worker's refusal of new requests, and counts of the streams that ended during its drain.
 
-    A drain begins with the command to the worker. A frontend may read of the drain earlier; then it begins with the first
-    stream that this frontend takes away for it.
+    A drain begins when the worker receives the command. A frontend may learn of the drain from the journal earlier. Then the
+    drain begins with the first stream that this frontend moves away because of it.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
         """Accept every request. `counters` count how streams end."""
         self.refusal: Refusal | None = None
         self.deregistered = (
-            False  # frontends are notified to send no new requests; requests already under way are accepted
+            False  # frontends are told to send no new requests; requests already in transit are accepted
         )
         self._counters = counters
         self._before: Ends | None = None  # at the start of the drain, or at its last report
@@ -160,7 +160,7 @@ class DrainState:
         self._drained_by.clear()
 
     def taken_away_by(self, frontend: str) -> None:
-        """Record that a frontend takes a stream away for a drain. The drain begins now if its command has not arrived yet."""
+        """Record that a frontend moves a stream away because of a drain, which begins now if its command has not arrived yet."""
         if not self.draining:
             self._before = self._before or self._counters.ends
             self._drained_by.add(frontend)
@@ -172,7 +172,7 @@ class DrainState:
             self._before = None
 
     def drained(self) -> Ends:
-        """Return how streams have ended since the drain began, or since the last call."""
+        """Return the counts of streams that ended since the drain began, or since the last call."""
         now = self._counters.ends
         before, self._before = self._before or now, now
         return now - before

@@ -1,4 +1,4 @@
-"""A worker process's admin port: /health, /live and /metrics. Imported only once the worker serves."""
+"""A worker's admin port: /health, /live and /metrics. Imported only once the worker serves."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,7 +139,7 @@ RANKS = (
 
 
 class WorkerMetrics(Collector):
-    """Collects the workers' plain counters at scrape time, so that serving pays nothing for metrics."""
+    """Collects the workers' plain counters at scrape time, so that metrics cost nothing while requests are served."""
 
     def __init__(self, workers: Sequence[InferenceWorker], journal: ObservedJournal | None = None) -> None:
         self._workers = workers
@@ -251,7 +251,7 @@ class WorkerMetrics(Collector):
 
 
 def _journal_metrics(journal: ObservedJournal) -> Iterable[Metric]:
-    """Yield the metrics of the process's journal: it has one, however many workers run in it."""
+    """Yield the metrics of the journal, which all workers of the process share."""
     reachable = "1 while this process can write to the journal."
     yield GaugeMetricFamily("holdfast_journal_reachable", reachable, value=journal.reachable)
     waiting = "Facts of this process that the journal has not accepted yet."
@@ -268,7 +268,7 @@ _UNLIMITED = RequestLimit(0, 0)
 
 
 def _requests(worker: InferenceWorker) -> RequestLimit:
-    """Return the requests inside a worker's engine and those that wait for it; none if that is not limited."""
+    """Return the request limit of a worker's engine; an empty one if requests are not limited."""
     return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
 
 
@@ -290,7 +290,7 @@ def _bounds(upper: tuple[float, ...]) -> tuple[str, ...]:
 
 
 def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
-    """Return the health page. Unless the process is stopping, a worker that does not serve is between two lives."""
+    """Return the health page. Unless the process is stopping, a worker that does not serve is about to be restarted."""
     states = {worker.config.name: _state(worker, stopping) for worker in workers}
     not_serving = sum(not worker.serving.is_set() for worker in workers)
     if not not_serving:

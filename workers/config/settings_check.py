@@ -27,7 +27,7 @@ _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|
 DYNAMO = {
     "DYN_ENGINE_REQUEST_LIMIT": "engine_request_limit",
     "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "request_queue_limit",
-}  # Dynamo's names; ours take precedence
+}  # Dynamo's names; Holdfast's names take precedence
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 
@@ -37,7 +37,7 @@ def load_settings(
 ) -> WorkerSettings:
     """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected.
 
-    `to_show`: no worker starts with these settings, so its name may belong to another one.
+    `to_show`: the settings are only displayed, so another worker may have the same name.
     """
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def _of_fleet(data: Path, what: str) -> str:
 def _check_name(settings: WorkerSettings) -> None:
     """Raise BadSetting if a worker of the joined fleet has this name.
 
-    The fleet believes only the newest worker of a name. The older one would stay out of service after the newer one has gone.
+    The fleet accepts only the newest worker of a name. The older one would stay out of service even after the newer one ends.
     """
     for other in present(settings.data):
         if other.role == "worker" and other.name.partition("..")[0] == settings.name:

@@ -1,8 +1,8 @@
 """Carries out a worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
 
-Requests may be repeated and may be late. A running drain is not started again, and a request for an earlier life of this
-worker is refused. A command to stop or to inject a fault is also refused if it arrives after its deadline, at a worker that
-was hung: its sender has already been told that it failed.
+Requests may be repeated and may be late. A running drain is not started again, and a request for an earlier instance of this
+worker is refused. A command to stop or to inject a fault is also refused if a hung worker receives it after its deadline: its
+sender has already received a timeout.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from workers.worker_failures import Killed, Retired
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")
 FaultTarget = tuple[str, int, int]  # fault, rank or group, and the argument of a device fault (0 for others)
-KILL_AFTER_S = 0.05  # by then the cause is on the journal, before its effect
+KILL_AFTER_S = 0.05  # delay before the kill, so that the journal records the cause before its effect
 DRAIN_S = 60.0  # if the request has no deadline
 LISTEN_RETRY_S = 0.2
 
@@ -73,7 +73,7 @@ class BreakableDevices(Protocol):
 
 
 class RehearsedFaults:
-    """The faults that one worker rehearses, through its engine, its server and its devices."""
+    """Rehearses faults of one worker, through its engine, its server and its devices."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RehearsedFaults:
         self._server = server
         self._end = end
         self._devices = devices
-        self.hung = False  # sends and handles nothing, like a stopped process
+        self.hung = False  # the worker sends and handles nothing, like a stopped process
         self._end_timers: dict[FaultTarget, asyncio.TimerHandle] = {}  # timers of faults with a duration
         self._blackhole_causes: set[str] = set()  # the faults for which the server drops all traffic
         self._log = log.bind(worker=config.name, instance=config.instance)
@@ -108,7 +108,7 @@ class RehearsedFaults:
         Faults that are otherwise a signal to the process (`PROCESS_FAULTS`) are rehearsed here only if the worker shares its
         process.
 
-        Return what is rehearsed; None if the worker is hung. Raise BadRequest for a malformed body, HoldfastError for a fault
+        Return the rehearsed faults; None if the worker is hung. Raise BadRequest for a malformed body, HoldfastError for a fault
         that cannot be rehearsed here.
         """
         fault, argument = str(body.get("fault", "")), number(body, "argument", 0.0)
@@ -186,7 +186,7 @@ class RehearsedFaults:
         return self._engine.chaos(fault, argument, rank)
 
     def _simulate_signal(self, fault: str) -> bool:
-        """Do to this worker alone what a signal would do to its process; return False if it does not share its process."""
+        """Apply the effect of a signal to this worker alone; return False if the worker does not share its process."""
         if not self._config.shares_process:
             return False
         if fault == "kill":
@@ -305,10 +305,9 @@ class WorkerCommands:
         return {"stopping": True, "in_flight": self._server.in_flight}
 
     def on_distrust(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Stop shipping KV caches, and use none of what was computed before: the fleet convicted this worker of wrong
-        answers.
+        """Stop shipping KV caches, and reuse no cached blocks: the fleet convicted this worker of wrong answers.
 
-        Without a reason, lift that again for what is computed from now on.
+        Without a reason, trust the worker again: blocks computed from now on may be shipped and reused.
         """
         self._check_instance(body)
         trust, output = self._server.moves.trust, self._server.output

@@ -4,9 +4,9 @@
 
 An engine that starts at once causes no such fact.
 
-A fleet believes the newest life of a name and retires the older one, so a second worker of one name would end the first. The
-second one therefore listens for the first one's heartbeats from its start until it registers, and exits if it receives one.
-It listens that long because another newcomer may have begun to load its engine at the same time and registered first.
+A fleet accepts the newest instance of a name and retires the older one, so a second worker of the same name would end the
+first. The second worker therefore listens for heartbeats of the first from its start until it registers, and exits if it
+receives one. It listens that long because a third worker may have started at the same time and registered first.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from workers.output import layout
 from workers.server import WorkerServer
 
 POLL_S = 0.1
-CHANGE_INTERVAL_S = 10.0  # between two reasons: a flapping one causes a few facts a minute
-REPEAT_S = 120.0  # a worker that has not repeated it for ten minutes is no longer awaited
+CHANGE_INTERVAL_S = 10.0  # between two reasons, so that a flapping reason causes only a few facts a minute
+REPEAT_S = 120.0  # repetition interval: a worker is no longer awaited after ten minutes without a fact
 BEAT_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -121,7 +121,7 @@ class WaitReport:
         self._journal.observe(WorkerAwaited(**self._about, reason=awaits.reason, model=awaits.model))
 
     def leave(self) -> None:
-        """Record that the worker is no longer awaited: it was told to stop."""
+        """Record that the worker is no longer awaited, because it was stopped."""
         if self._reported is not None:
             self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
 
@@ -143,7 +143,7 @@ class NameCheck:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for `name_check_s`, and on during the block. Raise NameTaken if another worker of this name is alive."""
+        """Listen for `name_check_s` and during the block. Raise NameTaken if another worker of this name is alive."""
         try:
             await self._first_check()
             yield

@@ -1,1 +1,1 @@
-"""The accelerators of a worker: NVML, Xids, and the faults derived from them."""
+"""Detects faults of a worker's GPUs from NVML readings and Xids."""

@@ -31,7 +31,7 @@ class StandingFaults:
         return tuple(self._faults)
 
     def recall(self) -> None:
-        """Load the faults that were active when the last watch ended."""
+        """Load the stored faults, which were active when the last watch ended."""
         if self._memory is not None:
             self._restored = self._memory.recall()
             self._stored = not self._restored
@@ -58,7 +58,7 @@ class StandingFaults:
         self._absorb(uuid, lambda faults: faults.read(reading, peers, time.monotonic()))
 
     def _absorb(self, uuid: str, absorb: Callable[[DeviceFaults], list[FaultChange]]) -> None:
-        """Report how this changes a GPU's faults, in the order in which the GPU showed the changes."""
+        """Apply a reading or an Xid to a GPU, and report the changes in the order of their detection."""
         with self._lock:
             changes = absorb(self._faults[uuid]) if uuid in self._faults else []
             for change in changes:

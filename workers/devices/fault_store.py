@@ -1,7 +1,7 @@
 """Stores the active GPU faults of a worker in a file on the GPUs' host, for the next watch.
 
-A GPU can be reset only while no process reads it. By then the watch that reported a fault has ended, and its successor must
-know the fault to report its end.
+A GPU can be reset only while no process uses it. So the watch that reported a fault has ended by the time of the reset. The
+next watch needs the stored fault to report that it is over.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ class Memory:
             return {}
 
     def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
-        """Store the active faults. If the disk cannot be written, only this memory is lost."""
+        """Store the active faults. If the disk cannot be written, the next watch does not know them."""
         faults = {device: found for device, changes in standing.items() if (found := list(changes))}
         try:
             if not faults:

@@ -1,4 +1,4 @@
-"""Tracks the faults of one GPU: readings and Xids in, fault changes out.
+"""Derives the fault changes of one GPU from its readings and Xids.
 
 Each change is reported once: a fault when it begins or when its code or weight changes, a recovery when it ends. A value that
 cannot be read changes nothing. A lost GPU keeps its other faults, because their end cannot be observed.
@@ -15,7 +15,7 @@ QUIET_S = 300.0  # a warning raised by an event ends after this many seconds wit
 COOL_BY_C = 5  # °C below the slowdown limit at which a hot GPU counts as cool again
 
 THERMAL = 0x20 | 0x40  # clock-event reasons: software and hardware thermal slowdown
-POWER_BRAKE = 0x80 | 0x08  # brake of the power supply; a hardware slowdown without a named cause
+POWER_BRAKE = 0x80 | 0x08  # power brake by the supply; a hardware slowdown without a reported cause
 IDLE = 0x01
 REPAIRED_BY_RESET = frozenset(("xid", "xid_nvlink", "ecc"))  # faults that a reset repairs
 RESETS = {1: "gpu_reset", 2: "node_reboot", 4: "drain_and_reset", 6: "bus_reset", 7: "system_reboot"}
@@ -45,7 +45,7 @@ class DeviceReading:
 
     @property
     def throttled(self) -> str:
-        """Why the clocks are reduced, if heat or power supply is the cause; else empty."""
+        """The cause of reduced clocks, if that is heat or power supply; otherwise empty."""
         reasons = self.reasons or 0
         return "thermal" if reasons & THERMAL else "power_brake" if reasons & POWER_BRAKE else ""
 
@@ -136,14 +136,14 @@ class DeviceFaults:
         first, first_of_watch, self._unread = self._last is None, self._unread, False
         changes = list(self._check_restored(reading)) if first_of_watch and not reading.lost else []
         changes += self._read(reading, peers, now)
-        if first_of_watch:  # restored faults that are still active are reported for this life too
+        if first_of_watch:  # restored faults that are still active are reported for this instance too
             changes += [fault for name, fault in self.standing.items() if name in self._restored]
         return [replace(change, found=True) for change in changes] if first else changes
 
     def _check_restored(self, new: DeviceReading) -> Iterator[FaultChange]:
         """End the restored faults that a reset repairs, if the driver recommends no action any more.
 
-        If the driver reports no recommendation, forget them; canaries have to detect what remains.
+        If the driver reports no recommendation, drop these faults; canaries have to detect any that remain.
         """
         for fault_class in sorted(REPAIRED_BY_RESET & self._restored):
             if new.recovery is None:

@@ -12,7 +12,7 @@ class UnknownGpus(HoldfastError):
 
 
 def parse(gpus: str) -> tuple[str, ...]:
-    """Return the indices and UUIDs of a list like "0,1" or "GPU-5d…,GPU-81…". Raise ValueError if it is none."""
+    """Parse a list of GPU indices or UUIDs like "0,1" or "GPU-5d…,GPU-81…". Raise ValueError if it is invalid."""
     names = tuple(name.strip() for name in gpus.split(",")) if gpus.strip() else ()
     for name in names:
         if not (name.isdecimal() or name.startswith("GPU-")):
@@ -40,7 +40,7 @@ def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
 
 
 def used(users: Mapping[str, Collection[int]], own: Collection[int]) -> tuple[str, ...]:
-    """Return the GPUs on which one of our own processes computes."""
+    """Return the GPUs on which one of the `own` processes computes."""
     return tuple(uuid for uuid, pids in users.items() if set(pids) & set(own))
 
 

@@ -1,4 +1,4 @@
-"""NVML, the driver's own interface. A failing call becomes a value: None or `lost`.
+"""Reads GPUs through NVML, the driver's interface. A failed call yields a value: None or `lost`.
 
 None: the device does not report the value. `lost`: the device is gone.
 
@@ -140,7 +140,7 @@ class Nvml:
     def wait(self, timeout_ms: int) -> tuple[str, int] | None:
         """Wait for an Xid; return its device and its code, or None after `timeout_ms`.
 
-        The device is "" if it is an unknown one of those subscribed to. Raise NoDriver if waiting is impossible, for example
+        The device is "" if the driver does not identify it. Raise NoDriver if waiting is impossible, for example
         because one of the devices is lost.
         """
         if self._pending_xids:
@@ -189,7 +189,7 @@ class Nvml:
         clock = call("nvmlDeviceGetClockInfo", n.NVML_CLOCK_SM)
         temperature = call(TEMPERATURE, n.NVML_TEMPERATURE_GPU)
         if self._unspecific_error and (reasons, clock, temperature) == (None, None, None):
-            raise _Lost  # the driver may still know constant values by heart
+            raise _Lost  # the driver may still return cached constants
         rows = call("nvmlDeviceGetRemappedRows")
         links = self._links(handle)
         return DeviceReading(

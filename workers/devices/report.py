@@ -21,7 +21,7 @@ class ReportedDevices(Protocol):
 
 
 def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:
-    """Return a change as a fact about this worker."""
+    """Convert a change into a fact about this worker."""
     if change.over:
         return DeviceRecovered(
             worker=worker, instance=instance, device=device, fault_class=change.fault_class, code=change.code
@@ -51,7 +51,7 @@ def report(
 
     `doubt` is called with the reason why the GPUs' contents cannot be trusted, and with "" when they can be trusted again.
     `died` is called for a device that has failed under the engine. A device that had failed before is only reported: a worker
-    that restarts because of the fault finds it again. `broke` is called if the watch itself fails.
+    that restarts because of this fault would find it again. `broke` is called if the watch itself fails.
     """
     standing: set[tuple[str, str]] = set()  # active fatal faults
 
@@ -74,7 +74,7 @@ def report(
 def listen(
     watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
-    """Start the watch, and call `told` with each change in the calling loop until the watch is stopped."""
+    """Start the watch, and call `told` with each change on the caller's event loop, until the watch is stopped."""
     loop = asyncio.get_running_loop()
 
     def unless_stopped(call: Callable[..., None], *arguments: object) -> None:

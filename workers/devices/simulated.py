@@ -1,7 +1,7 @@
 """The devices of a simulated group: one per rank, without faults until a rehearsal injects one.
 
-They report what the watch of real GPUs would report, from the same table. An Xid 48 of one rank's device is fatal and ends
-the worker, which is the whole group. An NVLink fault leaves the group without new requests.
+They report the same facts as the watch of real GPUs, from the same table. An Xid 48 of one rank's device is fatal and ends the
+worker, which is the whole group. After an NVLink fault the group gets no new requests.
 """
 
 import time

@@ -1,13 +1,13 @@
-"""The faults that a GPU can report, their meaning according to NVIDIA, and the action taken.
+"""The faults that a GPU can report, with NVIDIA's meaning and the action taken.
 
     fatal      the worker is UNHEALTHY at once; its streams must continue elsewhere
     nvlink     a worker with several GPUs gets no new requests until repair; a warning for a worker with one GPU
     throttle   the worker's share of traffic shrinks to the share of its clock
-    warning    recorded on the journal, and nothing else
+    warning    only recorded on the journal
 
-Xids are events: the driver reports each once. Fatal ones and NVLink's stay active until a repair is seen: the GPU was lost
-and has returned, or its recovery action or volatile errors are gone. The others end when none has occurred for a while.
-Everything else is a level that is read repeatedly.
+Xids are events: the driver reports each once. Fatal and NVLink Xids stay active until a repair is detected: the GPU was lost
+and has returned, or its recovery action or volatile errors are gone. Other Xids end when none has occurred for a while. All
+other faults are levels that are read repeatedly.
 
 Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). An Xid is fatal if the catalog
 says RESET_GPU, RESTART_VM or RESTART_BM, or if it only adds details to such an Xid. RESTART_APP and IGNORE are warnings,

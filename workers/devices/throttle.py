@@ -1,4 +1,4 @@
-"""The weight of a throttled GPU compared with its peers, and when a change of it is reported.
+"""The weight of a throttled GPU compared with its peers, and the hysteresis of its reports.
 
     calm ── throttled for hold_s ──▶ reported (weight) ── a step of dead_band ──▶ reported (another weight)
       ▲                                    └── not throttled for hold_s ──▶ cleared ─┐
@@ -17,7 +17,7 @@ WEIGHT_MIN = 0.1  # a slow worker still gets some traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThrottlePolicy:
-    """When a throttled clock is reported."""
+    """Thresholds for reporting a throttled clock."""
 
     hold_s: float = 10.0
     dead_band: float = 0.1  # as a share of the full weight

@@ -5,7 +5,7 @@
                                                               └─▶ the listener: waits for Xids
 
 Reader and listener are separate threads. A driver call may hang for seconds while a GPU dies, and must not block the loop
-that serves requests. It must not block Xids either: a driver that has just reported one answers everything else slowly.
+that serves requests. It must not delay Xids either: a driver that has just reported an Xid answers all other calls slowly.
 """
 
 import logging
@@ -54,7 +54,7 @@ class DeviceWatch:
         memory: Memory | None = None,
         driver: Callable[[], Nvml] = Nvml,
     ) -> None:
-        self.off = ""  # why nothing is watched
+        self.off = ""  # the reason why nothing is watched
         self._configured = gpus
         self._policy = policy or WatchPolicy()
         self._users = users
@@ -63,7 +63,7 @@ class DeviceWatch:
         self._ready = threading.Event()
         self._begun = threading.Event()
         self._stopped = threading.Event()
-        self._wake_reader = threading.Event()  # a flag: the reader must run before its time
+        self._wake_reader = threading.Event()  # a flag: the reader must run now, before its next interval
         self._faults = StandingFaults(self._policy.throttle, memory)
         self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
         self._reader = self._thread("device-watch", self._read)
@@ -185,7 +185,7 @@ class DeviceWatch:
         return mapping.used(users, self._users()) if any(users.values()) else ()
 
     def _add(self, nvml: Nvml, uuids: Collection[str]) -> bool:
-        """Watch these GPUs too; return False if the driver hangs."""
+        """Add these GPUs to the watch; return False if the driver hangs."""
         with self._xids.kept_out() as out:
             if out:
                 self._faults.add(uuids)

@@ -1,4 +1,4 @@
-"""Waits for Xids in a thread that can be kept out of the driver while others need it alone."""
+"""Waits for Xids in a thread that leaves the driver while another thread needs exclusive access."""
 
 import contextlib
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from workers.devices.nvml import NoDriver, Nvml
 
-DRIVER_S_MAX = 5.0  # how long to wait for that thread before the driver session may be closed
+DRIVER_S_MAX = 5.0  # longest wait for that thread to leave the driver
 
 
 class XidListener:
@@ -72,7 +72,7 @@ class XidListener:
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[bool]:
-        """Keep the thread out of the driver during the block; yield False if the driver hangs. `ask` lets it back in."""
+        """Keep the thread out of the driver during the block; yield False if the driver hangs. `ask` ends the exclusion."""
         self._may_wait.clear()
         out = self._waiting.acquire(timeout=DRIVER_S_MAX)
         if self._stopped.is_set():

@@ -4,11 +4,11 @@ The limit starts at the full batch. It drops while steps are late, and grows bac
 
     target: 1.5 times the duration of a full-batch step, by the engine's profile
     every 0.25 s, if at least 4 steps were measured:
-        their mean is above the target ──▶ limit to 0.9 times what runs, at least a quarter of the batch
+        their mean is above the target ──▶ limit to 0.9 times the running requests, at least a quarter of the batch
         the limit is reached           ──▶ raise it by 1/32 of the batch, at most to the batch
 
-Only steps without prefill are measured: they show how long decoding takes on this machine, now. The duration of a whole request
-does not. Off by default; meant for engines in which all requests share each step.
+Only steps without prefill are measured: they show how long decoding currently takes on this machine, which the duration of a
+whole request does not. Off by default; meant for engines in which all requests share each step.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from workers.engines.engine import Announce, Deliver, Engine, discard_events
 from workers.engines.wrapped import WrappedEngine
 
 TOLERATED = 1.5
-CUT, LEAST = 0.9, 0.25  # factor on what runs; smallest share of the batch
+CUT, LEAST = 0.9, 0.25  # factor on the running requests; smallest share of the batch
 GROWS = 1 / 32  # share of the batch, per increase
 ADJUST_S = 0.25
 STEPS_LEAST = 4
@@ -104,7 +104,7 @@ class AdaptiveEngine(WrappedEngine):
         self._engine.limit_batch(min(self._requested, own))
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Pass on a step's output, from any thread, and record how long the step took."""
+        """Deliver a step's output, from any thread, and record the duration of the step."""
         now, last, batch = self._now(), self._last_at, self._batch
         reads = self._engine.phase().prefill_tokens > 0 or any(c.cached_tokens is not None for _, c in out)
         continues = any(chunk.finish is None and chunk.error is None for _, chunk in out)

@@ -1,12 +1,12 @@
-"""Limits how many requests are inside an engine to N, and queues up to Q more here.
+"""Limits an engine to N requests at once, and queues up to Q more here.
 
     submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
          ├───▶ fewer than Q waiting ─▶ wait
          └───▶ else ─────────────────▶ overloaded
 
-Exactly N + Q requests are accepted, for any Q. Of those that wait, requests that already started elsewhere go first; then
-priority decides. Canaries pass without counting; the engine limits them itself. A request that arrives with its KV cache either
-enters the engine at once or is refused, because it decodes well where it is.
+Exactly N + Q requests are accepted, for any Q. Among waiting requests, those already started on another worker go first; then
+priority decides. Canaries do not count; the engine limits them itself. A request that arrives with its KV cache either enters
+the engine at once or is refused, because it can keep decoding at its source.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ AT_CAPACITY = "overloaded: Server overloaded: worker at capacity"
 
 
 class RequestLimit:
-    """Tracks which requests are inside and which wait. Pure: the caller submits the admitted ones."""
+    """Tracks which requests are inside the engine and which wait. Pure: the caller submits the admitted ones."""
 
     def __init__(self, limit: int, queue: int) -> None:
         """Admit at most `limit` requests, and queue at most `queue` more.
@@ -43,7 +43,7 @@ class RequestLimit:
         self.limit, self.queue = limit, queue
         self.refused = 0
         self.inside: set[int] = set()
-        self._begun: dict[int, Generate] = {}  # already started elsewhere: they go first
+        self._begun: dict[int, Generate] = {}  # waiting, already started on another worker: they go first
         self._fresh: dict[int, Generate] = {}
 
     @property
@@ -113,7 +113,7 @@ class LimitedEngine(WrappedEngine):
 
     @property
     def identity(self) -> EngineIdentity:
-        """The engine's identity. The limit bounds its batch; the rest of limit and queue may wait."""
+        """The engine's identity. Its batch is at most the limit; all other accepted requests may wait."""
         inner = self._engine.identity
         if self._own is None or self._seen is not inner:
             most, wait = self.requests.limit, self.requests.queue
@@ -175,7 +175,7 @@ class LimitedEngine(WrappedEngine):
     # --- output, and admission of waiting requests
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Pass on the engine's output, from any thread."""
+        """Deliver the engine's output, from any thread."""
         self._deliver(out)
         ended = [key for key, chunk in out if chunk.finish or chunk.error]
         if not ended:
@@ -203,7 +203,7 @@ class LimitedEngine(WrappedEngine):
 
 
 class _LimitedImport:
-    """Room for an arriving request. It counts as inside until it is aborted or its stream ends."""
+    """The reservation for an arriving request, which counts as inside until it is aborted or its stream ends."""
 
     def __init__(self, room: Import, aborted: Callable[[], None]) -> None:
         self._room = room
@@ -219,7 +219,7 @@ class _LimitedImport:
         await self._room.commit(tokens, computed)
 
     def abort(self) -> None:
-        """Free the room."""
+        """Free the reservation."""
         self._room.abort()
         self._aborted()
 

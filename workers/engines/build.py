@@ -11,7 +11,7 @@ from workers.engines.engine import Engine
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
-    """Return the engine for these settings, not yet started. Raise HoldfastError if it cannot be built."""
+    """Build the engine for these settings, not yet started. Raise HoldfastError if it cannot be built."""
     engine = _engine(settings)
     if settings.adaptive_batch:
         from workers.engines.adaptive import AdaptiveEngine
@@ -51,7 +51,7 @@ def _openai(settings: WorkerSettings) -> Engine:
             silent_s=settings.upstream_silent_s,
             retry_after_max_s=settings.upstream_retry_after_max_s,
             times=AccountTimes(identity_s=settings.upstream_identity_s),
-            # an absolute path, as `up` and other workers name it
+            # an absolute path, which is the name that `up` and other workers use
             tokenizer=str(Path(settings.model).resolve()),
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),

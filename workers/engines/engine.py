@@ -42,7 +42,7 @@ class MoveRefused(HoldfastError):
 
 
 class Awaits(NamedTuple):
-    """Why an engine has not started yet."""
+    """The reason why an engine has not started yet."""
 
     reason: str  # readable, such as "cannot connect to http://…"; never contains a server's own text
     model: str = ""  # the model it will serve; empty: not known yet
@@ -50,7 +50,7 @@ class Awaits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What an engine serves: part of the worker's registration and of the key under which goldens are stored."""
+    """The model and configuration that an engine serves. Part of the worker's registration and of the goldens' key."""
 
     model: str
     revision: str
@@ -74,7 +74,7 @@ class EngineIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the engine does now: idle, prefill or decode; since when (monotonic seconds); on how many prompt tokens."""
+    """The engine's current phase (idle, prefill or decode), its start (monotonic seconds), and its number of prompt tokens."""
 
     name: str = "idle"
     since: float = 0.0
@@ -109,7 +109,7 @@ class Stopped:
 
 
 class Export(Protocol):
-    """A request that leaves an engine. Its blocks stay in place until `close`, whatever happens to the request."""
+    """A request that is moving out of an engine. Its blocks are kept until `close`, whatever happens to the request."""
 
     def full_blocks(self) -> int:
         """Return how many blocks are full, counted from the first one. Full blocks never change again."""
@@ -123,7 +123,7 @@ class Export(Protocol):
         ...
 
     async def stop(self) -> Stopped:
-        """Stop its output from the end of the current step on; earlier output has been delivered. Raise MoveEnded."""
+        """Stop the request's output after the current step; earlier output has been delivered. Raise MoveEnded."""
         ...
 
     def resume(self) -> None:
@@ -139,7 +139,7 @@ class Export(Protocol):
 
 
 class Import(Protocol):
-    """Room for a request that arrives with its KV cache. Cancelling its key aborts the import, too."""
+    """The reservation for a request that arrives with its KV cache. Cancelling its key aborts the import, too."""
 
     cached_tokens: int  # tokens of its prefix, in whole blocks, that are already here
 
@@ -158,7 +158,7 @@ class Import(Protocol):
         ...
 
     def abort(self) -> None:
-        """Free everything. Does nothing after `commit` or when called again."""
+        """Free the reserved blocks. Does nothing after `commit` or when called again."""
         ...
 
 
@@ -195,7 +195,7 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> EngineIdentity:
-        """What the engine serves."""
+        """The model and configuration that the engine serves."""
         ...
 
     @property
@@ -210,22 +210,22 @@ class Engine(Protocol):
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         """Reserve blocks for a request that will have grown to `room_tokens` tokens, or return why not.
 
-        The request is the one of `submit`, but nothing of it is computed: `commit` brings its KV cache. What it generated in
-        the meantime counts against its limits.
+        The request is like that of `submit`, but is not computed here: its KV cache arrives before `commit`. Tokens that it
+        generates until then count against its limits.
         """
         ...
 
     @property
     def announces(self) -> bool:
-        """Whether it announces everything that its prefix cache stores and removes. Known after `start`."""
+        """Whether the engine announces every change of its prefix cache. Known after `start`."""
         ...
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
-        """Load what is needed and start to step. Raise EngineDead with the reason if it cannot."""
+        """Load the model and start to step. Raise EngineDead with the reason if the engine cannot start."""
         ...
 
     def awaits(self) -> Awaits | None:
-        """Return why it has not started yet. None: it waits for nothing that takes long."""
+        """Return why the engine has not started yet. None: it does not wait for anything that takes long."""
         ...
 
     def submit(self, key: int, request: Generate) -> None:
@@ -239,15 +239,15 @@ class Engine(Protocol):
     def trust(self, trusted: bool) -> None:
         """Set whether cached blocks may be reused.
 
-        When distrusted: let no request reuse what was computed so far, which may be wrong, and announce its removal. Until it
-        is trusted again, keep nothing for other requests.
+        When distrusted, stop the reuse of all blocks computed so far, which may be wrong, and announce their removal. Until the
+        engine is trusted again, keep no blocks for other requests.
         """
         ...
 
     def limit_batch(self, share: float) -> None:
         """Run at most this share of the batch at once from the next step on, at least one request; 1: the whole batch.
 
-        Running requests are not stopped. Requests that bring a KV cache are accepted as before; those without one wait.
+        Running requests are not stopped. Requests that arrive with a KV cache are accepted as before; others wait.
         """
         ...
 
@@ -272,7 +272,7 @@ class Engine(Protocol):
         ...
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End this fault of this rank. Other faults stay."""
+        """End this fault of this rank. Other faults stay active."""
         ...
 
     async def stop(self) -> None:

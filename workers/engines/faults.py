@@ -1,4 +1,4 @@
-"""The faults that every engine can rehearse: steps that raise, and wrong tokens."""
+"""The faults that can be injected into every engine: steps that raise, and wrong tokens."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class EngineFaults:
 
     healthy: bool = True  # every pass succeeds and gives the right tokens, at any speed
     error: bool = False
-    errors_left: int = 0  # requests still to fail; 0: all until healed
+    errors_left: int = 0  # number of requests still to fail; 0: all requests until healed
     corrupt_one_in: int = 0
     drift: float = 0.0
     sampler: bool = False  # any token is drawn at temperatures above 0; greedy answers stay right
@@ -23,7 +23,7 @@ class EngineFaults:
     _count: int = 0  # tokens counted while corrupting, or drawn by a broken sampler
 
     def begin(self, fault: str, argument: float) -> bool:
-        """Begin a fault that every engine has; False if it is another one. An argument of 0 selects the fault's default."""
+        """Begin a fault that every engine supports; False for any other. An argument of 0 selects the fault's default."""
         match fault:
             case "error":
                 self.error, self.errors_left = True, int(argument)
@@ -41,7 +41,7 @@ class EngineFaults:
         return True
 
     def end(self, fault: str) -> None:
-        """End such a fault. A dead engine stays dead."""
+        """End a fault that `begin` supports. A dead engine stays dead."""
         match fault:
             case "error":
                 self.error, self.errors_left = False, 0
@@ -71,8 +71,8 @@ class EngineFaults:
     def draw_corruption(self) -> int | None:
         """Return a number that selects a wrong token in place of the right one; None: the token stays right.
 
-        One in k tokens is wrong. A hash of a running count selects them, not the sequence. Striking every k-th token in turn
-        would spare whole streams for ever, and a choice keyed by the text would spare whole canaries.
+        One in k tokens is wrong. A hash of a running count selects them. Corrupting every k-th token in turn would never affect
+        some streams, and a choice keyed by the text would never affect some canaries.
         """
         if not self.corrupt_one_in:
             return None

@@ -28,7 +28,7 @@ class WrappedEngine:
 
     @property
     def identity(self) -> EngineIdentity:
-        """What the engine serves."""
+        """The model and configuration that the engine serves."""
         return self._engine.identity
 
     @property
@@ -38,7 +38,7 @@ class WrappedEngine:
 
     @property
     def announces(self) -> bool:
-        """Whether it announces everything that its prefix cache stores and removes."""
+        """Whether the engine announces every change of its prefix cache."""
         return self._engine.announces
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
@@ -46,7 +46,7 @@ class WrappedEngine:
         await self._engine.start(deliver, announce)
 
     def awaits(self) -> Awaits | None:
-        """Return why it has not started yet."""
+        """Return why the engine has not started yet."""
         return self._engine.awaits()
 
     def submit(self, key: int, request: Generate) -> None:

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache with results that do not depend on the rest of the batch.
 
-A matrix product may sum in another order when its shape changes, and float addition is not associative. The same prompt alone,
-in a batch, or replayed from another cut would differ in the last bits, and occasionally in a token. So every sum here has a
-fixed shape and order:
+A matrix product may sum in another order when its shape changes, and float addition is not associative. So the results of one
+prompt alone, in a batch, or replayed in other chunks would differ in the last bits, and occasionally in a token. Therefore
+every sum here has a fixed shape and order:
 
     scores   q · kᵀ   over the head's width                 one product per (block, KV head): always the same depth
     weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
@@ -38,7 +38,7 @@ class Pool:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         shape = (layers, blocks + 1, kv_heads, block_tokens, width)
-        # Not zeroed here: a block is cleared when it is taken, and unused memory is never touched.
+        # Not zeroed here: a block is cleared when it is allocated, and unused memory is never touched.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_tokens = block_tokens
@@ -66,7 +66,7 @@ class Span:
     """The blocks that one attention call reads, per item. Built once per step and used in every layer.
 
     `picked` are the pool's rows (a slice, or an index if sparse). `query_of` is the item of each picked block. `hidden` is
-    [picked, item rows or 1, block tokens], True where a row must not look. `order` lists the picked blocks item by item in
+    [picked, item rows or 1, block tokens], True where attention is masked. `order` lists the picked blocks item by item in
     order of position, and `owner` the item of each.
     """
 
@@ -79,7 +79,7 @@ class Span:
 
 
 def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.device) -> Span:
-    """Return the span of items with the block lists `tables`; `hidden` is True where a row must not look, in that order."""
+    """Return the span of items with the block lists `tables`; `hidden` is True where attention is masked."""
     blocks = [block for table in tables for block in table]
     owner = torch.tensor([item for item, table in enumerate(tables) for _ in table], device=device)
     low, high = min(blocks), max(blocks) + 1

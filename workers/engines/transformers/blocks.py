@@ -1,12 +1,12 @@
-"""The KV cache's blocks: which are free, held, or kept for prompts with the same prefix.
+"""Tracks which KV cache blocks are free, held, or kept for prompts with the same prefix.
 
     free ── take ──▶ held by one ── name ──▶ held, by any number ── last release ──▶ idle ── evicted ──▶ free
       ▲                  │                       ▲                                     │
       └──── release ─────┘                       └────────────── share ────────────────┘
 
 A full computed block gets the name of its prefix (`events.blocks`), and then never changes again. If no other block is free,
-idle blocks are reused, the one released longest ago first; of one prompt, its end before its beginning. Changes of names are
-announced. A name is a hash, and another prompt could be crafted to match one: so the tokens are compared, too.
+idle blocks are reused, the one released longest ago first; the end of a prompt goes before its beginning. Changes of names are
+announced. A name is a hash, and a prompt could be crafted to match another's, so the tokens are compared, too.
 
 No torch, no clock, no thread.
 """
@@ -89,7 +89,7 @@ class Blocks:
     # --- shared prefixes
 
     def find(self, names: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest prefix of `tokens` that is here."""
+        """Return the blocks of the longest cached prefix of `tokens`."""
         found: list[int] = []
         for place, name in enumerate(names):
             block = self._named.get(name)
@@ -100,7 +100,7 @@ class Blocks:
         return found
 
     def unheld(self, blocks: Sequence[int]) -> int:
-        """Return how many of these have no holder: `free` counts them."""
+        """Return how many of these blocks have no holder, so that `free` counts them."""
         return sum(not self._holders[block] for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:

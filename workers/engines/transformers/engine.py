@@ -58,8 +58,8 @@ class TransformersEngine:
         self.kv: tuple[Description, ...] = ()
         self._inbox: deque[Callable[[Stepper], None]] = deque()
         self._wake = threading.Condition()
-        self._busy = False  # the last turn had work
-        self._changed = False  # there may be new work
+        self._busy = False  # whether the last turn had work
+        self._changed = False  # whether there may be new work
         self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
@@ -95,7 +95,7 @@ class TransformersEngine:
         self.moves = TorchMoves(self.stepper, self._put, self._wake_up)
 
     def awaits(self) -> Awaits | None:
-        """Report that it is loading its model, until it steps."""
+        """Report that the model is loading, until the engine steps."""
         if self._stepper is not None:
             return None
         return Awaits(f"it is loading {self._settings.folder}", self.identity.model)
@@ -109,7 +109,7 @@ class TransformersEngine:
         self._put(partial(_submit, self._deliver, key, request))
 
     def cancel(self, key: int) -> None:
-        """Drop a request before the next step, and what is reserved for its move at once."""
+        """Drop a request before the next step. Resources reserved for its move are freed at once."""
         if self.moves is not None:
             self.moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
@@ -273,7 +273,7 @@ class TransformersEngine:
             RuntimeError,
             ArithmeticError,
             MemoryError,
-        ) as error:  # what torch raises, out of memory included
+        ) as error:  # errors of torch, including out of memory
             self._failures += 1
             log.exception("engine_step_failed", in_a_row=self._failures)
             if self._failures >= FAILURES_MAX:
@@ -306,7 +306,7 @@ class TransformersEngine:
 
     @property
     def stepper(self) -> Stepper:
-        """Its stepper. The engine must have started."""
+        """The engine's stepper. The engine must have started."""
         assert self._stepper is not None, "the engine has not started"
         return self._stepper
 

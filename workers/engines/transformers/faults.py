@@ -1,4 +1,4 @@
-"""Faults that the transformers engine rehearses. They last until healed."""
+"""Faults that can be injected into the transformers engine. They last until healed."""
 
 import random
 from collections import deque
@@ -17,7 +17,7 @@ class TorchFaults(EngineFaults):
     """The faults active in the transformers engine now."""
 
     slow: float = 1.0
-    # For the engine's thread, in this order: the seed of a bit flip to make, or None to undo them all.
+    # Queue for the engine's thread: the seed of a bit flip to inject, or None to undo all flips.
     surgery: deque[int | None] = field(default_factory=deque)
 
     def inject(self, fault: str, argument: float) -> bool:
@@ -48,7 +48,7 @@ class TorchFaults(EngineFaults):
                 self.end(fault)
 
     def altered(self, token: int, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token that the faulty engine gives: one in k is a wrong one, never one of `spared`."""
+        """Return the token as the faulty engine outputs it: one in k is wrong, but never one of `spared`."""
         drawn = None if token in spared else self.draw_corruption()
         if drawn is None:
             return token
@@ -56,7 +56,7 @@ class TorchFaults(EngineFaults):
         return token if wrong in spared else wrong
 
     def drawn(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token that the sampler draws: any token while it is broken, except those of `spared`."""
+        """Return the token as the sampler draws it: while it is broken, a random one that is not in `spared`."""
         drawn = self.misdrawn(temperature)
         wrong = token if drawn is None else drawn % vocabulary
         return token if wrong in spared else wrong

@@ -45,7 +45,7 @@ def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) 
         _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_OTHERS + 2) - blocks.tokens
     )
     if length < _PROMPT:
-        return False  # only tests have an engine this small
+        return False  # only an engine in tests is this small
     reader = _Reader(model, pool, blocks)
     tokens = [draw.randrange(model.vocabulary) for _ in range(length)]
     whole, pieces = _sequence(tokens), _sequence(tokens)

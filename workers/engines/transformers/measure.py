@@ -12,7 +12,7 @@ from events.wire import Generate, Sampling
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
 
-BUDGET_S = 1.5  # the curve ends where it is when this is spent
+BUDGET_S = 1.5  # the curve ends at the point reached when this time is spent
 STEPS = 4
 _PROMPT = 16
 

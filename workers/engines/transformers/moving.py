@@ -1,7 +1,7 @@
 """The transformers engine's `Export` and `Import`: requests that move with their KV blocks.
 
-They live on the worker's loop. Separate threads copy blocks beside the engine's thread. Blocks released while they are copied
-are freed when the copy has ended. Requests stop, resume and start between two steps.
+Their methods run on the worker's loop. Separate threads copy blocks in parallel with the engine's thread. Blocks
+released while they are copied are freed when the copy has ended. Requests stop, resume and start between two steps.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class TorchMoves:
         self.between(resume)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free what is reserved for the move of a request."""
+        """Free the resources reserved for the move of a request."""
         with self.lock:
             self.transit.cancel(key, why)
 
@@ -178,7 +178,7 @@ class TransformersExport:
 
 
 class TransformersImport:
-    """Room for an arriving request."""
+    """The reservation for an arriving request."""
 
     cached_tokens = 0  # everything is transferred: its blocks are not shared
 
@@ -212,7 +212,7 @@ class TransformersImport:
         self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Start to decode. Raise MoveRefused if what arrived does not match the reservation."""
+        """Start to decode. Raise MoveRefused if the arrived request does not match the reservation."""
         with self._moves.lock:
             self._check()
             if against := self._objection(tokens, computed):

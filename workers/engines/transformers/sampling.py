@@ -2,7 +2,7 @@
 
 Random numbers are keyed by (seed, position); the position is the token's index in the whole sequence, prompt included. So a
 sampled answer continues exactly after a migration, and does not depend on the rest of the batch. A generator with state would
-lose its place in a migration (vLLM's does).
+lose its state in a migration (vLLM's does).
 
 Biases come before penalties and the temperature, `min_p` after it and before `top_p`: as in vLLM. Presence and frequency
 penalties count generated tokens, repetition counts the prompt too. Logprobs are those of the raw logits, before all of that, so

@@ -30,7 +30,7 @@ class Schedule:
         self.transit = TorchTransit(blocks)
         self.preemptions = 0
         self._batch_max = batch_max
-        self._batch_limit = batch_max  # places that may be taken now; a sequence that has one keeps it
+        self._batch_limit = batch_max  # slots that may be used now; a sequence that has a slot keeps it
         self._prefill_tokens_max = prefill_tokens_max
 
     def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
@@ -48,7 +48,7 @@ class Schedule:
         return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
-        """Drop a sequence and free its blocks, unless they are about to leave."""
+        """Drop a sequence and free its blocks, unless they are being moved to another worker."""
         self.transit.release(sequence, "it has ended")
         self.transit.held.pop(sequence.key, None)
         if sequence in self.running:
@@ -65,7 +65,7 @@ class Schedule:
         return self.transit.depart(sequence)
 
     def hold(self, departure: TorchDeparture) -> None:
-        """Take a sequence out of the batch, with its blocks."""
+        """Remove a sequence from the batch; it keeps its blocks."""
         if not departure.lost and departure.sequence in self.running:
             self.running.remove(departure.sequence)
             self.transit.held[departure.sequence.key] = departure.sequence
@@ -107,7 +107,7 @@ class Schedule:
         works: list[SequenceWork] = []
         budget = self._prefill_tokens_max
         for sequence in list(self.running):
-            if sequence not in self.running:  # just preempted for an older sequence
+            if sequence not in self.running:  # the sequence was just preempted for an older one
                 continue
             count = min(sequence.uncached, budget) if sequence.uncached > 1 else 1
             if count == 0 or not self._reserve(sequence, sequence.cached + count, taken):
@@ -157,7 +157,7 @@ class Schedule:
         sequence.named = full
 
     def _reserved_blocks(self) -> int:
-        """Return how many free blocks the running sequences need for their generated tokens."""
+        """Return how many free blocks the running sequences still need for tokens to be generated."""
         return sum(self.blocks.needed(len(s.tokens) + 1) - len(s.blocks) for s in self.running)
 
     def _reserve(self, sequence: TorchSequence, tokens: int, taken: list[int]) -> bool:
@@ -172,9 +172,9 @@ class Schedule:
         return True
 
     def _preempt(self, needy: TorchSequence) -> TorchSequence:
-        """Preempt the newest sequence that is not about to leave.
+        """Preempt the newest sequence that is not about to migrate.
 
-        If all are about to leave, preempt the needy one: the others' blocks are pinned, so preempting them frees nothing.
+        If all are about to migrate, preempt the needy one: the others' blocks are pinned, so preempting them frees nothing.
         """
         staying = (one for one in reversed(self.running) if not self.transit.leaving(one))
         newest = next(staying, needy)

@@ -52,7 +52,7 @@ class Stepper:
         self._sequences: dict[int, TorchSequence] = {}
 
     def __contains__(self, key: int) -> bool:
-        """Return whether it has accepted this request."""
+        """Return whether this request was accepted and has not ended."""
         return key in self._sequences
 
     @property
@@ -111,7 +111,7 @@ class Stepper:
     def settle(self, arrival: TorchArrival, tokens: Sequential[int], computed: int) -> None:
         """Start a request that has arrived with its KV cache."""
         sequence = self._sequence(arrival.key, arrival.request, tokens)
-        # blocks computed by another worker are for this request alone
+        # blocks computed by another worker are used for this request alone
         sequence.moved, sequence.shares = True, False
         sequence.cached = min(computed, len(tokens) - 1)  # the last one gives the logits
         with self.lock:
@@ -158,7 +158,7 @@ class Stepper:
         due = [work.sequence for work in works if work.samples]
         choices = choose(logits, [_due(sequence) for sequence in due])
         with self.lock:
-            for work in works:  # after the choices, which wait until a GPU has computed everything
+            for work in works:  # after the tokens are chosen, which waits until the GPU has finished
                 self.schedule.computed(work)
             return [
                 (sequence.key, self._append_token(sequence, choice))
@@ -176,7 +176,7 @@ class Stepper:
         return self._failed(list(self._sequences.values()), detail)
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of everything computed so far and, until trusted again, of new blocks."""
+        """Stop the reuse of all blocks computed so far and, until trusted again, of new blocks."""
         self._trusted = trusted
         self._forget_all()
         with self.lock:
@@ -203,7 +203,7 @@ class Stepper:
                 log.warning("weight_not_flipped", reason=str(error))
 
     def _forget_all(self) -> None:
-        """Stop the reuse of everything computed so far: with other weights, or wrong."""
+        """Stop the reuse of all blocks computed so far: they may be wrong, or come from other weights."""
         with self.lock:
             self.blocks.forget_names()
             for sequence in self._sequences.values():

@@ -21,15 +21,15 @@ class TorchDeparture:
     """A request that may move to another worker."""
 
     sequence: TorchSequence
-    lost: str = ""  # why it cannot leave any more
+    lost: str = ""  # the reason why the request cannot move any more
     closed: bool = False
     copies: int = 0  # in progress
-    pinned: list[int] = field(default_factory=list)  # blocks that the request itself has released
+    pinned: list[int] = field(default_factory=list)  # blocks that the request itself no longer holds
 
 
 @dataclass(slots=True, eq=False)
 class TorchArrival:
-    """Room for an arriving request."""
+    """The reservation for an arriving request."""
 
     key: int
     request: Generate
@@ -37,7 +37,7 @@ class TorchArrival:
     blocks: list[int]
     taken: set[int] = field(default_factory=set)  # indexes of arrived blocks in the sequence
     copies: int = 0  # in progress
-    over: str = ""  # why nothing can arrive any more
+    over: str = ""  # the reason why no more blocks can arrive
 
 
 class TorchTransit:
@@ -51,7 +51,7 @@ class TorchTransit:
 
     @property
     def places(self) -> int:
-        """Places of the batch that are reserved for held and for arriving requests."""
+        """Number of batch slots that are reserved for held and for arriving requests."""
         return len(self.held) + len(self._in)
 
     @property
@@ -60,7 +60,7 @@ class TorchTransit:
         return not (self._out or self._in or self.held)
 
     def leaving(self, sequence: TorchSequence) -> bool:
-        """Whether a request may still leave."""
+        """Whether a request may still move to another worker."""
         return (found := self._out.get(sequence.key)) is not None and not found.lost
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
@@ -71,7 +71,7 @@ class TorchTransit:
         return made
 
     def release(self, sequence: TorchSequence, why: str) -> None:
-        """Free the blocks of a request that has ended or is preempted, or leave them to its departure."""
+        """Free the blocks of a request that has ended or is preempted. If it is departing, its departure keeps them."""
         departure = self._out.get(sequence.key)
         if departure is None or departure.pinned:
             self._blocks.give_back(sequence.blocks)
@@ -118,14 +118,14 @@ class TorchTransit:
         self._blocks.give_back(surplus)
 
     def abort(self, arrival: TorchArrival, why: str) -> None:
-        """Free the room of a request that does not arrive."""
+        """Free the reservation of a request that does not arrive."""
         if not arrival.over:
             arrival.over = why
             del self._in[arrival.key]
             self._settle_in(arrival)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free what is reserved for a key, in whatever state. A request that runs or is held belongs to the schedule."""
+        """Free the resources reserved for a key, in any state of the move. The schedule drops running and held requests."""
         if departure := self._out.get(key):
             self.close(departure, why)
         if arrival := self._in.get(key):

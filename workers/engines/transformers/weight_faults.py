@@ -1,6 +1,6 @@
 """Memory faults for rehearsals, put into named weights and undone again.
 
-They imitate a stray particle, a weak cell or a bad bus: one flipped bit of one number, a row of zeros, a tile of zeros. Each
+They imitate a particle strike, a weak cell or a bad bus: one flipped bit of one number, a row of zeros, a tile of zeros. Each
 kind is drawn from a seed, weight by weight in proportion to its size, so that the same seed gives the same fault.
 """
 
@@ -57,11 +57,11 @@ def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) ->
 
 
 class WeightFaultInjector:
-    """Puts faults into weights, and remembers the original values."""
+    """Injects faults into weights, and keeps the original values to restore them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
-        # the place (a view of the weight), and its original content
+        # the changed part (a view of the weight), and its original content
         self._before: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
