@@ -7,17 +7,17 @@ If there are too many connections, in total or from one address, one of them is 
 a hello. If there is none, the new connection must first prove that it is a frontend. Then the frontend without a stream that
 has been idle longest is closed, or the new connection if all have streams.
 
-Strangers that connect and send nothing therefore keep no frontend out. Neither does a compromised worker that holds
-connections with the fleet's key: unused ones are closed for the next.
+So clients that connect and send nothing cannot keep frontends out. Neither can a compromised worker that opens connections
+with the fleet's key: unused connections are closed in favour of new ones.
 
 While a frontend keeps up, every engine step is one frame. Steps within one millisecond of each other are sent together,
-unless a stream begins or ends with one. While a frontend does not keep up, steps accumulate in a backlog, one chunk per
+unless a stream begins or ends in one of them. While a frontend does not keep up, steps accumulate in a backlog, one chunk per
 stream (`wire.join`). They are sent as one frame when it reads again: the slower the reader, the fewer and fuller the frames.
 The backlog is bounded in bytes and in time; beyond either bound the connection is closed, and the frontend's streams with it.
 
 A frontend with open streams receives a frame at least every 100 ms. The others receive one every second, all at the same
 time. If no step was sent, the frame is a beat; while steps are sent, a beat follows every 0.25 s. A beat carries the engine's
-phase and its age, because a stuck engine behind a live loop shows only there.
+phase and its age: no other message reveals a stuck engine behind a live loop.
 
 A stream begins in prefill, decodes from its first output on, and ends. Canaries are not users' requests: they have streams,
 but are not counted.
@@ -41,7 +41,7 @@ from workers.engines.engine import Engine
 TOKEN_BYTES = 5  # maximum, in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
-USER_TIMEOUT_MS = 10_000  # bytes unacknowledged for that long: the frontend's host is gone
+USER_TIMEOUT_MS = 10_000  # bytes unacknowledged for this long mean that the frontend's host is gone
 TICK_S = 0.08  # lets a timer be 20 ms late before 100 ms have passed
 LOAD_S = 0.24  # maximum age of the last beat while steps are sent
 IDLE_BEAT_S = 1.0
@@ -72,7 +72,7 @@ class FrontendConnection:
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
         self.blackholed = False  # a rehearsal: all traffic is dropped, in both directions
-        self.tainted = False  # a blackhole dropped something: the connection cannot be trusted again
+        self.tainted = False  # a blackhole dropped data: the connection cannot be used again
         self.opened_at = asyncio.get_running_loop().time()
         self.used_at = 0.0  # time of its hello, or of its last request
         self.beaten_at = 0.0
@@ -88,7 +88,7 @@ class FrontendConnection:
         self._leaving: asyncio.TimerHandle | None = None  # sends the backlog, while the frontend reads
 
     def pause(self) -> None:
-        """Accumulate steps from now on: the frontend does not keep up."""
+        """Accumulate steps from now on, because the frontend does not keep up."""
         self._paused_at = asyncio.get_running_loop().time()
 
     def resume(self) -> None:
@@ -97,13 +97,13 @@ class FrontendConnection:
         self._send_backlog()
 
     def lost(self) -> None:
-        """Send nothing more: the transport is closed."""
+        """Stop sending: the transport is closed."""
         self._transport = None
         if self._leaving is not None:
             self._leaving.cancel()
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame after all earlier steps; while the frontend does not read, it overtakes the backlog."""
+        """Write one frame after all earlier steps. While the frontend does not read, the frame overtakes the backlog."""
         if self._leaving is not None and self._paused_at is None:
             self._send_backlog()
         self._write(frame)
@@ -115,7 +115,7 @@ class FrontendConnection:
             self._transport.write(wire.encode(frame))
 
     def flush(self) -> None:
-        """Send this step's batch as one frame, or add it to the backlog: in a burst of steps, or if the frontend lags."""
+        """Send this step's batch as one frame. In a burst of steps, or if the frontend lags, add it to the backlog instead."""
         batch, self.batch = self.batch, []
         if self.blackholed:
             self.send(Step(batch))
@@ -195,11 +195,11 @@ class FrontendConnection:
 
 @dataclass(frozen=True, slots=True)
 class FrontendLimits:
-    """How many connections one worker accepts. Each frontend has one, and each controller."""
+    """Limits on the connections of one worker. Each frontend and each controller has one connection."""
 
     total_max: int = 512  # 0: unlimited
     per_address_max: int = (
-        256  # half of them, so that no host has all; does not apply through the broker. 0: unlimited
+        256  # per address: half of the total; does not apply through the broker. 0: unlimited
     )
 
 
@@ -223,7 +223,7 @@ class FrontendConnections:
 
     @property
     def any_greeted(self) -> bool:
-        """Whether any frontend is connected and could still send a request."""
+        """Whether any frontend is connected, so that requests may still arrive."""
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
@@ -314,7 +314,7 @@ class FrontendConnections:
     def blackhole(self, on: bool) -> None:
         """Drop all traffic in both directions without closing.
 
-        When healed, abort the connections that lost something: a stream with missing chunks must not continue.
+        When healed, abort the connections that lost data: a stream with missing chunks must not continue.
         """
         self.blackholed = on
         for connection in list(self.open):
@@ -396,7 +396,7 @@ class Heartbeats:
 def _owed(connection: FrontendConnection) -> float:
     """Return when a connection with streams needs its next beat.
 
-    Steps show that the worker is alive, but only beats carry its load.
+    Frames of steps show that the worker is alive, but only beats carry its load.
     """
     return min(max(connection.beaten_at, connection.stepped_at) + TICK_S, connection.beaten_at + LOAD_S)
 
@@ -441,16 +441,16 @@ class RequestOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class Stream:
-    """One open stream, and the destination of its output."""
+    """One open stream and the connection for its output."""
 
     connection: FrontendConnection
     number: int  # the frontend's number for it
     canary: bool
     begun: float  # loop time, in seconds
     asked: RequestOrigin
-    turn: int = 0  # the trust's turn when the stream began
+    turn: int = 0  # the value of `Trust.turns` when the stream began
     held: list[tuple[int, Chunk]] | None = (
-        None  # output that its frontend may not have yet; None: output is not held back
+        None  # held-back output, not yet allowed to its frontend; None: output is not held back
     )
     decodes: bool = False  # its prompt is computed, and it has output
     leaving: bool = False  # it is moving away with its KV cache

@@ -1,4 +1,4 @@
-"""Applies GPU faults to one worker: its results are distrusted, or it ends with a GPU that died."""
+"""Applies GPU faults to one worker: distrusts its results, or ends the worker if a GPU has died."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 class Devices(Protocol):
     """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
 
-    Declared here, with the reported values left untyped, so that a single simulated rank avoids the imports.
+    Declared here with untyped reported values, so that a single simulated rank avoids the imports.
     """
 
     @property
@@ -85,13 +85,13 @@ class WorkerGpus:
             self._devices.stop()
 
     def _distrust(self, reason: str) -> None:
-        """Ship no KV cache from a GPU that has a fatal fault, until none has one."""
+        """Ship no KV cache while any GPU has a fatal fault."""
         if reason:
             self._output.distrust("device", f"the source is not trusted: {reason}")
         else:
             self._output.regain("device")
 
     def _end_with_gpu(self, reason: str) -> None:
-        """End the worker with a GPU that the engine computes on: nothing in its memory can be trusted any more."""
+        """End the worker because a GPU of its engine died: nothing in the GPU's memory can be trusted any more."""
         if self._config.computes_on_gpus:
             self._end.fail(Broken(reason))

@@ -32,8 +32,8 @@ from events.errors import HoldfastError
 
 NAME = b"holdfast-keeper"  # shown by ps and top; at most 15 bytes
 READY_WITHIN_S = 1.0
-FREED_AFTER_US = 100_000  # leaves the core and the moment to the move of the worker's streams
-MACHINES = ("x86_64",)  # where it was tested, and where libc's contexts start like _Context
+FREED_AFTER_US = 100_000  # lets the worker's streams migrate before memory is freed on the same core
+MACHINES = ("x86_64",)  # tested architectures, on which libc's contexts start like _Context
 _CLONE_VM = 0x100
 _PR_SET_NAME = 15
 _WALL = 0x40000000  # waitpid option: also wait for a child that sends no SIGCHLD

@@ -1,4 +1,4 @@
-"""Routes the output of a worker's engine to the frontends' streams; streams that leave or arrive.
+"""Routes the output of a worker's engine to the frontends' streams, and moves streams between workers.
 
 The engine uses keys, frontends use stream numbers. A `Stream` maps one to the other, and output for the key of an ended
 stream is dropped here. Only `deliver` may be called from another thread than the loop's.
@@ -26,7 +26,7 @@ from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9
 FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors caused by the engine itself
-REPORT_EVERY_S = 10.0  # an engine that keeps raising becomes one fact per interval, not one per request
+REPORT_EVERY_S = 10.0  # an engine that keeps raising causes one fact per interval, not one per request
 
 log = structlog.get_logger(__name__)
 
@@ -129,7 +129,7 @@ class StreamOutput:
         self._counters = counters
         self._outgoing, self._incoming, self._trust = moves.source, moves.target, moves.trust
         self._faults = faults
-        self._sending_on = ""  # why decoding streams are sent elsewhere; "": they are not
+        self._sending_on = ""  # why decoding streams are sent to other workers; "": they are not
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
 
@@ -206,7 +206,7 @@ class StreamOutput:
     # --- streams that arrive with their KV cache
 
     def take_in(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
-        """Reserve room for a stream, and continue it once its KV cache has arrived; or answer why not."""
+        """Reserve room for a stream, and continue it once its KV cache has arrived; or answer with the reason for a refusal."""
         if (incoming := self._incoming.reserve(key, connection, frame)) is not None:
             task = asyncio.ensure_future(self._take_in(incoming))
             self._incoming.tasks.add(task)
@@ -259,7 +259,7 @@ class StreamOutput:
         self._connections.flush()
 
     def stays(self) -> None:
-        """After a failed move, send the stream elsewhere if streams are being sent elsewhere."""
+        """After a failed move, send the stream to another worker if all streams are being sent away."""
         if self._sending_on:
             self.send_elsewhere(self._sending_on)
 

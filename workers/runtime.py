@@ -1,7 +1,7 @@
 """Builds and runs one worker process: settings in, exit code out.
 
-The process connects to the broker while the engine starts and waits for it only briefly. A worker without a broker serves all
-the same, and its facts are spooled.
+The process connects to the broker while the engine starts and waits for it only briefly. A worker without a broker serves
+anyway, and its facts are spooled.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Workers(Protocol):
         """Return whether the process is shutting down."""
 
     def fail(self, error: Exception) -> None:
-        """End all of them: a callback of the event loop failed."""
+        """End all workers, because a callback of the event loop failed."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class FleetLinks:
 
     journal: Journal
     bus: NatsBus | None
-    channels: Channels | None = None  # of the request plane, if it runs through the broker
+    channels: Channels | None = None  # channels of the request plane, if it runs through the broker
 
     @property
     def fleet_journal(self) -> NatsJournal | None:
@@ -253,7 +253,7 @@ class Alone:
         stop: Stop,
         make: Callable[[WorkerConfig], InferenceWorker] | None = None,
     ) -> None:
-        """`make` builds the worker's next life when its engine serves something else; None: there is no next life."""
+        """`make` builds the worker's next instance when its engine has changed; None: no further instance is started."""
         self.workers = [worker]
         self._stop = stop
         self._make = make
@@ -296,7 +296,7 @@ async def _serve(
 
 
 async def _watch_keeper(keeper_pid: int) -> None:
-    """Log it if the keeper is killed. No worker ends for that: only a kill of this process will be detected a little later."""
+    """Log if the keeper is killed. No worker ends because of that; only a kill of this process is detected a little later."""
     while not keeper.ended(keeper_pid):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(KEEPER_S)
     log.warning("keeper_ended", pid=keeper_pid)
@@ -308,7 +308,7 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
         with contextlib.suppress(TimeoutError):  # one of many may have ended meanwhile and been replaced
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
-    gc.freeze()  # live objects stay to the end and hold almost no garbage: no collection needs to scan them again
+    gc.freeze()  # these objects live until the end: no later collection needs to scan them
     url, pages = "", None
     if settings.admin_port >= 0:
         # In a thread: an import on the loop would look like a hang to every frontend.

@@ -1,7 +1,7 @@
 """The worker's request plane server: streams of many frontends over one engine.
 
 Everything here runs on one event loop; only `deliver` may be called from another thread. `FrontendProtocol` reads frames,
-`WorkerServer` handles them, and `StreamOutput` sends what the engine computes.
+`WorkerServer` handles them, and `StreamOutput` sends the engine's output.
 """
 
 import asyncio
@@ -305,7 +305,7 @@ class WorkerServer:
         return self._drain.draining
 
     def deregister(self) -> None:
-        """Tell every frontend to send nothing more. Requests already under way are still accepted."""
+        """Notify every frontend to send no new requests. Requests already in transit are still accepted."""
         self._drain.deregister()
         self._incoming.drop_all(LEAVES)  # these streams can keep decoding at their sources
         self._heartbeats.beat_all()
@@ -319,13 +319,13 @@ class WorkerServer:
             self._heartbeats.beat_all()
 
     def drained(self) -> Ends:
-        """Return how streams have ended since the drain began, or since the last call."""
+        """Return the counts of streams that ended since the drain began, or since the last call."""
         return self._drain.drained()
 
     # --- rehearsals
 
     def blackhole(self, on: bool) -> None:
-        """Drop all traffic in both directions without closing; when healed, abort the connections that lost something."""
+        """Drop all traffic in both directions without closing; when healed, abort the connections that lost data."""
         self.connections.blackhole(on)
 
     @property

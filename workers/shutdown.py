@@ -1,4 +1,4 @@
-"""Shuts a worker down gracefully: running requests may finish for a while, the rest go elsewhere.
+"""Shuts a worker down gracefully: requests get time to finish, the rest move to other workers.
 
 The graceful shutdown of seed 004; its timer runs from the first moment:
 
@@ -6,9 +6,9 @@ The graceful shutdown of seed 004; its timer runs from the first moment:
       in heartbeats    prefill, then decode       `InferenceWorker`, and `FleetLinks.close`
                        time up, or hurried: remaining streams are ended and continue elsewhere
 
-A worker has two endpoints, prefill and decode. It always waits for prefill: ending it would waste what was computed. It also
-waits for decode (`graceful_shutdown`), or sends each stream elsewhere as soon as its prompt is computed. If the KV cache can
-move along, frontends get a moment to arrange that.
+A worker has two endpoints, prefill and decode. The worker always waits for prefill, because ending it would waste computed
+blocks. It also waits for decode (`graceful_shutdown`), or sends each stream to another worker as soon as its prompt is computed.
+If the KV cache can move too, frontends get a moment to arrange that.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=
 TIME_UP = "engine_shutdown: the grace period is over"
 SENT_ELSEWHERE = "engine_shutdown: this worker is leaving and does not wait for the stream"
 CLEANUP_S = 5.0  # phase 3, which an orchestrator's grace period must include
-DEREGISTERED_S = 0.5  # until then, requests that frontends sent before they knew have arrived
+DEREGISTERED_S = 0.5  # by then, requests have arrived that frontends sent before they were notified
 
 SecondSignal = Literal["ignore", "hurry"]
 log = structlog.get_logger(__name__)
 
 
 class WorkerEnd:
-    """Why one worker ends: a stop command or a failure. The first failure stands."""
+    """The reason why one worker ends: a stop command or a failure. Only the first failure counts."""
 
     def __init__(self) -> None:
         self.stop_requested = asyncio.Event()  # a flag: the fleet's operator has stopped it

@@ -4,7 +4,7 @@
     the device watch ──▶ the last state of each fault ─┴──▶ facts about that instance
 
 The watched worker runs elsewhere, in front of the server that uses these GPUs. The watch has no engine and no request plane,
-registers nowhere and sends no heartbeat, so its own end is not held against any worker. When a new instance starts, it
+registers nowhere and sends no heartbeat, so its own end does not affect the state of any worker. When a new instance starts, it
 reports the state of every fault again, including those that are over: the instance that received the report may have ended by
 then.
 """
@@ -32,7 +32,7 @@ from workers.devices.watch import DeviceWatch, WatchPolicy
 
 START_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 RETRY_S = 0.2
-PAST_MAX = 16  # former instances remembered: a late heartbeat of one of them does not start a new life
+PAST_MAX = 16  # number of known former instances: a late heartbeat of one of them is no new instance
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class WatchedWorker:
             self._observe(device, change)
 
     def on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
-        """Detect the worker's next life."""
+        """Detect the worker's next instance."""
         instance = str(body.get("instance") or "")
         if not instance or instance == self.instance or instance in self._past:
             return

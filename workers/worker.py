@@ -1,14 +1,14 @@
-"""One worker: an engine, the server around it, and the facts that the fleet receives about both.
+"""One worker: an engine, its server, and the facts that the fleet receives about both.
 
     start ── joined ──▶ serving ◀──── resume ────┐
                            │  └── drain ──▶ drained (still connected, refuses new requests)
                            ├── stop requested ──▶ drain within the grace period ──▶ left, exit 0
                            ├── it fails ──▶ streams sent elsewhere ──▶ left, exit 1
-                           ├── its engine now serves something else ──▶ the same, exit 0, and a new life in this process
+                           ├── its engine has changed ──▶ the same, exit 0, and a new instance in this process
                            └── killed by a rehearsal (one of many in its process) ──▶ gone without a fact, exit 137
 
-A worker folds nothing. It writes to the journal, and receives the controller's commands as requests on the bus, which may be
-repeated. Without a bus it serves all the same.
+A worker does not compute the fleet's state: it only writes facts to the journal. It receives the controller's commands as
+requests on the bus, which may be repeated. Without a bus it serves anyway.
 """
 
 import asyncio
@@ -138,9 +138,7 @@ class InferenceWorker:
             services = [group.create_task(self._critical(name, work)) for name, work in works.items()]
             try:
                 code = await self._until_over(dead, stop, hurried or asyncio.Event())
-            except (
-                Exception
-            ) as error:  # a bug during shutdown: the worker ends all the same, and records that
+            except Exception as error:  # a bug during shutdown: the worker ends anyway, and records that
                 code = await self._leave_failed(broken("shutdown", error))
             for service in services:
                 service.cancel()
@@ -237,7 +235,7 @@ class InferenceWorker:
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             return leaving.result()
-        leaving.cancel()  # what it waits for will not happen
+        leaving.cancel()  # the awaited event will not happen
         await asyncio.wait((leaving,))
         return await self._leave_failed(dead.result())
 
@@ -274,7 +272,7 @@ class InferenceWorker:
         return FAILED
 
     async def _renew(self, reason: EngineChanged) -> int:
-        """End this life. Its streams continue on other workers, and the next life registers what the engine serves now."""
+        """End this instance. Its streams continue on other workers, and the next instance registers the engine's new identity."""
         self._log.warning("worker_renewed", reason=str(reason), in_flight=self.server.in_flight)
         await self._leave_now(str(reason), "graceful", 0)
         return RENEWED
@@ -347,7 +345,7 @@ class InferenceWorker:
             await asyncio.sleep(CHECK_S)
 
     def fail(self, reason: EngineDead) -> None:
-        """End this worker: its engine or device is dead, or it is Broken. The first reason stands; exit code 1."""
+        """End this worker: its engine or device is dead, or it is Broken. Only the first reason counts; exit code 1."""
         self._ending.fail(reason)
 
 

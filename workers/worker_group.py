@@ -7,7 +7,7 @@
 
 They share the process's resources: the connection to the broker, the journal and its spool, the admin port, the event loop. A
 failure of the process (SIGKILL, an error in a callback of the loop) hits all of them. If a worker's
-first start fails, the process ends, as with a single worker. Later lives are retried without limit.
+first start fails, the process ends, as with a single worker. Later starts are retried without limit.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ LEAVE_S = 30.0  # for a thousand workers that record their end at once, beyond t
 class BackOff:
     """Waiting times before a failed worker is restarted, in seconds."""
 
-    wait_s_min: float = 0.2  # doubles with each short life
+    wait_s_min: float = 0.2  # doubles with each failed start
     wait_s_max: float = 10.0
-    settled_s: float = 3.0  # a longer life was not a failed start
+    settled_s: float = 3.0  # an instance that ran longer was not a failed start
 
 
 class Many:
-    """The workers of one process, each with its current life. `make` builds a worker."""
+    """The workers of one process, each with its current instance. `make` builds a worker."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Many:
         back_off: BackOff | None = None,
     ) -> None:
         self._back_off = back_off or BackOff()
-        self.workers = [make(config) for config in configs]  # a new life takes the position of the one before
+        self.workers = [make(config) for config in configs]  # each replaced by its next instance
         self._make = make
         self._stagger_s = stagger_s
         self._journal = journal
@@ -86,7 +86,7 @@ class Many:
         self._broken = True
 
     async def _run_lives(self, number: int) -> None:
-        """Run one worker, life after life."""
+        """Run one worker, one instance after the other."""
         loop, back_off, first = asyncio.get_running_loop(), self._back_off, True
         wait_s = back_off.wait_s_min
         while True:
@@ -104,7 +104,7 @@ class Many:
             )
 
     async def _run_life(self, worker: InferenceWorker) -> int | None:
-        """Run one life and return its end as a process's exit code; None if it failed to start."""
+        """Run one instance and return its end as a process's exit code; None if it failed to start."""
         living = asyncio.ensure_future(worker.run(self._stop.wanted, self._stop.hurried))
         try:
             await asyncio.wait((living,))

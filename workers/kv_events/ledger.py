@@ -4,11 +4,11 @@
                    └──▶ the rank's own index ──▶ a dump, in parts
 
 Events that frontends would refuse are refused here, before they get a number: blocks after a block that the rank does not
-hold, or a block at two positions. So an index that has applied every event holds exactly what this one does.
+hold, or a block at two positions. So a frontend's index that has applied every event holds exactly the same blocks.
 
 The index maps each block to the one before it, in order of arrival. A dump therefore needs no search: every block comes after
-the one before it. A block that is removed while blocks behind it are still held leaves a hole. Those blocks need its name, so
-a dump stores it and removes it at the end.
+the one before it. A block that is removed while blocks after it are still held leaves a hole. The later blocks need its name,
+so a dump stores it and removes it at the end.
 """
 
 from collections import deque
@@ -29,10 +29,10 @@ class LedgerBounds:
     """Limits on what is published at once and on what is kept."""
 
     event_blocks: int = 4096  # a longer event is split
-    part_bytes: int = 64 * 1024  # of a message; a longer one would delay the messages of all others
+    part_bytes: int = 64 * 1024  # maximum size of a message; a longer one would delay other workers' messages
     part_blocks: int = 4096  # blocks per part of a dump
-    ring_bytes: int = 128 * 1024  # for events older than that, a dump is cheaper
-    dumps: int = 4  # dumps being fetched, part by part
+    ring_bytes: int = 128 * 1024  # size of the ring of recent events; for older events a dump is cheaper
+    dumps: int = 4  # maximum number of dumps that are being fetched
     dump_s: float = 10.0  # seconds for which each of them is kept
     shared_s: float = 1.0  # seconds for which a dump is shared with other frontends
     holes: int = 1024  # holes beyond the number of blocks, before unneeded ones are searched
@@ -82,7 +82,7 @@ class _Snapshot:
 
 
 class KvEventLedger:
-    """The KV events of one rank of one life of a worker."""
+    """The KV events of one rank of one instance of a worker."""
 
     __slots__ = (
         "_bounds",
@@ -126,7 +126,7 @@ class KvEventLedger:
 
     @property
     def holes(self) -> int:
-        """Number of known blocks that are not held, but are needed by blocks behind them."""
+        """Number of known blocks that are not held, but are needed by blocks after them."""
         return self._holes
 
     @property
@@ -177,7 +177,7 @@ class KvEventLedger:
         return self._tiers.get(block, _HELD) if block in self._parents else 0
 
     def _fit(self, blocks: Sequence[int], parent: int | None) -> bool:
-        """Return whether blocks fit there: their parent is held, and known blocks are already at that position."""
+        """Return whether blocks fit after this parent: the parent is held, and known blocks already follow it."""
         if (parent is not None and not self._tiers_of(parent)) or len(set(blocks)) < len(blocks):
             return False
         for block in blocks:
@@ -214,7 +214,7 @@ class KvEventLedger:
             self._tiers[block] = tiers
 
     def _prune(self) -> None:
-        """Remove the holes that no held block needs any more: no block behind them is held."""
+        """Remove the holes that are no longer needed: no block after them is held."""
         if not self._holes:
             return
         parents, tiers = self._parents, self._tiers

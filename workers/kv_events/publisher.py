@@ -1,8 +1,8 @@
 """Publishes the KV blocks that a worker's engine stores and removes, and lets frontends catch up.
 
-The changes of the steps of a few milliseconds form one message per rank, on the worker's connection to the broker. Publishing
-never waits. Without a broker, or if it does not accept what is sent, events are dropped, and frontends detect the gap in the
-ids. To make gaps detectable even if nothing follows, every rank regularly publishes its next id.
+The changes of a few milliseconds form one message per rank, on the worker's connection to the broker. Publishing never waits.
+If the broker is disconnected or does not accept messages, events are dropped, and frontends detect the gap in the ids. Every
+rank also publishes its next id regularly, so that a gap is detected even if no event follows.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from workers.kv_events.ledger import KvEventLedger, LedgerBounds
 
 FLUSH_S = 0.005  # how long events wait to be sent together with others
 NEXT_EVERY_S = 5.0  # how often a rank publishes its next id
-SLOT_S = 0.1  # workers of one process do that in the same turn of the loop, with one write
+SLOT_S = 0.1  # workers of one process publish the next id in the same turn of the loop, with one write
 RANKS_MAX = 1024
 UNSENT_BYTES_MAX = 4 * 1024 * 1024  # bytes not yet accepted by the broker; beyond that, events are dropped
 RETRY_S = 0.2
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class KvPublisher:
-    """The KV events of one life of a worker, for all ranks. `announce` may be called from any thread."""
+    """The KV events of one instance of a worker, for all ranks. `announce` may be called from any thread."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class KvPublisher:
         *,
         next_every_s: float = NEXT_EVERY_S,
     ) -> None:
-        """Publish for this life of a worker, on this connection to the broker.
+        """Publish for this instance of a worker, on this connection to the broker.
 
         `bounds` apply to each rank; `next_every_s`: seconds between two publications of the next id.
         """
@@ -111,7 +111,7 @@ class KvPublisher:
                 async with asyncio.timeout(CLOSE_S):
                     await self._heard.cancel()
 
-    # --- what the engine announces
+    # --- events from the engine
 
     def announce(self, rank: int, events: Sequence[KvEvent]) -> None:
         """Publish what a step has changed."""
@@ -163,13 +163,13 @@ class KvPublisher:
             self.dropped += len(events)
 
     def _write(self) -> None:
-        """Write what is posted at the end of this turn of the loop: a thousand workers share the connection."""
+        """Write the posted messages at the end of this turn of the loop, because a thousand workers share the connection."""
         self._loop.call_soon(self._client.write)
 
     def _full(self) -> bool:
         return self._muted() or self._client.unsent() > UNSENT_BYTES_MAX
 
-    # --- what lets frontends detect gaps
+    # --- gap detection by frontends
 
     def tell(self) -> None:
         """Publish the next id of each rank, now and regularly from now on."""

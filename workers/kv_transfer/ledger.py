@@ -1,6 +1,6 @@
 """The reservations of a transfer's target: limits, deadlines, and the verified bytes so far.
 
-A reservation states how much a source may write and until when.
+A reservation states how many bytes a source may write, and its deadline.
 
     reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has taken it ──▶ (gone)
                  └───────────── abort, deadline ─────────────────┴──────────────────────────────────▶ (gone)
@@ -31,7 +31,7 @@ from workers.kv_transfer.messages import (
     packed,
 )
 
-CHUNK_BYTES = 1 << 21  # measured with a source of two threads: 1 MiB and 4 MiB are a tenth slower
+CHUNK_BYTES = 1 << 21  # with a source of two threads, 1 MiB and 4 MiB were measured a tenth slower
 CHUNK_BYTES_MAX = 1 << 22
 CHUNKS_MAX = 1 << 16
 
@@ -162,7 +162,7 @@ class TransferReservations:
     ) -> KvReservation | TransferRefused:
         """Reserve `blocks` blocks, starting at `first_block` of the sequence, for a request.
 
-        `tokens` are the request's tokens so far; what arrives must begin with them.
+        `tokens` are the request's tokens so far; the arriving sequence must begin with them.
         """
         own = self._own.get(description.rank)
         if own is None:

@@ -1,12 +1,12 @@
-"""KV transfers over NIXL: RDMA, NVLink or whatever else UCX finds between two hosts.
+"""KV transfers over NIXL: RDMA, NVLink or any other link that UCX finds between two hosts.
 
 This is the only module that uses NIXL, an optional dependency (extra `[nixl]`). Its pitfalls:
 
 - An agent serves one thread at a time, and no thread may wait for another's transfer.
 - Memory must be registered on both sides, so data is sent through a buffer of our own.
 - The state of a transfer must be polled.
-- An aborted transfer is not over. UCX keeps reading the source's buffer, and over TCP it writes what still arrives to the
-  target's address, registered or not. If that memory were unmapped, the process would crash.
+- An aborted transfer is not over. UCX keeps reading the source's buffer, and over TCP it writes late bytes to the target's
+  address, registered or not. If that memory were unmapped, the process would crash.
 """
 
 import threading

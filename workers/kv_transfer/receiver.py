@@ -6,7 +6,7 @@
 
 A new file costs the kernel a page fault per 4 KiB on either side (measured: 2 to 4 GB/s, against 15 GB/s). Regions are
 therefore reused, up to `spare_bytes_max`, but only after their source has finished writing. A slow source of a reservation
-that ended must not write into memory in use, so its file is unlinked and forgotten.
+that ended must not write into memory in use, so its file is unlinked and not reused.
 
 If there is no such directory, or no space in it, a region is plain memory and its bytes come over the socket.
 
@@ -258,7 +258,7 @@ class Arrived:
 
 @dataclass(slots=True)
 class _ReservedRoom:
-    """The memory region, connection and progress of a live reservation. The ledger has its limits and deadline."""
+    """The memory region, connection and progress of a live reservation. The ledger has the reservation's limits and deadline."""
 
     ticket: str
     region: Region
@@ -266,7 +266,7 @@ class _ReservedRoom:
     connection: TransferSocket | None = None
     shared: bool = False  # its source writes into the region itself
     quiet: bool = False  # the source has finished writing; it may have begun before its Open is read
-    why: str = ""  # why it ended
+    why: str = ""  # the reason why the reservation ended
     progress: ArrivalProgress | None = None
 
 
@@ -348,7 +348,7 @@ class Receiver:
             return TransferRefused(f"no room: {error}")
         try:
             offer = self._transport.offer(region.memory) if self._transport is not None else b""
-        except TransferFailed:  # then sources send over the socket
+        except TransferFailed:  # without an offer, sources send over the socket
             offer = b""
         with self._lock:
             if self._stopped.is_set() or self._ledger.get(made.ticket) is None:
@@ -356,7 +356,7 @@ class Receiver:
                 self._give_back(region, quiet=True)
                 return TransferRefused("the reservation's deadline has passed")
             self._rooms[made.ticket] = room = _ReservedRoom(made.ticket, region, Future())
-            room.arrival.set_running_or_notify_cancel()  # its waiter may go away; it is settled all the same
+            room.arrival.set_running_or_notify_cancel()  # not cancellable: it completes even if its waiter has gone
         left_s = made.deadline_s - time.monotonic()
         return Grant(
             made.ticket, self.endpoint, made.size, left_s, description, region.path, made.first_block, offer

@@ -73,8 +73,8 @@ class Mapped:
 class Mappings:
     """Mapped regions of other workers: a first mapping costs 0.1 s per gigabyte. Thread-safe.
 
-    A mapping keeps its memory allocated even if its owner has unlinked it or is dead. So no more is kept mapped than a target
-    keeps for the next transfer: a larger region is never reused.
+    A mapping keeps its memory allocated even if the owner has unlinked it or is dead. So only as many bytes are kept mapped as
+    a target keeps for its next transfer: a larger region is never reused.
     """
 
     def __init__(self, bytes_max: int = SPARE_BYTES_MAX) -> None:
@@ -148,7 +148,7 @@ class Sender:
         self._connection: TransferSocket | None = None
         self._remote: Remote | None = None
         self._cancelled = False
-        self._failure = ""  # why it has ended
+        self._failure = ""  # the reason why the transfer has ended
         self._lock = threading.Lock()  # serialises messages
         self._offset = 0
         self._number = 0

@@ -1,8 +1,8 @@
-"""Writes bytes into a target's region without a socket: the source writes them there itself.
+"""The interface for writing directly into a target's region, without a socket.
 
 On one host the source maps the region. A `Transport` does the same over a network or into another device's memory. The target
-encodes an offer of its region, which travels in the grant, and the source writes according to it. Messages, checksums and
-everything else are unchanged: the chunk's xxh3 vouches for the bytes, not the transport.
+encodes an offer of its region, which the grant contains, and the source writes according to the offer. All messages and
+checksums are unchanged: the bytes are verified by the chunk's xxh3, not by the transport.
 """
 
 from typing import Protocol

@@ -6,10 +6,10 @@ Then it stops the stream and ships the rest.
        ▲                    │                              │                                  │
        └──── Stay, failure ─┴──────────────────────────────┴──── Stay, failure, 2 s ──────────┘
 
-The pause does not depend on the stream's length. After the stop, only the output since the last check is shipped, a block or
-two. No shard sends its ending before all have sent everything.
+The pause does not depend on the stream's length: only a block or two, filled since the last check, are shipped after the stop.
+No shard sends its ending before all shards have sent all their blocks.
 
-After any failure, the stream continues here unchanged. If its frontend did not ask for that, it receives the reason. Two
+After any failure, the stream continues here unchanged. If the frontend did not request that, it receives the reason. Two
 attempts may then decode at once, here and at the target: the frontend accepts the tokens of only one.
 """
 
@@ -82,7 +82,7 @@ class OutgoingStream:
     stopping: "asyncio.Future[Stopped] | None" = None
     handed_over: bool = False  # everything was sent, and the target may already decode
     bytes: int = 0
-    over: bool = False  # its frontend needs no answer any more
+    over: bool = False  # the frontend no longer needs an answer
     shipments: list[OutgoingShipment] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class OutgoingMigrations:
         counters: WorkerCounters,
         piece_bytes: int,
     ) -> None:
-        """Build it for one engine; `piece_bytes` are copied out of the engine at once, per shard."""
+        """Manage the moves of one engine; `piece_bytes` are copied out of the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._counters = counters
@@ -246,7 +246,7 @@ class OutgoingMigrations:
             )
         except HoldfastError as error:
             reason = str(error)
-        except Exception as error:  # the stream continues all the same
+        except Exception as error:  # the stream continues here anyway
             log.exception("ship_broke")
             reason = f"the engine failed: {error!r}"
         return not leaving.over and self.decline(leaving, reason)

@@ -1,8 +1,9 @@
-"""The state of a request that a move transfers besides tokens and KV cache, for the target to compare.
+"""The state of a request that a move transfers besides tokens and KV cache, as a check for the target.
 
 The first design document lists a request's state. Of that, token ids travel separately (`Ending.tokens`), and blocks arrive in
 the order of the sequence instead of with block ids. The target does not need this state to continue: the frontend has sent it
-the request, and random numbers are keyed by (seed, position). The state shows that both sides mean the same request.
+the request, and random numbers are keyed by (seed, position). The state
+shows that both sides mean the same request.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def sampling_state(s: Sampling) -> SamplingState:
 
 
 def stop_criteria(origin: RequestOrigin) -> StopCriteria:
-    """Return when a request ends, counted from its first token: after each replay, `max_tokens` is a smaller number."""
+    """Return a request's stop criteria, counted from its first token: each replay arrives with a smaller `max_tokens`."""
     s = origin.sampling
     return StopCriteria(s.max_tokens + origin.replayed, s.ignore_eos, sorted(s.stop_token_ids))
 

@@ -35,7 +35,7 @@ from workers.migration.state import RequestMigrationState, difference, unpacked_
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.7
-COMMIT_S_MAX = 10.0  # before that, the engine is between two steps; longer is a hang
+COMMIT_S_MAX = 10.0  # an engine reaches the end of its step sooner; longer is a hang
 
 log = structlog.get_logger(__name__)
 
@@ -146,8 +146,8 @@ class IncomingStream:
     asked: RequestOrigin
     known: list[int]  # its tokens so far
     grants: list[Grant] = field(default_factory=list)
-    gone: bool = False  # its frontend has given it up
-    why: str = ""  # why it was given up
+    gone: bool = False  # the frontend has cancelled it
+    why: str = ""  # the reason why it was aborted
 
 
 class IncomingMigrations:
@@ -162,7 +162,7 @@ class IncomingMigrations:
         counters: WorkerCounters,
         take_bytes: int,
     ) -> None:
-        """Build it for one engine; `take_bytes` are copied into the engine at once, per shard."""
+        """Manage the moves to one engine; `take_bytes` are copied into the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._landing = landing
@@ -180,7 +180,7 @@ class IncomingMigrations:
 
     @property
     def awaited(self) -> int:
-        """Number of arriving streams that have not been given up."""
+        """Number of arriving streams that have not been aborted."""
         return sum(not incoming.why for incoming in self._incoming.values())
 
     def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
@@ -325,7 +325,7 @@ class IncomingMigrations:
         self._streams.first_output(stream)
         try:
             await _within(COMMIT_S_MAX, incoming.room.commit(first.tokens, first.computed))
-            if incoming.why:  # given up meanwhile: the engine must forget the stream, which already decodes
+            if incoming.why:  # aborted meanwhile: the engine must drop the stream, which already decodes
                 raise MoveRefused(incoming.why)
         except BaseException:
             self._streams.end(incoming.key)

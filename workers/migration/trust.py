@@ -2,12 +2,12 @@
 
     trusted ── convicted, a fatal device fault, NaN in the logits ──▶ distrusted
 
-Checksums show that bytes arrive as they left, not that they were computed correctly: the KV cache of a worker with wrong
+Checksums show that bytes arrive unchanged, not that they were computed correctly: the KV cache of a worker with wrong
 answers would spread the corruption. Therefore every shipment must pass through this module. Only a `TrustedSender` makes a
 shipment, and only a `Trust` without doubts creates one; an import contract enforces the rest.
 
-The first doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. Clearing a doubt says nothing
-about what was computed before: a stream that had begun by then is not shipped.
+The first doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. After a doubt is cleared, blocks
+computed before may still be wrong: a stream that had begun by then is not shipped.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class TrustedSender:
         self._losses = trust.losses
 
     def check(self) -> None:
-        """Raise SenderDistrusted if a doubt has occurred since."""
+        """Raise SenderDistrusted if a doubt has occurred after this sender was created."""
         if self._losses != self._trust.losses:
             raise SenderDistrusted(self._trust.reason or "the source was distrusted meanwhile")
 
@@ -73,7 +73,7 @@ class TrustedSender:
 
 
 class Trust:
-    """The doubts about what one worker computes, and its only way to send KV caches."""
+    """The doubts about one worker's results, and the only access to sending its KV caches."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Trust:
 
     @property
     def reason(self) -> str:
-        """Why this worker is not trusted; empty: it is."""
+        """Why this worker is not trusted; empty if it is trusted."""
         return next(iter(self._doubts.values()), "")
 
     @property
