@@ -16,7 +16,7 @@ BROKE = 70
 KILLED = 137
 """A rehearsal killed this worker, one of many in its process. The number is what a shell reports for a killed process."""
 RENEWED = -1
-"""Not an exit code: this life of a worker is over, and the same process starts the next one."""
+"""Not an exit code: this instance of a worker has ended, and the same process starts the next one."""
 LINGER_S = 0.5
 """Seconds for the event loop to end. In Python 3.11 it would wait for a thread that hangs in a call."""
 
