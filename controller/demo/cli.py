@@ -189,7 +189,7 @@ class Demo:
                     self.live.update(view.render(self.status, self.lines, elapsed, self.seconds, counts))
                     await asyncio.sleep(0.25)
             finally:
-                self.live.update("")  # the last frame is drawn whole, and would stay on a small terminal
+                self.live.update("")  # the last frame is drawn uncropped, and would stay on a small terminal
 
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None

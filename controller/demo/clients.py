@@ -35,7 +35,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """Tokens that the user lost, got twice, or got altered."""
+    """Number of tokens that were lost, received twice, or altered."""
 
     lost: int = 0
     doubled: int = 0
@@ -45,8 +45,8 @@ class TokenDifference:
 def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
     """Return how a stream differs from the undisturbed answer.
 
-    If tokens were replaced, all differences count as altered: what follows a wrong token is another answer, so lost or doubled
-    tokens in it mean nothing.
+    If tokens were replaced, all differences count as altered: after a wrong token the answer is a different one, so lost
+    or doubled tokens cannot be identified in it.
     """
     if list(got) == list(expected):
         return TokenDifference()
@@ -64,7 +64,7 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
 class Users:
     """All the users of the demo, on one endpoint.
 
-    A token that is only part of a character brings no text. With `every_token` it is still recorded, as a piece without text:
+    A token that is only part of a character adds no text. With `every_token` it is still recorded, as a piece without text:
     the users request logprobs, which arrive with each token.
     """
 

@@ -73,7 +73,7 @@ class DemoFleet:
         return cls(data, port, process, log)
 
     def nats_url(self, user: str) -> str:
-        """Return the broker's URL with the credentials of one of its users; empty: the URL that each process completes itself."""
+        """Return the broker's URL with the credentials of `user`. If it is empty, each process adds its own."""
         url = str(FleetDir(self.data).recall()["nats_url"])
         return as_user(url, user) if user else url
 
@@ -83,7 +83,7 @@ class DemoFleet:
         return self.process.poll() is not None
 
     def last_words(self, lines: int = 3) -> str:
-        """Return the end of the output of `up`."""
+        """Return the last lines of the output of `up`."""
         said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
         return " / ".join(line.removeprefix("holdfast: ") for line in said)
 
@@ -127,7 +127,7 @@ class DemoFleet:
             await operator.close()
 
     async def until(self, holds: Callable[[dict[str, Any]], bool], within_s: float = 30.0) -> dict[str, Any]:
-        """Wait until `holds` is true of the status. Raise NotAsExpected."""
+        """Wait until `holds` returns true for the status. Raise NotAsExpected if it does not in time."""
         deadline, status = time.monotonic() + within_s, {}
         while True:
             with contextlib.suppress(HoldfastError):  # a controller that is starting answers a moment later
@@ -155,11 +155,11 @@ class DemoFleet:
         return await self.until(lambda s: _serving(s) == workers)
 
     async def events(self, after: int = 0) -> list[Recorded]:
-        """Return the journal above sequence `after`."""
+        """Return the journal's events above sequence `after`."""
         return await read_all(self.data, after)
 
     def family(self) -> list[psutil.Process]:
-        """Return every process that belongs to the fleet."""
+        """Return every process of the fleet."""
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
@@ -174,7 +174,7 @@ class DemoFleet:
             raise
 
     def end(self) -> None:
-        """Kill it, if it still runs: its processes die with it."""
+        """Kill `up`, if it still runs: its processes end with it."""
         self.process.kill()
         self.process.wait()
 

@@ -1,4 +1,4 @@
-"""The demo's incidents from the journal: a headline each, and the steps from symptom to recovery."""
+"""The demo's incidents from the journal: one headline each, and the steps from symptom to recovery."""
 
 import argparse
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +15,7 @@ from events.journal.nats import NatsJournal
 from events.observations import CanaryResult, RequestExposed, RequestFailed, RequestMigrated
 
 STEPS_MAX = 12  # of one incident
-_COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # counted in the headline
+_COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # these kinds are only counted in the headline
 
 
 async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
@@ -51,7 +51,7 @@ async def write_report(nats_url: str, where: Path) -> AsyncIterator[str]:
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:
-    """Return an incident's events as at most STEPS_MAX lines and a gap line: the first ones, and the last."""
+    """Return an incident's events as at most STEPS_MAX lines, plus one that counts those left out before the last."""
     shown = [e for e in events if not isinstance(e.fact, _COUNTED)]
     first_canary = next((e for e in shown if isinstance(e.fact, CanaryResult)), None)
     shown = [e for e in shown if e is first_canary or not isinstance(e.fact, CanaryResult)]

@@ -16,10 +16,10 @@ from controller.trace.profile import TraceProfile, load
 from controller.trace.rows import BadTrace, TraceRow, read
 from controller.trace.synthesis import SynthesisKnobs, synthesize
 
-PROMPTS = 16  # distinct ones
+PROMPTS = 16  # number of distinct prompts
 INPUT_MAX = 384
 OUTPUT_MAX = 192
-OUTPUT_MIN = 8  # long enough for a fault
+OUTPUT_MIN = 8  # long enough for a fault to strike during an answer
 INPUT_SCALE, OUTPUT_SCALE = 0.16, 0.25
 ENDLESS = 1_000_000_000
 VOCABULARY = range(260, 2040)  # of any model with a vocabulary of 2,048
@@ -27,7 +27,7 @@ VOCABULARY = range(260, 2040)  # of any model with a vocabulary of 2,048
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One request to come: when (seconds from the start), which prompt of the pool, how many tokens."""
+    """One planned request: its time (seconds from the start), its prompt in the pool, and the number of tokens."""
 
     at_s: float
     prompt: int

@@ -28,7 +28,7 @@ class Injected:
     ended: datetime | None = None
     hit: dict[str, float] = field(default_factory=dict)  # request -> gap in ms
     exposed: set[str] = field(default_factory=set)
-    back_ms: float | None = None  # until a spare replaced the worker; None: none did
+    back_ms: float | None = None  # until a spare replaced the worker; None: no spare did
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none.
+    """The result of the demo. `unnamed`: altered streams that no RequestExposed names; there must be none.
 
     `others_hit`: streams that moved without an injected fault, as on a machine too busy to answer in time.
     """
@@ -103,7 +103,7 @@ def assess(
     injected: Sequence[Injected],
     others_hit: int = 0,
 ) -> DemoReport:
-    """Compare every stream with the undisturbed answer, and sum up by fault."""
+    """Compare every stream with the undisturbed answer, and add up the differences by fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
     failed = [s for s in streams if s.error]
     broken = {s.request for s in failed}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One action on the fleet. `fault` names the row of the final table; None only cleans up after one."""
+    """One action on the fleet. `fault` names its row in the final table; None: the act only ends an earlier fault."""
 
     at: float  # share of the duration
     worker: int

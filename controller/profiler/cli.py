@@ -124,7 +124,7 @@ def _lines() -> Callable[[str], None]:
 
 
 def _write(path: Path, made: dict[str, Any]) -> None:
-    """Write a profile, whole or not at all."""
+    """Write a profile atomically."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 KEY = "OPENAI_API_KEY"
 NUMBER_MAX = 1_000_000
-BESIDE = 3  # factor on the measurements of other points: they are short, and differences of times
+BESIDE = 3  # times as many measurements as at other points: these are short, and are differences of times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Sweep:
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     contexts: Sequence[int] = (64, 256, 1024, 4096)
     repeats: int = 3
-    tokens: int = 48  # of each answer of a batch
+    tokens: int = 48  # length of each answer in a batch
 
     def within(self, context_tokens: int | None) -> "Sweep":
         """Return the part that fits into an engine's context."""

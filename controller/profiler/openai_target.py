@@ -1,8 +1,8 @@
 """Measures an OpenAI-compatible server or a Holdfast frontend: streamed completions over HTTP.
 
-Prompts are token ids if the server accepts them. Otherwise they are words, approximately as many as needed for the number of
-tokens; the exact number is what the server counts. A token that leaves a character incomplete causes no event. So tokens are
-counted by the usage at the end, and events give their times.
+Prompts are token ids if the server accepts them. Otherwise they are words, about as many as make
+the number of tokens; the server's own count is the exact number. A token that leaves a character incomplete causes no event. So
+the number of tokens is the `usage` at the end, and events only give their times.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from controller.trace.replay.connection import now
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
 from controller.trace.replay.response import Now
 
-ANSWER_S_MAX = 3600.0  # callers have their own limit on silence
+ANSWER_S_MAX = 3600.0  # callers limit the time between two events themselves
 CLOSE_S_MAX = 10.0
 TOO_MUCH = (400, 413, 422, 429, 503, 529)
 EVENTS_MAX = 4  # per token: stops reading a server that does not stop sending
 PROBE_WORDS = 200
-TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is an error
+TOKENS_MAX = 1 << 30  # of a prompt or an answer; a larger number is an error
 WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon")
 
 
 class OpenAITarget:
-    """One server, measured by a clock."""
+    """One server under measurement. Times are read from the clock `now`."""
 
     def __init__(self, url: str, key: str = "", model: str = "", now: Now = now) -> None:
         self.name = model
@@ -33,7 +33,7 @@ class OpenAITarget:
         self._target = ReplayTarget(url, key, now)
         self._now = now
         self._url = self._target.url
-        self._words_per_token = 0.0  # 0: it accepts token ids
+        self._words_per_token = 0.0  # 0: the server accepts token ids
         self._extra: dict[str, Any] = {"ignore_eos": True}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,7 +69,7 @@ class OpenAITarget:
         return True
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens for this prompt, or for words of about its length."""
+        """Request a completion of `tokens` tokens for this prompt, or for words of about the same length."""
         stream = ProfiledStream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
@@ -87,7 +87,7 @@ class OpenAITarget:
         return stream
 
     def _text(self, prompt: Sequence[int]) -> str:
-        """Return words that differ as the tokens do."""
+        """Return words for these tokens: different tokens give different words."""
         count = max(1, round(len(prompt) * self._words_per_token))
         return " ".join(WORDS[prompt[n % len(prompt)] % len(WORDS)] for n in range(count))
 

@@ -10,10 +10,10 @@ extension, which Dynamo ignores.
 A sweep measures batches of several sizes at several context lengths. The duration of a step is nearly linear over (batch,
 context), but not over (active tokens, context), because the batch is their quotient. So values are interpolated over (batch,
 context), and a finer grid than the measured one is written, starting at a single token. Readers extrapolate from the edge of
-the grid, which must not be that of half a request: below one request, and below the shortest measured context, the time is
+the grid, so an edge at half a request would be wrong: below one request, and below the shortest measured context, the time is
 constant. Above the largest measured batch the last line continues, but never downwards.
 
-Other work on the machine only ever adds time: so no prompt may take longer than a longer one did.
+Other work on the machine can only add time. So the time of a prompt is capped at the time measured for any longer prompt.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from events.errors import HoldfastError
 
 Array = npt.NDArray[np.float64]
-GRID = 64  # points of each axis besides the measured ones
+GRID = 64  # points of each axis in addition to the measured ones
 
 
 class TooFewPoints(HoldfastError):
@@ -35,7 +35,7 @@ class TooFewPoints(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """The time of a prompt to its first token."""
+    """The time from a prompt to the first token of its answer."""
 
     tokens: int
     ttft_ms: float
@@ -53,7 +53,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class BesidePoint:
-    """The duration of a step that computed a short prompt beside an answer, and of that answer's other steps."""
+    """The duration of a step that also computed a short prompt, and of the same answer's other steps."""
 
     tokens: int  # of the prompt
     step_ms: float
@@ -92,11 +92,11 @@ def _pass_ms(beside: Sequence[BesidePoint], isl: Array, ttft: Array) -> float:
     return min(max(0.0, float(np.median(saved))), most)
 
 
-_Column = tuple[float, Array, Array]  # a context, batches, and the time between tokens of each
+_Column = tuple[float, Array, Array]  # a context length, batch sizes, and the time between tokens for each batch size
 
 
 def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
-    """Return the measured batches and times of each context, by its actual mean length."""
+    """Return one column per requested context, sorted by the context's actual mean length."""
     found: dict[int, list[DecodePoint]] = {}
     for point in decode:
         found.setdefault(point.asked, []).append(point)
@@ -111,7 +111,7 @@ def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
 
 
 def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
-    """Return points by their position on the axis; the median of several at the same position."""
+    """Return points sorted by x; several points with the same x become their median."""
     by_x: dict[float, list[float]] = {}
     for x, y in pairs:
         by_x.setdefault(x, []).append(y)
@@ -136,7 +136,7 @@ def _itl(columns: Sequence[_Column], actives: Array, context: float) -> Array:
     place = int(np.searchsorted([column[0] for column in columns], context, side="right")) - 1
     place = min(max(place, 0), len(columns) - 2)
     (left, *_), (right, *_) = near, far = columns[place], columns[place + 1]
-    share = min(max((context - left) / (right - left), 0.0), 1.0)  # the axis is rounded
+    share = min(max((context - left) / (right - left), 0.0), 1.0)  # may leave 0 to 1 because the axis is rounded
     return _along(near, batches) * (1 - share) + _along(far, batches) * share
 
 

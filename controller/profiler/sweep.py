@@ -2,15 +2,15 @@
 
     prefill   one prompt at a time, of each length: its time to the first token, the median of a few
     decode    a batch of answers at once behind prompts of one length: the time between two tokens
-    beside    a short prompt while one answer is generated: the time between the two tokens between which it is computed
+    beside    a short prompt while one answer is generated: the gap between that answer's tokens in which it is computed
 
 Every prefill prompt differs from its first token on, so that no prefix cache helps. The batches of a context have the same
 prompts, which are computed once before they are requested together. With a prefix cache they then start at the same time;
 without one they start one after another. Only the time in which all of them are answered counts. A batch is left out, together
 with larger ones, if the engine runs only a part of it at once or has no room for it.
 
-All points of all three are measured in turn, and then all of them again. So a temporary load on the machine spoils one
-measurement of many points, and never all measurements of one.
+Each round measures every point of all three kinds once. So a temporary load on the machine spoils one measurement of many
+points, and never all measurements of one point.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledSt
 
 TOKEN_IDS = (10, 1000)  # valid in any vocabulary
 WARM_UPS = 2
-TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while all are answered
-LONGER = 4  # factor on the tokens if the batch was not together for long enough
+TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while all answers of the batch are running
+LONGER = 4  # times as many tokens if the answers overlapped too briefly
 TOKENS_MAX = 2048
 ROW = 4  # events measured together
-BURSTS = 0.25  # a median below this share of the mean is that of events within a burst
-APART_S = 0.0005  # maximum distance of events of one step
+BURSTS = 0.25  # below this share of the mean, the median only measures events within a burst
+APART_S = 0.0005  # maximum time between events of one step
 
 
 class NotTogether(TargetRefused):
@@ -57,7 +57,7 @@ class Measuring:
         self._random = random.Random(seed)
         self._alone: dict[int, list[ProfiledStream]] = {length: [] for length in sweep.lengths}
         self._batches = {context: list(sweep.batches) for context in sweep.contexts}
-        self._serial = False  # it runs one request at a time
+        self._serial = False  # the engine runs one request at a time
         self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}  # prompts
 
     @property
@@ -146,7 +146,7 @@ class Measuring:
 
 
 async def _whole(*streams: ProfiledStream) -> None:
-    """Wait until all of them have ended. Raise the error of the first one that failed."""
+    """Wait until all streams have ended. Raise the error of the first stream in the list that failed."""
     for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
         if end is not None:
             raise end
@@ -155,8 +155,8 @@ async def _whole(*streams: ProfiledStream) -> None:
 def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodePoint:
     """Return the decode point of a batch of complete answers. Raise NotTogether.
 
-    It uses the median time of a few consecutive steps, in which a delayed step counts for little; the mean if tokens arrive in
-    bursts.
+    The time is the median over a few consecutive steps, which a delayed step hardly changes; if tokens arrive in bursts, it is
+    the mean.
     """
     begin = max(stream.event_times[0] for stream in streams)
     end = min(stream.event_times[-1] for stream in streams)
@@ -174,7 +174,7 @@ def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodeP
 
 
 def _step_s(at: npt.NDArray[np.float64]) -> float:
-    """Return the time between two events. Raise NotTogether if there is none."""
+    """Return the typical time between two events. Raise NotTogether if all events came at the same time."""
     row = min(ROW, len(at) - 1)
     usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
     if not mean:
@@ -190,7 +190,7 @@ def _prefill_point(length: int, streams: Sequence[ProfiledStream]) -> PrefillPoi
 
 
 def beside_point(answer: ProfiledStream, prompt: ProfiledStream, length: int) -> BesidePoint | None:
-    """Return the step of an answer that computed a prompt; None if the answer had ended by then."""
+    """Return the step in which a prompt was computed while `answer` ran; None if the answer had ended by then."""
     at, said = prompt.event_times[0], answer.event_times
     gaps = np.diff(said) * 1e3
     if len(gaps) < 3 or not said[0] < at <= said[-1] + APART_S:

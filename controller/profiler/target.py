@@ -6,7 +6,7 @@ from typing import Protocol
 
 from events.errors import HoldfastError
 
-SILENCE_S_MAX = 120.0  # between two tokens, and before the first
+SILENCE_S_MAX = 120.0  # between two tokens, and before the first token
 
 
 class CannotMeasure(HoldfastError):
@@ -26,8 +26,8 @@ class ProfiledStream:
     tokens: int = 0
     prompt_tokens: int = 0
     error: CannotMeasure | None = None
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or none will
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or when none will arrive
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end of the answer
 
     def record(self, at: float, tokens: int = 1) -> None:
         """Record an event with this many tokens."""
@@ -50,7 +50,7 @@ class ProfiledStream:
             raise CannotMeasure(f"no token came for {SILENCE_S_MAX:g} s") from None
 
     async def whole(self) -> None:
-        """Wait for its end. Raise CannotMeasure if it has none, or ended with an error."""
+        """Wait for the end of the answer. Raise CannotMeasure if no event arrives in time, or if it ended with an error."""
         while not self.over.is_set():
             heard = len(self.event_times)
             try:
@@ -71,10 +71,10 @@ class ProfiledStream:
 
 
 class ProfiledEngine(Protocol):
-    """An engine, or the connection to one."""
+    """The interface of an engine, or of the connection to one."""
 
     context_tokens: int | None  # if known
-    name: str  # of its model
+    name: str  # of the engine's model
 
     async def open(self) -> None:
         """Connect and detect which requests the server accepts. Raise CannotMeasure."""
@@ -85,5 +85,5 @@ class ProfiledEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connection, and end what still runs."""
+        """Close the connection, and cancel requests in flight."""
         ...

@@ -16,7 +16,7 @@ READ_BYTES = 256 * 1024
 
 
 class WorkerTarget:
-    """One worker, measured by a clock."""
+    """One worker under measurement. Times are read from the clock `now`."""
 
     def __init__(self, url: str, now: Now = now) -> None:
         self.name = ""
