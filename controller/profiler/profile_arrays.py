@@ -92,7 +92,7 @@ def _pass_ms(beside: Sequence[BesidePoint], isl: Array, ttft: Array) -> float:
     return min(max(0.0, float(np.median(saved))), most)
 
 
-_Column = tuple[float, Array, Array]  # a context length, batch sizes, and the time between tokens for each batch size
+_Column = tuple[float, Array, Array]  # context length, batch sizes, time between tokens for each
 
 
 def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
@@ -136,7 +136,7 @@ def _itl(columns: Sequence[_Column], actives: Array, context: float) -> Array:
     place = int(np.searchsorted([column[0] for column in columns], context, side="right")) - 1
     place = min(max(place, 0), len(columns) - 2)
     (left, *_), (right, *_) = near, far = columns[place], columns[place + 1]
-    share = min(max((context - left) / (right - left), 0.0), 1.0)  # may leave 0 to 1 because the axis is rounded
+    share = min(max((context - left) / (right - left), 0.0), 1.0)  # the axis is rounded
     return _along(near, batches) * (1 - share) + _along(far, batches) * share
 
 

@@ -26,7 +26,7 @@ from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledSt
 
 TOKEN_IDS = (10, 1000)  # valid in any vocabulary
 WARM_UPS = 2
-TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while all answers of the batch are running
+TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while the whole batch is running
 LONGER = 4  # times as many tokens if the answers overlapped too briefly
 TOKENS_MAX = 2048
 ROW = 4  # events measured together

@@ -26,7 +26,7 @@ class ProfiledStream:
     tokens: int = 0
     prompt_tokens: int = 0
     error: CannotMeasure | None = None
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or when none will arrive
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or none will
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end of the answer
 
     def record(self, at: float, tokens: int = 1) -> None:

@@ -3,7 +3,7 @@
 Definitions:
 
     context      the blocks of a prompt that another prompt has too; the whole prompt, if all are shared
-    unique       the rest of the prompt
+    unique       the rest of the prompt, behind the context
     hit rate     the share of a prompt's blocks that an unbounded cache has when the prompt arrives
 """
 
@@ -44,7 +44,7 @@ class Analysis:
     seconds: float  # from the first request to the last
     rate: float | None  # requests a second; None if all arrived at once
     block_tokens: int
-    blocks: int  # distinct ones
+    blocks: int  # distinct blocks
     shared_blocks: int  # blocks of more than one prompt
     input_length: Spread
     context_length: Spread | None
@@ -89,7 +89,7 @@ class TraceMeasures:
 def measure(
     rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS, *, refuse: Refuse | None = None
 ) -> TraceMeasures:
-    """Measure a trace. A request is refused if its prefixes contradict the tree.
+    """Measure a trace. If a request's prefixes contradict the tree, `refuse` is called.
 
     Raise BadTrace for such a request without `refuse`, and for an empty trace. Needs about 170 bytes for each distinct block.
     """

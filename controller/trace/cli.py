@@ -15,7 +15,7 @@ from events.errors import HoldfastError, UsageError
 
 Run = Callable[[argparse.Namespace], int]
 REQUESTS_MAX = 1_000_000_000
-GZIP_LEVEL = 3  # 9 takes four times as long, and saves 1 %
+GZIP_LEVEL = 3  # gzip level; 9 takes four times as long, and saves 1 %
 
 
 class TraceUnwritable(HoldfastError):

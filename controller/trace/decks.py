@@ -1,7 +1,8 @@
 """Random draws that keep the observed frequencies.
 
-Independent draws from an empirical distribution deviate: in four cases of ten, a prefix shared by two prompts would be visited
-by one or none. A deck deals every observed value as often as it was observed before any value is repeated.
+Independent draws from an empirical distribution do not keep the frequencies: in four cases of ten, a prefix shared by two
+prompts would be visited by one prompt or by none. A deck deals every observed value as often as it was observed before any
+value is repeated.
 """
 
 from bisect import bisect_right
@@ -14,7 +15,7 @@ V = TypeVar("V", bound=float)
 
 
 class Cdf(Generic[V]):
-    """The observed values in order, with cumulative counts: slot `n` of `total` is one observation."""
+    """The observed values in order, with cumulative counts. Each slot from 0 to `total` - 1 is one observation."""
 
     def __init__(self, counts: Mapping[V, int]) -> None:
         seen = sorted((value, count) for value, count in counts.items() if count)
@@ -36,7 +37,7 @@ class Cdf(Generic[V]):
 
 
 class Deck(Generic[V]):
-    """Deals from a distribution, in rounds: every slot once, in random order, then all again."""
+    """Deals values in rounds: every slot of the distribution once, in random order, then the next round."""
 
     def __init__(self, counts: Mapping[V, int], chance: Random) -> None:
         self.cdf = Cdf(counts)
@@ -65,7 +66,7 @@ class Deck(Generic[V]):
 class ReturningDeck(Deck[int]):
     """Deals outcomes that recur as soon as they did in the trace.
 
-    `gaps` are, for some outcomes, the observed numbers of deals between two occurrences. Every round begins with `first`.
+    `gaps` has, for some outcomes, the observed numbers of deals between two occurrences. Every round begins with `first`.
     Outcomes without gaps are dealt at random.
     """
 
@@ -77,7 +78,7 @@ class ReturningDeck(Deck[int]):
         self._gaps = gaps
 
     def order(self) -> list[int]:
-        """Return a round's outcomes: each first at a random time, then again after drawn gaps."""
+        """Return a round's outcomes: each outcome first at a random time, then again after drawn gaps."""
         due: list[tuple[float, int]] = []
         total = self.cdf.total
         for outcome, count in self.cdf.counts():

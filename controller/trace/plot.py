@@ -1,6 +1,6 @@
 """Draws a trace's statistics: lengths, hit rates and arrivals, as PNG or SVG.
 
-matplotlib is an extra, `plots`: nothing else needs it, and it is larger than all other dependencies together.
+matplotlib is in the optional extra `plots`: only this needs it, and it is larger than all other dependencies together.
 """
 
 from importlib import import_module
@@ -51,7 +51,7 @@ def draw(name: str, measures: TraceMeasures, path: Path) -> None:
 def blank() -> Any:
     """Return an empty figure of the usual size. Raise NoPlots."""
     try:
-        figure = import_module("matplotlib.figure").Figure  # not pyplot: no display, no state
+        figure = import_module("matplotlib.figure").Figure  # pyplot needs a display, and has state
     except ImportError as error:
         raise NoPlots from error
     return figure(figsize=(13, 7.5), layout="constrained")

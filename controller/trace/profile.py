@@ -2,14 +2,14 @@
 
 A profile contains none of the trace's requests.
 
-    shared prefixes   a tree: the length of each, and how many prompts continued from it, ended there, or continued alone
+    shared prefixes   a tree: each prefix's length, and how many prompts continued from it, ended there, or continued alone
     returns           the number of prompts until one continued to the same prefix again, by the numbers of visits
     own parts         their lengths in blocks, by the length of the shared prefix before them (in powers of two)
     rests             tokens in a prompt's last block
     outputs, arrivals output lengths; how many requests arrived at once, and the gaps in between
 
 Everything is a count of observations. The profile does not contain which time, output length and prompt belonged to one
-request, nor their order. docs/guides/traces.md describes what that loses, and what can still be guessed.
+request, nor the order of requests. docs/guides/traces.md describes what this loses, and what can still be guessed.
 """
 
 import gzip
@@ -51,12 +51,12 @@ class TraceProfile(msgspec.Struct):
     block_tokens: int
     core: Core
     outputs: dict[int, int]  # output lengths, and how many requests had each
-    groups: dict[int, int]  # number of requests that arrived at the same time -> how often
-    gaps: list[tuple[float, int]]  # ms from one arrival time to the next, and how often
+    groups: dict[int, int]  # number of requests that arrived at the same time -> how often this occurred
+    gaps: list[tuple[float, int]]  # ms from one arrival time to the next, and how often this gap occurred
 
     @property
     def requests(self) -> int:
-        """Number of requests that it was learned from."""
+        """Number of requests that the profile was learned from."""
         return self.core.nodes[0].visits
 
     @property
@@ -75,7 +75,7 @@ def learn(
 ) -> TraceProfile:
     """Learn a trace's profile.
 
-    Raise BadTrace if it is empty, or if its hash ids are no tree and there is no `refuse`.
+    Raise BadTrace if it is empty, or if its hash ids are not a tree and `refuse` is None.
     """
     tree = Tree(block_tokens)
     outputs, groups, gaps = dict[int, int](), dict[int, int](), dict[float, int]()
@@ -100,12 +100,12 @@ def learn(
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return the tree of prefixes in an order given by its content: the original order would reveal single requests."""
+    """Return the tree of prefixes, ordered by content: the original order would reveal single requests."""
     children: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         if place:
             children[node.parent].append(place)
-    marks = [b""] * len(nodes)  # each stands for a prefix and everything below it
+    marks = [b""] * len(nodes)  # each key covers a prefix and everything below it
     for place in reversed(range(len(nodes))):
         node = nodes[place]
         first = marks[node.first] if node.first > ROOT else node.first
@@ -130,7 +130,7 @@ def save(profile: TraceProfile) -> bytes:
 
 
 def load(path: Path) -> TraceProfile:
-    """Return a saved profile. Raise BadTrace if the file is not one, or if its counts contradict one another."""
+    """Return a saved profile. Raise BadTrace if the file is not a profile, or if its counts contradict one another."""
     try:
         with opened(path) as text:
             profile = msgspec.json.decode(text.read(BYTES_MAX), type=TraceProfile)
@@ -148,7 +148,7 @@ def load(path: Path) -> TraceProfile:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a file begins like a profile; False if it cannot be read. Raise BadTrace for a pipe."""
+    """Return whether the first bytes of a file are those of a profile; False if it cannot be read. Raise BadTrace for a pipe."""
     if path.is_fifo():
         raise BadTrace(f"{path} is a pipe, which can only be read once: write it to a file first")
     try:

@@ -9,7 +9,7 @@ from controller.trace.rows import TraceRow
 
 
 def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
-    """Return the prompt of a request with hash ids: the block of tokens of each, cut to the length."""
+    """Return the prompt of a request with hash ids: one block of tokens per id, cut to the prompt's length."""
     prompt: list[int] = []
     for name in row.hash_ids:
         prompt += block(name, block_tokens, vocabulary)
@@ -17,6 +17,6 @@ def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
 
 
 def block(name: int | str, length: int, vocabulary: range) -> list[int]:
-    """Return the tokens of the block of this name. They are always the same, drawn from consecutive ids."""
+    """Return the tokens of the block with this name. The same name always gives the same tokens."""
     drawn = np.frombuffer(Random(name).randbytes(4 * length), "<u4")  # four times as fast as `choices`
     return cast(list[int], (drawn % len(vocabulary) + vocabulary.start).tolist())

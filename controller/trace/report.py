@@ -8,7 +8,7 @@ WIDTH = 11
 
 
 def lines(name: str, found: Analysis) -> list[str]:
-    """Return the lines to print: totals, then a table of distributions."""
+    """Return the statistics as lines of text: totals, then a table of distributions."""
     rate = "all at once" if found.rate is None else f"{found.rate:,.2f} a second"
     out = [f"{name}: {found.requests:,} requests in {found.seconds:,.0f} s, {rate}"]
     if found.hit_rate is None:

@@ -1,10 +1,11 @@
 """Reads and writes recorded requests (trace files).
 
     Mooncake  one JSON object per line: timestamp (ms), input_length, output_length (tokens), hash_ids. There is one hash id for
-              each block of the prompt, the last may be partial; equal first ids are a shared prefix. Other fields are ignored
+              each block of the prompt; the last block may be partial. Equal first ids are a shared prefix. Other fields are
+              ignored
     Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; without prefixes
 
-Plain or gzip. Nothing is kept: a file of any length is read in bounded memory.
+Plain or gzip. Rows are not kept: a file of any length is read in bounded memory.
 """
 
 import gzip
@@ -22,9 +23,9 @@ import msgspec
 from events.errors import HoldfastError, UsageError
 
 BLOCK_TOKENS = 512
-LINE_MAX = 16 << 20  # characters
+LINE_MAX = 16 << 20  # maximum characters of a line
 HASH_MAX = 2**64 - 1
-TOKENS_MAX = 1 << 24  # of a prompt or an answer: more is an error, and might not fit into memory
+TOKENS_MAX = 1 << 24  # of a prompt or an answer; a larger number is an error, and might not fit into memory
 MS_MAX = 1e15  # 30,000 years: rejects timestamps in nanoseconds
 GZIP = b"\x1f\x8b"
 _MOONCAKE = "a line is a JSON object of timestamp (ms), input_length, output_length and hash_ids"
@@ -47,7 +48,7 @@ class TraceRow(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """A request as written: whole times have no fraction, and empty hash ids are omitted."""
+    """A request as encoded: whole times have no fraction, and empty hash ids are omitted."""
 
     timestamp: int | float
     input_length: int
@@ -58,8 +59,8 @@ class _Line(msgspec.Struct, gc=False):
 class TraceReader:
     """Reads a trace file once, from its beginning, and counts rows and errors.
 
-    An invalid line raises BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times may stay equal, and
-    never decrease. Without `block_tokens`, hash ids are not checked against the length.
+    An invalid line raises BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times must not decrease;
+    equal ones are valid. Without `block_tokens`, hash ids are not checked against the length.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ def read(
 
 
 def bounded(tokens: int) -> int:
-    """Return a length that was multiplied. Raise UsageError if it is too large for a trace."""
+    """Return a scaled length. Raise UsageError if it is too large for a trace."""
     if tokens > TOKENS_MAX:
         raise UsageError(
             f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: use a smaller factor"

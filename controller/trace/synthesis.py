@@ -1,14 +1,14 @@
 """Generates requests like those that a profile was learned from.
 
-A prompt is a walk down the tree of shared prefixes. At each prefix, the next one is drawn as often as it was observed, or the
-end, or an own part of the prompt. Draws are deals from decks (`decks.py`), so that the learned number of requests shares as
-much as those in the trace did, and as soon one after another. The outcome of the first prompt at a prefix is dealt first: no
-prompt can return to a prefix that does not exist yet. When all decks are used up, they start again with new ids, except for
-lasting prefixes: more requests are more conversations.
+A prompt is a walk down the tree of shared prefixes. At each prefix, the outcome is drawn as often as it was
+observed: a next prefix, the end, or an own part of the prompt. Draws are deals from decks (`decks.py`). So as many requests as
+the profile was learned from share as much as those in the trace did, and as soon after one another. The outcome of the first
+prompt at a prefix is dealt first: no prompt can return to a prefix that does not exist yet. When all decks are used up, they
+start again with new ids, except for lasting prefixes: more requests are more conversations.
 
-The next prefix depends on the present one and on what was dealt there, not on the path to it (a Markov chain). Paths, own
-parts, outputs and times are drawn independently, each from its own random source: a knob changes only its own quantity, and no
-other draw.
+The next prefix depends on the current one and on what was dealt there, not on the path to it (a Markov chain). Paths, own
+parts, outputs and times are drawn independently, each from its own random source: a knob changes only the quantity that it
+names, and no other draw.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class SynthesisKnobs:
     """Changes relative to the trace: lengths and counts are multiplied, times divided. Raise UsageError if invalid."""
 
     prefix_len_multiplier: float = 1.0  # length of shared prefixes
-    prefix_root_multiplier: int = 1  # number of disjoint trees like the learned one
+    prefix_root_multiplier: int = 1  # number of disjoint copies of the learned tree
     prompt_len_multiplier: float = 1.0  # length of prompts' own parts
     osl_multiplier: float = 1.0  # length of outputs
     speedup_ratio: float = 1.0  # rate of requests
@@ -80,11 +80,11 @@ class _Prefix:
 
     ids: range
     lasting: bool
-    onward: ReturningDeck  # the place of the next prefix, END or ALONE
+    onward: ReturningDeck  # index of the next prefix, END or ALONE
     rest: Deck[int]  # tokens in the last block of a prompt that ends here
     # Blocks of the own part of a prompt that continues alone from here:
-    first_leaf: Deck[int] | None  # of the first prompt that arrives here
-    later_leaf: Deck[int] | None  # of all others
+    first_leaf: Deck[int] | None  # for the first prompt that arrives here
+    later_leaf: Deck[int] | None  # for all other prompts
 
 
 class _Prompts:
@@ -95,9 +95,9 @@ class _Prompts:
         self._leaf_rest = Deck(profile.core.leaf_rests, _chance(seed, "leaf rests"))
         self._copy = _chance(seed, "copies")
         self._prefixes = _prefixes(profile, knobs, seed)
-        self._tree = self._prefixes[-1].ids.stop  # ids of one tree
+        self._tree = self._prefixes[-1].ids.stop  # number of ids of one tree
         self._began = False
-        self._shift = 0  # of the ids of prefixes that do not last
+        self._shift = 0  # offset of the ids of prefixes that are not lasting
         self._own = self._tree * knobs.prefix_root_multiplier  # the next unused id
 
     def draw(self) -> tuple[int, list[int]]:
@@ -171,7 +171,7 @@ def _prefixes(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> list[_
 
 
 def _ids(core: Core, knobs: SynthesisKnobs, block_tokens: int) -> Iterator[range]:
-    """Yield each node's ids. Depths are scaled, not each length: small lengths would all be rounded the same way."""
+    """Yield each node's ids. Depths are scaled, not single lengths: rounding errors of small lengths would add up."""
     ends: list[int] = []
     free = 0
     for node, depth in zip(core.nodes, core.depths(), strict=True):

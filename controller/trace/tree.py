@@ -1,11 +1,11 @@
 """The tree of prefixes that a trace's requests share.
 
-Blocks are a tree: each is below the block before it in every prompt. Chains of blocks visited by the same requests are one
-node. Blocks of a single request are its own part: such nodes are leaves, and only their lengths are kept. The rest is the
-*core*: the shared prefixes, and how many requests continued from each, ended there, or continued with an own part.
+Blocks are a tree: the parent of a block is the block before it in the prompt. Chains of blocks visited by the same requests are
+one node. Blocks of a single request are its own part (a leaf), of which only the length is kept. The rest is the *core*: the
+shared prefixes, and how many requests continued from each, ended there, or continued with an own part.
 
-Not a networkx graph: its nodes take kilobytes, a block here about 170 bytes, and every computation on the tree is one pass over
-the blocks in their order of arrival.
+This is not a networkx graph: a node there takes kilobytes, a block here about 170 bytes, and every computation on the tree is
+one pass over the blocks in their order of arrival.
 """
 
 from array import array
@@ -16,8 +16,8 @@ import msgspec
 
 from controller.trace.rows import BadTrace, TraceRow
 
-END, ALONE = -1, -2  # where a prompt continues without another shared prefix
-ROOT = 0  # where all prompts begin; it has no blocks
+END, ALONE = -1, -2  # instead of a node: the prompt ends, or continues with an own part
+ROOT = 0  # the node at which all prompts begin; it has no blocks
 QUARTERS = 4
 
 Refuse = Callable[[str], None]
@@ -29,7 +29,7 @@ class Node(msgspec.Struct, array_like=True):
     parent: int  # the index of its parent in the core; of the first node: END
     blocks: int
     visits: int = 0
-    alone: int = 0  # prompts that continued from here with an own part
+    alone: int = 0  # number of prompts that continued from here with an own part
     first: int = END  # where the first prompt that arrived here continued: a node, END or ALONE
     # Of prompts that ended here: tokens in the last block -> number of prompts
     rests: dict[int, int] = {}
@@ -47,8 +47,8 @@ class Core(msgspec.Struct):
 
     nodes: list[Node]
     # Blocks of own parts -> number of prompts, by `depth_class` of the prefix before them:
-    first_leaves: dict[int, dict[int, int]]  # of the first prompts at their prefix
-    # of all later prompts, which continue from there: they are longer
+    first_leaves: dict[int, dict[int, int]]  # of the first prompt at each prefix
+    # of all later prompts; they are longer
     later_leaves: dict[int, dict[int, int]]
     leaf_rests: dict[int, int]  # of prompts with an own part: tokens in the last block -> number of prompts
     # Number of prompts until one continued from a node to the same child again, by `size_class` of the visits of node and
@@ -66,12 +66,12 @@ class Core(msgspec.Struct):
         return found
 
     def gaps(self, place: int, child: int) -> dict[int, int]:
-        """Return the numbers of prompts until one continued to the same child, with counts; empty if unknown."""
+        """Return how many prompts pass until one continues to the same child again: number -> count; empty if unknown."""
         pools = self.returns.get(size_class(self.nodes[place].visits), {})
         return pools.get(size_class(self.nodes[child].visits), {})
 
     def depths(self) -> list[int]:
-        """Return, for each node, how many blocks a prompt has there."""
+        """Return, for each node, how many blocks a prompt has up to its end."""
         depths: list[int] = []
         for node in self.nodes:
             depths.append(node.blocks + (depths[node.parent] if depths else 0))
@@ -83,7 +83,7 @@ class Tree:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._numbers: dict[int, int] = {}  # of the hash ids
+        self._numbers: dict[int, int] = {}  # block numbers by hash id
         self._ids = array("Q", [0])
         self._parents = array("q", [-1])
         self._depths = array("q", [0])
@@ -221,7 +221,7 @@ class Tree:
         return Core(nodes, ordered[False], ordered[True], in_order(leaf_rests), self._returns(nodes, places))
 
     def _returns(self, nodes: list[Node], places: Sequence[int]) -> dict[int, dict[int, dict[int, int]]]:
-        """Replay all prompts: count how soon they returned to the same child, and mark lasting prefixes."""
+        """Iterate over all prompts: count how soon they returned to the same child, and mark lasting prefixes."""
         found: dict[int, dict[int, dict[int, int]]] = {}
         visits, before = [0] * len(nodes), [0] * len(nodes)
         quarters = [0] * len(nodes)

@@ -1,4 +1,4 @@
-"""The outcome of one request: the times of its tokens, their number, and what failed."""
+"""The outcome of one request: the number and times of its tokens, and any failure."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -13,7 +13,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 class _Delta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, in newer versions of vLLM
+    reasoning: str | None = None  # the name of the same field in newer versions of vLLM
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -48,10 +48,10 @@ def _ignore(seconds: float) -> None:
 
 
 class ReplayedAnswer:
-    """One answer as it arrives. Times are the connection's.
+    """One answer as it arrives. Times are read from the connection's clock.
 
-    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens is the usage
-    at the end. `first_token` is called with the time to the first token, `gap` with each time between events.
+    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens is the
+    `usage` at the end. `first_token` is called with the time to the first token, `gap` with each time between events.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class ReplayedAnswer:
         self.events = self.prompt_tokens = self.reported_tokens = 0
         self.cached: int | None = None  # tokens of the prompt, if the server reports them
         self.done = False
-        self.fault = ("", "")  # its kind, and the server's text
+        self.fault = ("", "")  # the error's kind, and the server's text
 
     @property
     def tokens(self) -> int:
@@ -90,7 +90,7 @@ class ReplayedAnswer:
             text = choice.text or (
                 delta is not None and (delta.content or delta.reasoning_content or delta.reasoning)
             )
-            if text or (choice.finish_reason and not self.events):  # an only token may bring no text
+            if text or (choice.finish_reason and not self.events):  # an only token may have no text
                 self._token(at)
         if said.error and bytes(said.error) != b"null":
             self.fault = (f"error event{_code(event)}", words(event))
@@ -122,7 +122,7 @@ def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
         return answer.fault
     if reply.fault and not (
         answer.done and reply.fault == "broke off"
-    ):  # how a server closes the connection does not matter
+    ):  # after a complete answer, it does not matter how the server closes the connection
         return reply.fault, reply.detail
     if not answer.done:
         return "incomplete", "the answer ended without [DONE]" if answer.events else words(reply.body)

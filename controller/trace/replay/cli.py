@@ -38,7 +38,7 @@ Writing = Callable[[Path], AbstractContextManager[None]]
 def run(
     args: argparse.Namespace, block_tokens: int | None, writing: Writing
 ) -> tuple[int, TraceReader | None]:
-    """Replay, and report. Return the exit code, and the reader if it has skipped lines.
+    """Replay and report. Return the exit code, and the trace reader if it skipped lines.
 
     Raise UsageError if an output file has no folder.
     """
@@ -128,10 +128,10 @@ class ReplayRun:
 
 @contextmanager
 def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends everything at once.
+    """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends the process at once.
 
-    A loop's own handlers wait for the end of its turn, in which arrived data is still read. `hush` is called in the middle of
-    the turn, so that no more of it is processed.
+    asyncio's own signal handlers run only after the loop's current iteration, which may still read arrived data. `hush` is
+    called during the iteration, so that no more data is processed.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 

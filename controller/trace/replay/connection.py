@@ -5,7 +5,7 @@
 
 It is an asyncio protocol, not a stream of lines. Data that arrives together costs one wake-up, and all its events get the same
 time: that of their arrival, not that at which a task runs. (An event takes 14 to 16 us of a core, with aiohttp's client 18 to
-25: 200 streams on a busy machine.)
+25, measured with 200 streams on a busy machine.)
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from controller.trace.replay.response import HttpResponse, MalformedResponse, Now, ResponseLimits, Take
 
-now = time.perf_counter  # tests replace it with their own clock
+now = time.perf_counter  # the clock; tests replace it with their own
 How = Literal["", "whole", "broke", "malformed"]
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection. After an answer: its `response`, and `how` and when it ended."""
+    """One connection. After an answer, it has the `response`, `how` the answer ended, and when."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = limits
         self.transport: asyncio.Transport | None = None
         self.closed = True
-        self.discarding = False  # further data is not wanted: the connection will be closed soon
+        self.discarding = False  # discards further data: the connection will be closed soon
         self.idle_since = 0.0
         self._over: asyncio.Future[None] | None = None
         self._begin(None)
@@ -43,7 +43,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport, self.closed = transport, False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer in progress: whole if only the end of the connection completes it, otherwise broken."""
+        """End the answer in progress: as whole if its body ends with the connection, otherwise as broken."""
         self.closed = True
         self._end("whole" if self.response.ends_with_connection and exc is None else "broke")
 
@@ -69,14 +69,14 @@ class ClientConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def close(self) -> None:
-        """Close at once: the rest of an answer is not wanted."""
+        """Close at once, and discard the rest of an answer."""
         self.closed = True
         if self.transport is not None:
             self.transport.abort()
 
     def _begin(self, take: Take | None) -> None:
         self.response = HttpResponse(take, self._now, self._limits)
-        self.received = False  # anything at all
+        self.received = False  # at least one byte of the answer
         self.how: How = ""
         self.ended = 0.0
 
@@ -90,7 +90,7 @@ class ClientConnection(asyncio.Protocol):
             over.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Process arrived data, called by asyncio: all of it with one time."""
+        """Process arrived data, all with the same time. Called by asyncio."""
         if self._over is None:
             self.close()  # unexpected data
             return

@@ -1,8 +1,8 @@
-"""Sends the planned requests at their times and measures the answers: an open loop.
+"""Sends the planned requests at their times and measures the answers (an open-loop load generator).
 
-    plan ── bodies, encoded ahead of their time ──▶ at its time, if there is room ──▶ one task for each request
+    plan ── bodies, encoded in advance ──▶ at the request's time, if there is room ──▶ one task for each request
 
-Lateness is the generator's own: from the moment at which a request was due and could be sent, to that at which it was sent. If
+Lateness is the generator's own delay: from when a request was due and could be sent, until it was sent. If
 the maximum number of requests is in flight, the next one is held back until one has ended; that time is counted separately.
 """
 
@@ -20,8 +20,8 @@ from controller.trace.replay.measures import ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest
 from controller.trace.replay.request_bodies import Wording
 
-AHEAD = 64  # bodies
-SOON_S = 0.005  # no encoding this long before a request is due
+AHEAD = 64  # bodies encoded in advance
+SOON_S = 0.005  # nothing is encoded in this time before a request is due
 TURN_S = 0.002  # maximum time of sending and encoding before streams are processed
 TICK_S = 0.05
 SAMPLE_TICKS = 5
@@ -33,8 +33,8 @@ class Limits:
     """The limits of a replay."""
 
     concurrency: int = 4096  # requests in flight
-    timeout_s: float = 300.0  # of one request
-    seconds: float | None = None  # after which no more is sent
+    timeout_s: float = 300.0  # time limit of one request
+    seconds: float | None = None  # after this time, no more requests are sent
 
 
 class Replay:
@@ -54,11 +54,11 @@ class Replay:
         self._ahead = deque[tuple[PlannedRequest, bytes]]()
         self._room = asyncio.Semaphore(limits.concurrency)
         self._requests = set[asyncio.Task[None]]()
-        self._turn = 0.0  # start of the present turn
+        self._turn = 0.0  # start of the loop's current turn
         self._name = f"replay-{uuid.uuid4().hex[:8]}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send everything and wait for the ends. Once `stop` is set, send no more, and cancel what is in flight."""
+        """Send all requests and wait until they have ended. Once `stop` is set, send no more, and cancel those in flight."""
         await self._write(until=None)
         self.measures.began = self.measures.ended = now()
         cpu_s = time.process_time()
@@ -123,14 +123,14 @@ class Replay:
             await self._until(0.0)
 
     async def _until(self, due: float) -> None:
-        """Wait until a request is due. Late requests yield rarely: a busy loop returns after many milliseconds."""
+        """Wait until a request is due. For late requests, yield rarely: a busy loop takes many milliseconds to return."""
         at = now()
         if due > at or at - self._turn > TURN_S:
             await asyncio.sleep(max(0.0, due - at))
             self._turn = now()
 
     async def _held(self, until: float | None) -> bool:
-        """Wait for room. Return False if there was none in time."""
+        """Wait until fewer than the maximum of requests are in flight. Return False if that did not happen in time."""
         try:
             async with asyncio.timeout(None if until is None else max(0.0, until - now())):
                 await self._room.acquire()
@@ -161,10 +161,10 @@ class Replay:
         self._requests.discard(task)
         self._room.release()
         if not task.cancelled():
-            task.result()  # a bug here, shown by the loop's handler
+            task.result()  # raises a bug of this module, for the loop's exception handler
 
     async def _tick(self) -> None:
-        """Record how late this loop or its reading is: measured times may be as late."""
+        """Record the delay of this loop or of its reading: measured times may be late by as much."""
         ticks = 0
         while True:
             at = now()

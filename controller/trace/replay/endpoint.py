@@ -16,7 +16,7 @@ from controller.trace.replay.response import Now, Take
 from events.errors import HoldfastError, UsageError
 
 ASK_S_MAX = 10.0
-WORDS_MAX = 200  # characters of a server's text
+WORDS_MAX = 200  # maximum characters of a server's text
 
 Fault = Literal["", "unreachable", "timeout", "broke off", "malformed"]
 _FAULTS: dict[How, Fault] = {"whole": "", "malformed": "malformed", "broke": "broke off", "": "broke off"}
@@ -34,7 +34,7 @@ class _Unreachable(Exception):
 class Reply:
     """How a request ended. `fault` is empty if a complete answer arrived, whatever its status.
 
-    Times are of the endpoint's clock.
+    Times are read from the endpoint's clock.
     """
 
     began: float
@@ -59,12 +59,12 @@ class ConnectionLimits:
     """Time limits of a connection, in seconds."""
 
     connect_s: float = 10.0
-    idle_s: float = 3.0  # then it is not reused: servers close idle connections, uvicorn after 5 s
+    idle_s: float = 3.0  # not reused after this: servers close idle connections, uvicorn after 5 s
     turn_s: float = TURN_S
 
 
 class ReplayTarget:
-    """One server. Opens as many connections as there are concurrent requests, and keeps them for reuse."""
+    """One server. Opens one connection per concurrent request, and keeps it for reuse."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class ReplayTarget:
     async def _request(self, data: bytes, take: Take | None) -> ClientConnection:
         """Send a request and wait for the end of its answer. Return its connection. Raise _Unreachable.
 
-        A server may close a kept connection just when it is reused, and some never announce it (llama-server). If no byte of an
-        answer arrived, the request is sent again, once, on a new connection.
+        A server may close a kept connection just when it is reused, and some servers never announce this (llama-server). If no
+        byte of an answer arrived, the request is sent again, once, on a new connection.
         """
         kept = self._kept()
         if kept is not None:
@@ -167,7 +167,7 @@ class ReplayTarget:
         """Return a new connection. Raise OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.connect_s):
-            if not self._addresses:  # resolved once: a thread for each connection would be too slow
+            if not self._addresses:  # the name is resolved once: a thread per connection would be too slow
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
             for address in tuple(self._addresses):
@@ -230,7 +230,7 @@ class ReplayTarget:
             connection.discarding = True
 
     def behind_s(self) -> float:
-        """Return how late data may be read now."""
+        """Return by how many seconds arrived data may be read late now."""
         return self._turn.behind_s()
 
     def close(self) -> None:

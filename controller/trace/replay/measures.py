@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from controller.trace.replay.answer import ReplayedAnswer, failure
 from controller.trace.replay.endpoint import Reply
 
-BASE = 1.01  # of a histogram's buckets: percentiles are exact to half a per cent
+BASE = 1.01  # ratio of a histogram's buckets: percentiles are exact to half a per cent
 LOW_S = 1e-6
-BUCKETS = 2_800  # up to 10 days
+BUCKETS = 2_800  # covers durations up to 10 days
 POINTS_MAX = 4_096
-KINDS_MAX = 50  # distinct kinds of errors; further ones are counted as "other"
+KINDS_MAX = 50  # distinct kinds of errors; further kinds are counted as "other"
 LATE_MS_MAX = 20.0  # 99th percentile above which the generator counts as too slow
 _SCALE = 1 / math.log(BASE)
 
@@ -41,7 +41,7 @@ class DurationHistogram:
         return self.total / self.count if self.count else 0.0
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return the durations that these shares (0 to 1, increasing) of all do not exceed."""
+        """Return the percentiles at these shares (0 to 1, increasing), in seconds."""
         found: list[float] = []
         seen, wanted = 0, [max(1, math.ceil(share * self.count)) for share in shares]
         for place, count in enumerate(self.counts):
@@ -58,7 +58,7 @@ def middle_s(place: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSlo:
-    """The SLO of a good answer, in seconds; None: no limit."""
+    """The limits of a good answer, in seconds; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None  # mean time between an answer's first token and its last
@@ -68,14 +68,14 @@ class AnswerSlo:
         return not (self.ttft_s is None and self.tpot_s is None and self.itl_s is None)
 
     def met(self, ttft: float, tpot: float, gap_max: float) -> bool:
-        """Return whether an answer is good."""
+        """Return whether an answer is within the limits."""
         limits = ((self.ttft_s, ttft), (self.tpot_s, tpot), (self.itl_s, gap_max))
         return all(limit is None or value <= limit for limit, value in limits)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A moment of a replay, for its chart. Counts are cumulative."""
+    """One sample of a replay, for its chart. Counts are cumulative."""
 
     at_s: float
     in_flight: int
@@ -85,7 +85,7 @@ class Point:
 
 
 class ReplayTimeline:
-    """The course of a replay in few points: every second one is dropped when there are too many."""
+    """The samples of a replay, in bounded number: when there are too many, every second one is dropped."""
 
     def __init__(self, points_max: int = POINTS_MAX) -> None:
         self.points: list[Point] = []
@@ -93,7 +93,7 @@ class ReplayTimeline:
         self._every = self._skipped = 1
 
     def due(self) -> bool:
-        """Return whether the present moment must be recorded. Called once per moment."""
+        """Return whether the present sample must be kept. Called once per sample."""
         if self._skipped < self._every:
             self._skipped += 1
             return False
@@ -101,7 +101,7 @@ class ReplayTimeline:
         return True
 
     def add(self, point: Point) -> None:
-        """Record a moment."""
+        """Add a sample."""
         self.points.append(point)
         if len(self.points) >= self._points_max:
             del self.points[1::2]
@@ -110,33 +110,33 @@ class ReplayTimeline:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of all answers, by the server's own count if there is one."""
+    """Tokens of all answers, by the server's own count if it reports one."""
 
-    events: int = 0  # of streams: an event may have several tokens
+    events: int = 0  # of streams; an event may have several tokens
     output: int = 0
-    input: int = 0  # of the prompts of complete answers
-    cached: int = 0  # of prompts, in prefix caches
+    input: int = 0  # tokens of the prompts of complete answers
+    cached: int = 0  # prompt tokens found in prefix caches
     cached_of: int = 0  # prompt tokens of the answers that report cached tokens
     cached_answers: int = 0  # answers that report them
 
 
 class GeneratorTimes:
-    """The punctuality of the generator, and its cost."""
+    """The lateness of the load generator, and its CPU use."""
 
     def __init__(self) -> None:
         self.late = DurationHistogram()  # after the moment at which a request could be sent
-        self.lag = DurationHistogram()  # of its loop
+        self.lag = DurationHistogram()  # lag of its event loop
         self.held = DurationHistogram()  # held back because the maximum was in flight
-        self.cpu_s = 0.0  # of this process
+        self.cpu_s = 0.0  # CPU time of this process
 
     @property
     def kept_up(self) -> bool:
-        """Whether it was in time; otherwise measured times of the server are its own delays, too."""
+        """Whether the generator kept its schedule; otherwise the server's measured times include the generator's own delays."""
         return all(one.percentiles(0.99)[0] * 1e3 <= LATE_MS_MAX for one in (self.late, self.lag))
 
 
 class ReplayMeasures:
-    """All counts of a replay. Times are passed in, in seconds.
+    """All counts of a replay. The caller passes times, in seconds.
 
     `began` and `ended` are the times of the first request and the last answer.
     """
@@ -209,7 +209,7 @@ class ReplayMeasures:
         self.cut += 1
 
     def sample(self, at: float) -> None:
-        """Record the present moment, if it is due."""
+        """Record a sample, if one is due."""
         if self.timeline.due():
             self.timeline.add(
                 Point(at - self.began, self.in_flight, self.sent, self.failed, self.tokens.events)
@@ -217,5 +217,5 @@ class ReplayMeasures:
 
     @property
     def seconds(self) -> float:
-        """The duration."""
+        """The duration of the replay in seconds."""
         return max(self.ended - self.began, 0.0)

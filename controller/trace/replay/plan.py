@@ -14,8 +14,8 @@ FACTOR_MAX = 1e6
 class ReplayShape:
     """How a trace is changed for its replay. Raise UsageError if invalid."""
 
-    speedup_ratio: float = 1.0  # times are divided
-    scale_input: float = 1.0  # prompts; blocks are scaled alike, so that as much is shared as before
+    speedup_ratio: float = 1.0  # divides the times
+    scale_input: float = 1.0  # multiplies prompts and blocks, so that the shared part stays the same
     scale_output: float = 1.0
     max_isl: int | None = None  # longer prompts are cut at their end
     max_osl: int | None = None  # longer outputs are cut
@@ -36,13 +36,13 @@ class ReplayShape:
 class PlannedRequest:
     """One planned request."""
 
-    at_s: float  # from the first one
+    at_s: float  # seconds from the first request
     prompt: PromptRecipe
-    tokens: int  # of its answer
+    tokens: int  # tokens of its answer
 
 
 def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Iterator[PlannedRequest]:
-    """Yield the requests to send. Empty prompts and answers become one token, the least that endpoints accept.
+    """Yield the requests to send. Empty prompts and answers become one token, the minimum that endpoints accept.
 
     Raise UsageError if a length becomes too large.
     """

@@ -8,7 +8,7 @@ from rich.table import Table
 from controller.trace.replay.measures import LATE_MS_MAX, DurationHistogram, ReplayMeasures
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-BUSY_SHARE = 0.7  # of a core: a late generator that uses less is short of machine time, not overloaded
+BUSY_SHARE = 0.7  # of a core: a late generator below this is short of machine time, not overloaded
 LATENCIES = {
     "ttft_ms": "First token (TTFT)",
     "itl_ms": "Between tokens (ITL)",

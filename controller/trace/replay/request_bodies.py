@@ -1,12 +1,12 @@
 """Encodes prompts for an endpoint: as token ids if it accepts them, else as text or chat messages.
 
 Blocks with the same id have the same tokens, and the same words. The words are common ones, with one token each in most
-vocabularies; the endpoint itself is asked how many words make a token.
+vocabularies; how many words make a token is measured at the endpoint.
 """
 
 import json
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, lru_cache  # the first is the type of the second's result
+from functools import _lru_cache_wrapper, lru_cache  # the first is the type that the second returns
 from random import Random
 from typing import Literal
 
@@ -19,7 +19,7 @@ VOCABULARY = range(300, 1000)  # valid in any vocabulary, without a special mean
 CACHED_TOKENS_MAX = 8_000_000  # of encoded blocks in the cache, 4 bytes each
 PROBE_S_MAX = 60.0
 PROBE_TOKENS = 2
-PROBE_TIMES = (1, 4)  # repetitions of all words
+PROBE_TIMES = (1, 4)  # repetitions of the word list
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _COMMON = (
     "the and you that was for are with his they this have from one had word but not what all were when your can said there "
@@ -67,7 +67,7 @@ class Wording:
         return self._around(self._text(prompt), max_tokens)
 
     def probe(self, times: int) -> bytes:
-        """Return the body of a request with each word this often."""
+        """Return the body of a request in which each word occurs `times` times."""
         return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
 
     @property
@@ -86,7 +86,7 @@ class Wording:
         parts: list[bytes] = []
         begin = end = 0
         for place, name in enumerate(prompt.blocks, 1):
-            # By where a block ends, not by its length, which would be rounded the same way each time
+            # Round the position of a block's end: rounding each length would add up the same error
             begin, end = end, max(end + 1, self._pieces(place * prompt.block_tokens))
             parts.append(self._blocks(name, end - begin))
         if (last := max(1, self._pieces(prompt.length) - begin)) < end - begin:
@@ -94,7 +94,7 @@ class Wording:
         return self._between.join(parts)
 
     def _pieces(self, tokens: int) -> int:
-        """Return how many ids or words make this many tokens."""
+        """Return the number of ids or words for this many tokens."""
         return round(tokens * self._words_per_token)
 
     def _encoded(self, name: int | str, size: int) -> bytes:
@@ -121,7 +121,7 @@ async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
 
 
 async def _measured(target: ReplayTarget, wording: Wording) -> float:
-    """Return how many words make a token, by the endpoint's counts of two prompts: a template's own tokens cancel out."""
+    """Return the words per token, from the endpoint's counts of two prompts: the chat template's tokens cancel out."""
     counted = []
     for times in PROBE_TIMES:
         said, answer = await _probe(target, wording, wording.probe(times))
@@ -136,7 +136,7 @@ async def _measured(target: ReplayTarget, wording: Wording) -> float:
 
 
 async def _probe(target: ReplayTarget, wording: Wording, body: bytes) -> tuple[str, ReplayedAnswer]:
-    """Request a few tokens. Return the error, or empty, and the answer."""
+    """Request a few tokens. Return the error (empty if there is none) and the answer."""
     answer = ReplayedAnswer()
     reply = await target.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):

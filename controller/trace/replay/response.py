@@ -3,7 +3,7 @@
     head ──▶ body: events, or bytes ──▶ over
       └────────────┴─ MalformedResponse
 
-It has no socket: bytes go in (`feed`), events come out (`take`). Data that arrives together gets one time.
+The parser has no socket: its caller passes bytes to `feed`, and `take` receives the events. All data of one call gets one time.
 """
 
 import re
@@ -16,7 +16,7 @@ Take = Callable[[bytes, float], None]
 """Called with each event of an answer, without its `data: `, and the time of its arrival."""
 _JSON = re.compile(
     rb"\ncontent-type:\s*application/json"
-)  # anything else may be events: not all servers declare them
+)  # any other type may be events: not all servers declare them
 _LENGTH = re.compile(rb"\ncontent-length:\s*(\d+)")
 _CHUNKED = re.compile(rb"\ntransfer-encoding:[^\r\n]*\bchunked\b")
 _CLOSES = re.compile(rb"\nconnection:[^\r\n]*\bclose\b")
@@ -34,7 +34,7 @@ class ResponseLimits:
     head: int = 64 << 10
     body: int = 16 << 20  # of a response that is not an event stream
     event: int = 1 << 20
-    size_line: int = 1024  # of a chunk
+    size_line: int = 1024  # of the line with a chunk's length
 
 
 class HttpResponse:
@@ -52,7 +52,7 @@ class HttpResponse:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether only the end of the connection completes it."""
+        """Whether only the end of the connection completes the response."""
         return self._headed and not self._chunked and self._left is None
 
     def feed(self, data: bytes) -> bool:
@@ -66,7 +66,7 @@ class HttpResponse:
         return self._over
 
     def _take_head(self, data: bytes) -> bytes:
-        """Process the part that belongs to the head, and return the rest."""
+        """Process the bytes of the head, and return the rest."""
         self._buffer += data
         while not self._headed:
             at = self._buffer.find(b"\r\n\r\n")
@@ -80,7 +80,7 @@ class HttpResponse:
         return rest
 
     def _parse_head(self, head: bytes) -> None:
-        """Parse a head: of the response, or of an informational response before it."""
+        """Parse the head of the response, or of an informational response (1xx) before it."""
         found = _STATUS.match(head)
         if found is None:
             raise MalformedResponse

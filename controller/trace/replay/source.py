@@ -1,4 +1,4 @@
-"""The source of a replay's requests: a recorded trace, or a profile, which has no end."""
+"""The source of a replay's requests: a recorded trace, or a profile, which never ends."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ENDLESS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class ExpectedDuration:
-    """The expected extent of a replay, if known."""
+    """The expected number of requests and duration of a replay, as far as known."""
 
     requests: int | None
     seconds: float | None
@@ -25,7 +25,7 @@ class ExpectedDuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which requests of a file to use, and how to read it."""
+    """Options: which requests of a file to use, and how to read it."""
 
     path: Path
     block_tokens: int | None = None
@@ -57,7 +57,7 @@ class TraceSource:
 
     @property
     def skipped(self) -> TraceReader | None:
-        """The reader, if it has skipped lines."""
+        """The trace reader, if it skipped lines."""
         return self._reading if self._reading is not None and self._reading.skipped else None
 
     def expected(self) -> ExpectedDuration:

@@ -20,7 +20,7 @@ BAR_WIDTH = 40
 
 
 def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
-    """Return the completed share of a replay, from 0 to 1: the larger of its shares by requests and by time.
+    """Return the completed share of a replay, from 0 to 1: by requests or by time, whichever is larger.
 
     None if neither total is known.
     """
