@@ -32,7 +32,7 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
-    """Read the journal until the event is found: the index does not contain it (yet)."""
+    """Search the journal from its beginning, for an event that the index does not contain (yet)."""
     async for batch in held(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
@@ -41,7 +41,7 @@ async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
 
 
 def name(event: Recorded) -> str:
-    """Return the name by which other events refer to this one."""
+    """Return the name that other events use to refer to this one."""
     return f"decision:{event.fact.number}" if isinstance(event.fact, Decision) else event.id
 
 

@@ -13,7 +13,7 @@ from controller.runtime.stream_check import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
-NEAR = 1_000  # events behind: few enough to stop the old projection while the rest is projected
+NEAR = 1_000  # events left to project; few enough to stop the old projection meanwhile
 ROUNDS_MAX = 20  # attempts to get within NEAR
 LAST_BIT_S = 60.0
 DISCARD_S = 10.0
@@ -26,7 +26,7 @@ class Rebuilt:
     events: int
     position: int
     seconds: float
-    foreign: bool  # the old projection belonged to another stream
+    foreign: bool  # whether the old projection belonged to another stream
 
 
 async def rebuild(
@@ -34,7 +34,7 @@ async def rebuild(
 ) -> Rebuilt:
     """Project the whole journal again, and replace the store's content with the result.
 
-    What the store keeps of events that the journal has dropped stays in it.
+    The store's records of events that the journal has dropped are kept.
     """
     began = time.monotonic()
     foreign = await _is_foreign(journal, store)
@@ -58,14 +58,14 @@ async def rebuild(
 
 
 async def _discard(store: HistoryStore, fresh: HistoryStore) -> None:
-    """Drop the fresh projection. If that fails too, the next rebuild drops it."""
+    """Drop the fresh projection after a failure. If dropping fails too, the next rebuild drops it."""
     with contextlib.suppress(HoldfastError, TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             await store.discard(fresh)
 
 
 async def _come_near(journal: Journal, projector: Projector) -> None:
-    """Project nearly everything before the old projection has to wait."""
+    """Project nearly all events while the old projection still runs."""
     for _ in range(ROUNDS_MAX):
         last = await journal.last_seq()
         await projector.catch_up(last)
@@ -78,7 +78,7 @@ async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:
         await refuse_foreign_stream(journal, await store.position())
     except StoreForbidden:
         raise
-    except StoreRefused:  # tables are missing, perhaps all of them: the rebuild creates them
+    except StoreRefused:  # tables are missing, possibly all; the rebuild creates them
         return False
     except (StoreAhead, JournalChanged):
         return True

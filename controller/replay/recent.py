@@ -10,7 +10,7 @@ from controller.replay import sentences, timeline
 from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 
-TOLD_MAX = 200  # maximum number of events kept
+TOLD_MAX = 200  # maximum number of events that are kept
 RATES_OVER = timedelta(seconds=10)
 URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")  # health statuses, the worst first
 
@@ -20,7 +20,7 @@ class RecentEvent:
     """An event, and the number of similar events about other requests that directly follow it."""
 
     event: Recorded
-    alike: tuple[object, ...] | None  # the key that similar events share; None: it is about no request
+    alike: tuple[object, ...] | None  # the key that similar events share; None: the event is about no request
     more: int = 0
 
     def line(self) -> str:
@@ -45,7 +45,7 @@ class ServedRate(NamedTuple):
 
     answers: float = 0.0
     tokens: float = 0.0
-    ttft_ms: float | None = None  # mean time to first token in milliseconds; None: no answers
+    ttft_ms: float | None = None  # mean time to first token in milliseconds; None: no answers in this time
     refused: float = 0.0
 
 
@@ -80,13 +80,13 @@ class RecentEvents:
             self.forget(self.now)
 
     def forget(self, now: datetime) -> None:
-        """Drop what was served and rejected too long before `now`, by the stream's clock, to count for rates."""
+        """Drop reports of served and rejected requests that are too old at `now` (the stream's clock) to count for rates."""
         for rates in (self.served, self.rejected):
             while rates and rates[0][0] < now - RATES_OVER:
                 rates.popleft()
 
     def _tell(self, event: Recorded) -> None:
-        """Append an event. If it differs from the last one only in the request, count it there instead."""
+        """Append an event. If it differs from the last one only in the request, increase the last one's count instead."""
         alike = _alike(event)
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1

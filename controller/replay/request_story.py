@@ -1,8 +1,8 @@
 """The story of one request: its workers, its moves, the gaps its client saw, and suspect tokens.
 
-The journal records only requests to which something happened. A request answered by its first worker, which no decision
-convicted, leaves no event. Nor does the journal record that a migrated answer was completed, only that it could not be. But a
-frontend reports at least once a minute: one without a report for `QUIET` has ended, and has cut off its open answers.
+The journal records only requests to which something happened. A request leaves no event if its first worker answered it and was
+not convicted. Nor does the journal record that a migrated answer was completed, only that it could not be. But a frontend
+reports at least once a minute: if it sends no report for `QUIET`, it has ended and has cut off its open answers.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from events.observations import (
 
 QUIET = timedelta(
     seconds=150
-)  # two missing traffic reports, which a frontend makes each minute, plus a margin
+)  # two missing traffic reports (a frontend sends one each minute), plus a margin
 ANSWERED_WITHIN = timedelta(
     hours=1
-)  # a frontend that reported for this long afterwards did not cut the request
+)  # a frontend that reported for this long after the last fact did not cut the request off
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CutOff:
     """The end of a frontend while it was answering a request, before the journal shows the request's end."""
 
     frontend: str
-    ended: datetime  # time of its last report
+    ended: datetime  # time of the frontend's last report
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class RequestStory:
     request: str
     model: str = ""
     workers: list[str] = field(default_factory=list)  # in order
-    gaps_ms: list[float] = field(default_factory=list)  # the gaps that its client saw, one per move
+    gaps_ms: list[float] = field(default_factory=list)  # the gaps that the client saw, one per move
     put_off: int = 0  # number of preemptions
     exact: bool = True  # no move made the answer approximate
     exposed: list[ExposedSpan] = field(default_factory=list)
-    lost: str = ""  # why it could not be continued; empty: not reported as lost
-    lost_tokens: int = 0  # tokens that its client had by then
-    cut: CutOff | None = None  # its frontend's end, if that happened first
+    lost: str = ""  # why the request could not be continued; empty: not reported as lost
+    lost_tokens: int = 0  # tokens that the client had received by then
+    cut: CutOff | None = None  # the frontend's end, if it ended before the request did
     events: list[Recorded] = field(default_factory=list)
 
     def lines(self) -> list[str]:

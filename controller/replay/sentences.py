@@ -52,7 +52,7 @@ def about(subject: str) -> str:
 
 
 def _name(source: str) -> str:
-    """Return a source's process name, without its role and its life."""
+    """Return a source's process name, without the role and the instance."""
     return source.split(":")[1] if ":" in source else source
 
 
@@ -96,7 +96,7 @@ def _parenthesized(reason: str) -> str:
 
 
 def _command_refused(f: o.CommandRefused) -> str:
-    about = f" of {f.worker}" if f.worker else ""  # `allow` is about no worker
+    about = f" of {f.worker}" if f.worker else ""  # `allow` names no worker
     return f"{f.by or 'an operator'}'s {f.verb}{about} was refused: {f.why}"
 
 

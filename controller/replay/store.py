@@ -8,7 +8,7 @@ from controller.ports import Archive, CatchUp, RowsRead, StateStore
 
 
 class StoreSnapshot(Protocol):
-    """A consistent view of a store at one instant: everything read from it belongs together."""
+    """A consistent view of a store at one instant: all reads return the state of that instant."""
 
     reading: RowsRead
 

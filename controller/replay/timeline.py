@@ -31,14 +31,14 @@ from events.observations import (
 
 CHAOS_BEFORE = timedelta(
     seconds=60
-)  # the story begins with a rehearsed fault if it was injected within this time before the first symptom
-LED_WITHIN = 5_000  # events to search for a decision caused by an event
+)  # an injected fault begins the story if it was injected within this time before the first symptom
+LED_WITHIN = 5_000  # number of events to search for a decision that an event caused
 IMPACT_BEFORE = timedelta(
     seconds=5
 )  # a migration within this time before the first symptom belongs to the story
 IMPACT_AFTER = timedelta(
     seconds=5
-)  # and one within this time after the end: a death is known before its streams continue
+)  # and so does one within this time after the end: a worker counts as dead before its streams continue
 _IMPACT = (RequestMigrated, RequestAbandoned, RequestExposed)
 _NEXT = (
     ChaosInjected,
@@ -47,7 +47,7 @@ _NEXT = (
     MoveRequested,
     RestartRequested,
     ShutdownBegan,
-)  # each begins another story
+)  # each of these facts begins another story
 _ROUTINE = (RequestsServed, TrafficReported, Absorbed)
 
 
@@ -66,7 +66,7 @@ class Story:
     def recovered_s(self) -> float | None:
         """Seconds from the opening of the incident to its closing, by the stream's clock; None while it is open.
 
-        It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration of an incident.
+        It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration that is reported of an incident.
         """
         opened = [
             e.at
@@ -185,8 +185,8 @@ def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     """Return the events before an incident's first symptom that belong to it.
 
-    These are the last injected fault, if it was not healed long before, and the user impact since then: a frontend often notices
-    a failure first. Without an injected fault, they are the user impact of the last moments.
+    These are the last injected fault, if it was not healed long before, and the user impact after it: a frontend often notices a
+    failure first. Without an injected fault, they are the user impact shortly before the symptom.
     """
     injected: list[Recorded] = []
     for event in before:
@@ -203,7 +203,7 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
 def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
     if (
         kind == "worker"
-    ):  # opening and closing of this incident are included by its id; others belong to other stories
+    ):  # this incident's opening and closing are found by its id; those of others belong to other stories
         return not isinstance(event.fact, IncidentOpened | IncidentClosed)
     return (
         isinstance(event.fact, RequestsRejected | Decision)
@@ -212,7 +212,7 @@ def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
 
 
 async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
-    """Return the incident of an event, given any name of the event; the reference itself if it names no event."""
+    """Return the id of an event's incident, given any name of the event; `reference` itself if it names no event."""
     try:
         event = await find(journal, archive, reference)
     except NoSuchEvent:
@@ -223,7 +223,7 @@ async def incident_of(archive: Archive, journal: Journal, reference: str) -> str
 
 
 async def _led_to(archive: Archive, before: Recorded) -> str:
-    """Return the incident of the first decision caused by an event; empty if there was none soon after."""
+    """Return the incident of the first decision caused by an event; empty if no decision followed soon."""
     looked = 0
     async for batch in archive.select(after=before.seq):
         for event in batch:

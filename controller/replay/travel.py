@@ -29,16 +29,16 @@ class Moment:
     """The fleet as seen by a reader that had read up to `seq`."""
 
     seq: int
-    at: datetime | None  # the stream's time of the event at `seq`
+    at: datetime | None  # time of the event at `seq`, by the stream's clock
     number: int  # number of the last decision at that time
     fleet: Fleet
-    folded: int  # number of events folded to reach it
+    folded: int  # number of events folded to reach `seq`
 
 
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
-    """Return the fleet at a sequence or an instant.
+    """Return the fleet as of a sequence or an instant.
 
-    Raise NotYet if the journal ends before the sequence, NoLonger if neither journal nor store cover it any more.
+    Raise NotYet if the journal ends before the sequence, NoLonger if neither the journal nor the store covers that time any more.
     """
     order, reached, folded = await _folded(journal, store, when)
     return Moment(order.last_seq, reached, order.position.number, order.shown, folded)
@@ -67,7 +67,7 @@ async def _folded(
 
 
 async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
-    """Return the fold to continue from: the store's last snapshot before, or one on a journal that begins later."""
+    """Return the fold to continue from: the store's last snapshot before that time, or one from a journal that begins later."""
     order, first = order_from(await _before(store, when)), await journal.first_seq()
     if first <= order.last_seq + 1:
         return order

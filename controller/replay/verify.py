@@ -1,8 +1,8 @@
 """Verifies the store's rows and the controller's decisions against the journal.
 
 The journal is folded once more. At every decision the deciders run again on the state, policy and version that were in force:
-their result must be identical. At the store's position the store's rows must equal the fold's, and every event that it keeps
-must equal the journal's. Decisions of deciders older than `OLDEST` are folded but not decided again.
+the result must be identical to the recorded decisions. At the store's position the store's rows must equal the fold's, and
+every event that it keeps must equal the journal's. Decisions of deciders older than `OLDEST` are folded but not decided again.
 """
 
 import json
@@ -42,12 +42,12 @@ _NO_END = (
     "the journal is shorter than what the store has folded: restore the broker's directory from a backup, or continue with "
     "what the journal holds (`holdfast up --accept-journal`)"
 )
-SHOWN_CHARS_MAX = 600  # of each side of a difference
+SHOWN_CHARS_MAX = 600  # maximum characters of each side of a difference
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyDifference:
-    """The first deviation from the journal."""
+    """The first deviation from the journal: the expected and the actual value."""
 
     where: str  # a table's row, an event of the audit table, a decision
     seq: int
@@ -59,7 +59,7 @@ class VerifyDifference:
         return f"{self.where} differs at {self.seq}:\n  expected {_brief(self.expected)}\n  found    {_brief(self.found)}"
 
     def remedy(self) -> str:
-        """Return how to repair it; "" if nothing can: a decision that the deciders would not make stays on the journal."""
+        """Return how to repair the difference; "" if it cannot be repaired: a wrong decision stays on the journal."""
         if self.where.startswith("decision"):
             return ""
         return _NO_END if self.where == _END else _REPAIR
@@ -76,7 +76,7 @@ class VerifyReport:
     """What was verified, and the result."""
 
     begins: int = 1  # the journal's oldest event
-    since: int = 0  # folded from a snapshot at this sequence; 0: from the start
+    since: int = 0  # sequence of the snapshot from which the fold began; 0: the journal's start
     folded: int = 0  # events
     decided: int = 0  # decisions that were decided again with the same result
     foreign: int = 0  # messages that are not Holdfast events, or are quarantined: no reader folds them
@@ -177,7 +177,7 @@ class _Run:
         self.report = VerifyReport(since=self._order.last_seq)
 
     async def all(self, journal: Journal, last: int) -> None:
-        """Fold to the end, comparing on the way."""
+        """Fold the journal up to `last`, and compare at each step."""
         self._kept = await anext(self._audit, None)
         if self._position.seq <= self._order.last_seq:
             self._compare_rows()
@@ -248,7 +248,7 @@ class _Run:
     def _policy(
         self, state: Fleet, first: Decision, decisions: int
     ) -> tuple[InForce | None, FleetPolicy | None]:
-        """Return what was in force, and the policy; no policy if this release cannot decide these decisions again."""
+        """Return the `InForce` of these decisions, and the policy; no policy if this release cannot make these decisions again."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
         if isinstance(
             first, PolicyAdopted
@@ -275,7 +275,7 @@ class _Run:
             raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.kind(), list(row)))
         if row is None or row[0] > event.seq:
             if repeated or (await self._frozen.locate(event.id) or event.seq) < event.seq:
-                return  # a repeated event: it is stored at its first sequence
+                return  # a repeated event is stored at its first sequence
             raise Differs(VerifyDifference("fleet_events", event.seq, _shown(event.fact), None))
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS
         for n, (ours, theirs) in enumerate(zip(expected[:-1], row[:-1], strict=True)):

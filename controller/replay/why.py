@@ -22,7 +22,7 @@ async def why(journal: Journal, archive: Archive | None, reference: str) -> list
         except NoSuchEvent:
             break  # the cause never reached the journal
         if found.seq >= chain[-1].seq:
-            break  # a cause precedes its effect
+            break  # a cause precedes its effect on the journal
         chain.append(found)
     return chain
 
