@@ -248,7 +248,7 @@ class _Run:
     def _policy(
         self, state: Fleet, first: Decision, decisions: int
     ) -> tuple[InForce | None, FleetPolicy | None]:
-        """Return the `InForce` of these decisions, and the policy; no policy if this release cannot make these decisions again."""
+        """Return the `InForce` of these decisions, and the policy; no policy if this release cannot decide them again."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
         if isinstance(
             first, PolicyAdopted

@@ -1,4 +1,4 @@
-"""Causal trees of events: each event below its cause."""
+"""Causal trees of events: the parent of an event is its cause."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from controller.replay.event_lookup import cause, name
 from events.fact import Recorded
 
-NODES_MAX = 400  # nodes shown: further ones are only counted
+NODES_MAX = 400  # nodes shown; further ones are only counted
 
 
 class CauseNode(NamedTuple):
@@ -24,10 +24,10 @@ class Causes(NamedTuple):
 
 
 def causes(events: Sequence[Recorded]) -> Causes:
-    """Return the trees of all events that caused or were caused by another one of them."""
+    """Return the trees of all given events that caused another given event or were caused by one."""
     named: dict[str, Recorded] = {}
     for event in events:
-        named.setdefault(name(event), event)  # a repetition is the same event
+        named.setdefault(name(event), event)  # a repeated event counts once
     below: dict[str, list[Recorded]] = {}
     tops: list[Recorded] = []
     for event in named.values():

@@ -34,8 +34,8 @@ class Report:
     causes: Causes
     hurt: Impact
     acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
-    phases: Sequence[PhaseTimes]  # of the incident; empty without one
-    policy: dict[str, Any] | None  # policy in force at the end
+    phases: Sequence[PhaseTimes]  # phases of the incident; empty without an incident
+    policy: dict[str, Any] | None  # policy in force at the end of the window
     unusual: Sequence[tuple[str, Any, Any]]  # settings that differ from the default: setting, value, default
     cut: bool  # the window has more events than a report shows
 
@@ -103,7 +103,7 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
 def _impact_events(window: ReportWindow) -> Sequence[Recorded]:
     """Return the events that show user impact: all of the window's, or those of its incident.
 
-    An incident of a model is about capacity alone, so the impact on the model's users is added from the window.
+    An incident of a model only covers capacity, so the impact on the model's users is added from the window.
     """
     if (story := window.story) is None:
         return window.events
@@ -168,7 +168,7 @@ def _node(depth: int, event: Recorded) -> dict[str, Any]:
 
 
 def _event(event: Recorded) -> dict[str, Any]:
-    """Return an event as JSON types, without a snapshot's data, which is the whole fleet in packed form."""
+    """Return an event as JSON types. A snapshot's data is left out: it is the whole fleet in packed form."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
     if isinstance(event.fact, SnapshotKept):
         found["body"] = found["body"] | {"data": ""}

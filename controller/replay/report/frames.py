@@ -15,7 +15,7 @@ WELL = (HealthStatus.HEALTHY.value, SPARE)
 
 
 class WorkerShown(NamedTuple):
-    """What is shown of a worker, as the state store had it (`holdfast replay at`)."""
+    """The fields that the report shows of a worker, with the values of the state store (`holdfast replay at`)."""
 
     health: str
     weight: float  # share of the traffic, 0 to 1
@@ -23,24 +23,24 @@ class WorkerShown(NamedTuple):
     reason: str
     incident: str
     state: str  # color of its lane: the health; for a healthy worker SPARE, RAMPING (towards its full weight) or CAPPED
-    spare: bool  # it waits as a spare and serves no requests
-    gpus: int  # number of its GPUs
+    spare: bool  # the worker waits as a spare and serves no requests
+    gpus: int  # number of GPUs
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The changes by one event."""
+    """The changes that one event makes."""
 
     seq: int
     at: datetime
-    workers: Mapping[str, WorkerShown | None]  # None: no longer part of the fleet
+    workers: Mapping[str, WorkerShown | None]  # None: the worker is no longer part of the fleet
     levels: Mapping[str, int]  # degradation level by model
     capacity: float  # serving share of all workers except spares: mean weight, weighted by GPUs
 
 
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
-    """Fold events, and return a frame of the initial state at time `at`, and one for each event that changes it."""
+    """Fold events. Return a frame of the initial state at time `at`, and one for each event that changes the shown state."""
     fleet = order.shown
     shown = {name: shown_of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
@@ -92,7 +92,7 @@ def capacity(shown: Iterable[WorkerShown]) -> float:
 
 
 def shown_of(worker: Worker) -> WorkerShown:
-    """Return what is shown of a worker."""
+    """Return the shown fields of a worker."""
     health, joined = worker.health, worker.joined
     state = health.status.value
     if health.status is HealthStatus.HEALTHY and worker.spare.kept:

@@ -22,15 +22,15 @@ from events.observations import (
 class Impact:
     """The affected requests, and the cost to users and to the fleet."""
 
-    requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order
+    requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order of the events
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
     unknown: list[ExposureUnknown] = field(
         default_factory=list
-    )  # it is unknown which requests the worker served
+    )  # convictions for which it is unknown what requests the worker served
     served: int = 0  # answers of all workers
     tokens_served: int = 0
     tokens_again: int = (
-        0  # answer tokens recomputed elsewhere; prompt tokens come on top, but are not on the journal
+        0  # answer tokens recomputed elsewhere; prompt tokens are recomputed too, but are not on the journal
     )
     tokens_exposed: int = 0
     bytes_moved: int = 0  # bytes of KV caches
@@ -42,7 +42,7 @@ class Impact:
         return [one for one in self.requests if one.gaps_ms]
 
     def exposed(self) -> list[RequestStory]:
-        """Return the requests that hold tokens of a convicted worker."""
+        """Return the requests with tokens of a convicted worker in their answers."""
         return [one for one in self.requests if one.exposed]
 
     def lost(self) -> list[RequestStory]:
@@ -51,7 +51,7 @@ class Impact:
 
 
 def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Impact:
-    """Return the user impact of these events (at least one), and the missing capacity from the first of them on."""
+    """Return the user impact of these events (at least one), and the missing capacity since the first of them."""
     found, by_request, seen = Impact(), dict[str, list[Recorded]](), set[str]()
     for event in events:
         if event.id in seen:
@@ -82,7 +82,7 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
-    """Return the GPU-seconds out of service, and the minimum share of the fleet that served.
+    """Return the GPU-seconds without service, and the minimum share of the fleet that served.
 
     The time before the first worker of a starting fleet serves is not counted.
     """

@@ -23,8 +23,8 @@ from events.observations import (
     SnapshotKept,
 )
 
-LANES_MAX = 60  # more would be unreadable
-PASSED_MAX = 1500  # passed canaries drawn; of more, only every second, third, …
+LANES_MAX = 60  # more lanes would be unreadable
+PASSED_MAX = 1500  # passed canaries drawn; if there are more, only every second, third, …
 MOVES_TOGETHER_MS = 200  # moves between the same two workers within this time are one arrow
 
 

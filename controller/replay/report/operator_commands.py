@@ -8,7 +8,7 @@ from controller.replay.sentences import sentence
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected, CommandRefused, ScaleApplied, ScaleProposed
 
-PLANNED = (ScaleProposed, ScaleApplied)  # their `by` names the process that applies a proposal
+PLANNED = (ScaleProposed, ScaleApplied)  # in these facts, `by` names the process that applies a proposal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The phases of an incident (noticed, fenced, recovered), compared with those of other incidents.
 
     noticed     from the first symptom (an injected fault, or the event that the incident was opened for) to its opening
-    fenced      from the opening to the first decision after which the worker gets nothing new
+    fenced      from the opening to the first decision after which the worker gets no new requests
     recovered   from the opening to the closing
 
 MTTD is the mean of the first, MTTR of the third.
@@ -76,7 +76,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.phases: dict[str, Phases] = {}
-        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by the name that others refer to
+        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by the name that others use
         self._injected: dict[str, datetime] = {}  # time of the last injected fault, by worker
 
     def take(self, event: Recorded) -> None:
@@ -114,14 +114,14 @@ def _take(found: dict[str, Phases], event: Recorded, fact: Decision) -> None:
 
 
 def fences(fact: Decision) -> bool:
-    """Return whether nothing new goes to the worker after this decision."""
+    """Return whether the worker gets no new requests after this decision."""
     return isinstance(fact, BreakerOpened | DrainStarted) or (
         isinstance(fact, HealthChanged) and fact.weight == 0.0
     )
 
 
 def compared(story: Story, others: Iterable[Phases]) -> list[PhaseTimes]:
-    """Return each phase of one incident, beside those of all others."""
+    """Return each phase of one incident, with the same phase of all others."""
     found = _Found()
     for event in story.events:
         found.take(event)

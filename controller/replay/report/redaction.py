@@ -84,7 +84,7 @@ class Redaction:
             self._words[name] = f"{kind}-{number}"
 
     def text(self, value: str) -> str:
-        """Return a text without names, addresses, paths and process numbers."""
+        """Return the text with names, addresses, paths and process numbers replaced."""
         if value in self._words:
             return self._words[value]
         value = _PID.sub(r"\1 (number)", _ADDRESS.sub("(address)", value))
@@ -100,11 +100,11 @@ class Redaction:
         return ".".join(part if part.isdecimal() else self._words.get(part, part) for part in word.split("."))
 
     def of(self, value: Any, field: str = "") -> Any:
-        """Return plain JSON types without names."""
+        """Return plain JSON types with names replaced."""
         if isinstance(value, str):
             return value if field in AS_IT_IS or _INSTANT.fullmatch(value) else self.text(value)
         if isinstance(value, dict):
-            envelope = "body" in value  # an event: its source names a process
+            envelope = "body" in value  # the object is an event: its source names a process
             return {
                 (self.text(key) if field in NAMED else key): None
                 if key in GONE or (envelope and key == "source")

@@ -66,7 +66,7 @@ async def execute(
 async def _otherwise(
     selected: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
 ) -> list[dict[str, Any]]:
-    """Return the answers of other policies to a worker's incident; none if it is too large or no longer on the journal."""
+    """Return what-if answers for a worker's incident; none if it is too large or no longer on the journal."""
     story = selected.story
     if story is None or not story.subject.startswith("worker:"):
         return []

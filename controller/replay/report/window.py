@@ -14,11 +14,9 @@ from events.fact import Recorded
 from events.journal.port import Journal
 from events.order import Order
 
-EVENTS_MAX = 100_000  # maximum events of one report, from its beginning
-HISTORY_EVENTS = (
-    200_000  # events searched back from the journal's end, for the last incident and others to compare
-)
-AROUND = timedelta(seconds=5)  # before an incident's first event, and after its last one
+EVENTS_MAX = 100_000  # maximum events of one report; later ones are left out
+HISTORY_EVENTS = 200_000  # events at the journal's end searched for the last incident and those to compare
+AROUND = timedelta(seconds=5)  # included before an incident's first event, and after the last one
 LATELY = timedelta(minutes=10)  # the default window if no incident is known
 
 
@@ -30,8 +28,8 @@ class NothingToTell(HoldfastError):
 class ReportWindow:
     """A window of the journal."""
 
-    events: list[Recorded]  # at least one, without gaps
-    order: Order[Fleet]  # the fold right before the first of them
+    events: list[Recorded]  # at least one event, without gaps
+    order: Order[Fleet]  # the fold right before the first event
     story: Story | None  # the incident that the window is about, if any
     cut: bool = False  # the window has more events than one report shows
 
