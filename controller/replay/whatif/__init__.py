@@ -1,1 +1,1 @@
-"""What-if: decides recorded observations again with the same deciders under another policy."""
+"""What-if analysis: decides recorded observations again with the same deciders under another policy."""

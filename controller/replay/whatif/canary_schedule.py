@@ -1,8 +1,9 @@
 """The canaries of one worker instance on a course: as recorded, or at another interval.
 
-As recorded, each canary keeps its result. Where none was sent for a long time, but would be on this course, the spells give
-the result. At another interval, the spells give all results. `place` says where in its gap each spell begins and ends, and
-when the next canary comes after that: 0 is the earliest possible detection, 1 the latest, 0.5 halfway.
+As recorded, each canary keeps its result. Where none was sent for a long time, but would be on this course, the result is
+derived from the spells (`spells.py`). At another interval, all results are. `place` is the position within its gap at which
+each spell begins and ends, and determines when the next canary follows: 0 is the earliest possible detection, 1 the latest,
+0.5 halfway.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,12 +21,10 @@ TRIAL, JOIN = CHECKS.index("trial"), CHECKS.index("join")
 GAP = 3.0  # intervals without a canary after which probing is considered paused
 JITTER = 0.1  # share of an interval, either way
 NEAR_S = 2.0  # a recorded trial this long before a trial counts as the same one
-SOON_S = 6.0  # and this long after it
+SOON_S = 6.0  # and so does one this long after it
 JOIN_AGAIN_S = 2.0  # seconds until a failed join canary is sent again
-LOOK_S = (
-    1.0  # seconds after a recorded trial, by which it is known whether this course has that trial as well
-)
-NOTHING = 255  # pseudo-result: no canary is sent yet, look again
+LOOK_S = 1.0  # seconds after a recorded trial; by then it is known whether this course has that trial as well
+NOTHING = 255  # pseudo-result: no canary is sent yet; check again
 INFINITY = float("inf")
 
 
@@ -37,7 +36,7 @@ class Question:
     at: float  # when its result reaches the journal
     canary: int
     said: int
-    fact: CanaryFailed | CanarySlow | None  # its result; None: it passed
+    fact: CanaryFailed | CanarySlow | None  # its result; None: the canary passed
     check: CheckType
     guessed: bool  # no canary was recorded at that time
 
@@ -58,23 +57,23 @@ class Asker:
         self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
         self._gap = GAP * recorded_s
         self._interval_changed = interval_s is not None
-        self._free = self._interval_changed  # its canaries deviate from the recorded ones
+        self._free = self._interval_changed  # whether this instance's canaries deviate from the recorded ones
         self._tried = set[int]()  # recorded trials that this course has as well
         self._place = place
         self._edges = sorted({spell.began(place) for spell in self._found})
         self._bad = sorted(recorded.facts)
         joined = recorded.at[0] if len(recorded) and recorded.check[0] == JOIN else start
-        self._later = max(0.0, start - joined)  # seconds by which it joins later than recorded
+        self._later = max(0.0, start - joined)  # seconds by which the instance joins later than recorded
         self._next = 0  # index of the next recorded canary
         early = JOIN_AGAIN_S if self._later else 0.0
-        self._last = start - early  # when its last canary was sent, or could have been
+        self._last = start - early  # when the last canary was sent, or could have been sent
         self._turn = 0
-        self._then = (0, start, 0)  # the same three values after the next canary
+        self._then = (0, start, 0)  # `_next`, `_last` and `_turn` after the next canary
 
     # --- timing -------------------------------------------------------------------------------------------------------
 
     def following(self, after: float, calm: bool, joining: bool) -> Question | None:
-        """Return the next canary that is sent after `after`; for a calm worker, the next one that does not simply pass.
+        """Return the next canary that is sent after `after`; for a calm worker, skip those that simply pass.
 
         `joining`: no canary has admitted the worker yet. The canary counts as sent only once `asked` is called."""
         before = (self._next, self._last, self._turn)
@@ -94,7 +93,7 @@ class Asker:
         self._next, self._last, self._turn = self._then
 
     def _joining(self, after: float) -> Question | None:
-        """Return the next of the recorded join canaries, which do not depend on the interval."""
+        """Return the next recorded join canary. Join canaries do not depend on the interval."""
         recorded = self.told
         while self._next < len(recorded) and recorded.check[self._next] == JOIN:
             place, self._next = self._next, self._next + 1
@@ -117,7 +116,7 @@ class Asker:
         if after > last + every:
             last += int((after - last) / every) * every
         sent = max(last + every, after)
-        if calm and not self._active_at(last):  # the time of the next canary is not known more exactly
+        if calm and not self._active_at(last):  # when the next canary is sent is only known to an interval
             edge = self._edge(last)
             if edge == INFINITY:
                 return None
@@ -163,7 +162,7 @@ class Asker:
         return self._recorded_at(place)
 
     def _untried(self, after: float, place: int) -> Question | None:
-        """Return what follows a recorded trial that may not happen here: later recorded canaries would not have been sent."""
+        """Return the canary after a recorded trial that may be missing here: later recorded canaries would not have been sent."""
         look_at = self.told.sent[place] + LOOK_S
         if after < look_at:
             return Question(look_at, look_at, 0, NOTHING, None, "scheduled", False)
@@ -171,7 +170,7 @@ class Asker:
         return self._slot(after, False)
 
     def _unasked(self, after: float, place: int) -> Question | None:
-        """Return a canary for a time in which none was recorded."""
+        """Return an estimated canary for a long time in which none was recorded."""
         recorded = self.told
         before = recorded.sent[place - 1] if place else self._last
         until = recorded.sent[place] if place < len(recorded) else recorded.end
@@ -201,7 +200,7 @@ class Asker:
         return self._ask(at, "trial")
 
     def _chosen(self, at: float) -> int:
-        """Return the canary before the one that a trial sends; if only some are answered wrongly, it is unknown which."""
+        """Return the canary before the one that a trial sends; `place` selects it if only some are answered wrongly."""
         some = {canary for s in self._active_at(at) for canary in s.asked}
         rest = set(range(len(self.told.names))) - some
         of = {0.0: rest, 1.0: some}.get(self._place, set())
@@ -245,7 +244,7 @@ def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_
     """Return the fact that reports a canary's result."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
     like = question.fact or recorded.good
-    if like is None:  # no canary of this instance was ever recorded with another result
+    if like is None:  # no canary of this instance was recorded as passed
         like = CanaryPassed(
             worker=joined.worker, instance=joined.instance, canary_key=joined.canary_key, canary="", check_type="scheduled",
             sent_under=0, sent_at=instant(question.sent), latency_ms=took,
@@ -277,5 +276,5 @@ def calm(worker: Worker) -> bool:
 
 
 def is_asked(worker: Worker) -> bool:
-    """Return whether canaries are sent to it: a draining worker gets them only after a resume request."""
+    """Return whether canaries are sent to a worker: a draining worker gets them only after a resume request."""
     return worker.health.status is not HealthStatus.DRAINING or worker.health.exit.resumed

@@ -1,8 +1,8 @@
 """Compares recorded history, the same history decided again, and history under another policy.
 
 Decided again under the policy that was in force, history is nearly as recorded; the differences show the limits of the method.
-Under another policy each time is a range where something had to be estimated. It comes from the courses in `PLACES`, from the
-shortest fault that agrees with the observations to the longest.
+Under another policy, a time that had to be estimated is a range. The range comes from one course per value in `PLACES`, from
+the shortest fault that agrees with the observations to the longest.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a figure. Infinity: not before the recording ends or the worker's next fault begins."""
+    """The estimate of a figure. Infinity: not reached before the recording ends or the worker's next fault begins."""
 
     low: float
     likely: float
@@ -50,7 +50,7 @@ class Estimate:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing had to be estimated."""
+        """Whether the figure is exact: nothing had to be estimated."""
         return self.low == self.high
 
     def as_json(self) -> dict[str, float | None]:
@@ -82,7 +82,7 @@ class TotalCompared:
 
 @dataclass(frozen=True, slots=True)
 class DecisionsCompared:
-    """The number of equal decisions about one subject, decided again and under the other policy."""
+    """How often one decision about one subject is made when decided again, and under the other policy."""
 
     kind: str
     subject: str
@@ -100,7 +100,7 @@ class Comparison:
     changed: list[tuple[str, Any, Any]]  # setting, recorded value, changed value
     faults: list[FaultCompared]
     totals: list[TotalCompared]
-    decisions: list[DecisionsCompared]  # decisions that differ in number
+    decisions: list[DecisionsCompared]  # decisions that are made more or less often
     limits: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _finite(times: dict[str, float]) -> dict[str, float | None]:
 
 
 def compare(recording: Recording, asked: PolicyChange, *, incident: str = "") -> Comparison:
-    """Compare the recording with the other policy. With `incident`, show only the fault that opened it, if known."""
+    """Compare the recording with the other policy. With `incident`, show only the fault for which it was opened, if known."""
     found = faults(recording)
     shown = [one for one in found if one.incident == incident] if incident else found
     again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
@@ -209,10 +209,10 @@ def totals(
 
 
 def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
-    """Return the number of wrong answers that workers began before they were fenced.
+    """Return the estimated number of wrong answers that workers began before they were fenced.
 
     The rate is that of the exposed answers found in the recording, or else the worker's usual rate. A worker that was
-    never fenced began them until it recovered.
+    never fenced began such answers until it recovered.
     """
     total = 0.0
     for fault in found:
@@ -251,14 +251,14 @@ def _canaries(recording: Recording, asked: PolicyChange, courses: int) -> list[f
 
 
 def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
-    """Return the decisions that would occur more or less often."""
+    """Return the decisions that would be made more or less often."""
     ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
     differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
     return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]
 
 
 def _essence(decision: Decision) -> tuple[str, str, str] | None:
-    """Return what a decision does, regardless of when it is made."""
+    """Return the subject and effect of a decision, without its time."""
     if isinstance(decision, Absorbed | IncidentClosed | GoldenAgreed | GoldenRetired):
         return None
     subject = decision.worker if isinstance(decision, WorkerDecision) else str(getattr(decision, "model", ""))

@@ -16,11 +16,11 @@ from events.observations import (
 
 Successions = dict[
     tuple[str, str], list[tuple[float, RecordedFact]]
-]  # by instance: seconds after it was decided DEAD, and the fact
+]  # by instance: seconds after the DEAD decision, and the fact
 
 
 def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedFact]:
-    """Yield the observations in order, as they would be with another silence timeout in seconds."""
+    """Yield the observations in order, as they would occur with another silence timeout (in seconds)."""
     if silence_s is None:
         yield from recording.happened
         return
@@ -52,7 +52,7 @@ def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[R
     """
     rest: list[RecordedFact] = []
     found: Successions = {}
-    ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and is gone
+    ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and has ended
     for one in facts:
         fact, life = one.fact, None
         if isinstance(fact, WorkerJoined):
@@ -70,7 +70,7 @@ def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[R
 
 
 def emptied(recording: Recording) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Return for each instance when its drains began, and when each was finished."""
+    """Return, for each instance, when its drains began and when each was finished."""
     began: dict[tuple[str, str], list[float]] = {}
     for decision in recording.decided:
         if isinstance(decision, DrainStarted):

@@ -21,7 +21,7 @@ def cores() -> int:
 
 @contextmanager
 def helpers(most: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of at most `most` processes, forked when they get work. Raise HelperGone."""
+    """Yield a pool of at most `most` processes, which are forked when work is submitted. Raise HelperGone."""
     try:
         with ProcessPoolExecutor(most, get_context("fork")) as pool:
             yield pool

@@ -1,7 +1,7 @@
-"""One course of history: recorded observations, decided again by the deciders under a policy.
+"""One course: recorded observations, decided again by the deciders under a policy.
 
-The recorded decisions are left out. Their consequences follow from the new decisions instead: a trial canary is sent when a
-breaker half-opens here, a draining worker reports when it is empty, and requests fail nowhere if none are sent.
+The recorded decisions are left out. Their consequences are simulated from the new decisions instead: a trial canary is sent
+when a breaker half-opens here, a draining worker reports when it is empty, and no request fails at a worker that gets none.
 """
 
 from bisect import bisect_right
@@ -73,13 +73,13 @@ PolicyOf = Callable[[Mapping[str, Any]], FleetPolicy]
 
 @dataclass(frozen=True, slots=True)
 class CourseTerms:
-    """The terms of a course. `place` is where in its gap every unobserved time lies.
+    """The parameters of a course. `place` is the position of every unobserved time within its gap.
 
     0 gives the shortest fault, 1 the longest, 0.5 the middle."""
 
     policy: PolicyOf = load  # maps the adopted policy to the policy of the course
-    interval_s: float | None = None  # between canaries of a worker; None: as recorded
-    silence_s: float | None = None  # until a worker counts as silent; None: as recorded
+    interval_s: float | None = None  # seconds between canaries of a worker; None: as recorded
+    silence_s: float | None = None  # seconds until a worker counts as silent; None: as recorded
     place: float = 0.5
 
 
@@ -93,14 +93,14 @@ class CourseTaken:
 
 
 def take(recording: Recording, terms: CourseTerms) -> CourseTaken:
-    """Replay a recording under other terms, and return the decisions that follow."""
+    """Replay a recording with other parameters, and return the resulting decisions."""
     course = _Course(recording, terms)
     course.run()
     return CourseTaken(course.decided, course.weights, course.guessed)
 
 
 class Agenda:
-    """The queue of scheduled actions of a course."""
+    """The queue of a course's scheduled actions."""
 
     def __init__(self) -> None:
         self.numbers = count()  # order of actions due at the same time
@@ -143,8 +143,8 @@ class _Course:
         self._changed = set[str]()  # workers changed since the last decision
         self._doubted = set[
             str
-        ]()  # workers kept out of service by doubt alone, or kept in service by the ejection budget
-        self._dues: list[tuple[datetime, str]] = []  # when time alone may make a decision about a worker due
+        ]()  # workers out of service only because of doubt, or kept in service by the ejection budget
+        self._dues: list[tuple[datetime, str]] = []  # when time alone may make a worker's decision due
         self._shares = Shares()
         self._askers: dict[tuple[str, str], Asker] = {}
         self._agenda = Agenda()
@@ -189,7 +189,7 @@ class _Course:
         return found & self._fleet.workers.keys()
 
     def _remember(self, name: str, now: datetime) -> None:
-        """Record when time alone makes the next decision about a worker due."""
+        """Record when the next decision about a worker becomes due by time alone."""
         worker, policy = self._fleet.workers.get(name), self._policy
         if worker is None:
             self._doubted.discard(name)
@@ -209,7 +209,7 @@ class _Course:
             self._doubted.discard(name)
 
     def _next_due(self, now: datetime) -> datetime | None:
-        """Return when time alone makes the next decision due, of workers or models."""
+        """Return when the next decision about a worker or model becomes due by time alone."""
         levels = (level_due_at(self._policy.degradation, state) for state in self._fleet.models.values())
         times = [time for time in levels if time is not None and time > now]
         return min([*times, *(due for due, _ in self._dues[:1])], default=None)
@@ -254,7 +254,7 @@ class _Course:
         return worker if worker is not None and worker.joined.instance == instance and worker.alive else None
 
     def _absorb(self, at: float, fact: Fact, id: str) -> None:
-        """Fold one fact, and decide what follows."""
+        """Fold one fact, and make the decisions that it makes due."""
         now = instant(at)
         before = self._fleet
         self._fleet = evolve(before, Recorded(seq=0, at=now, fact=fact, id=id))
@@ -270,10 +270,10 @@ class _Course:
         ):
             self._settle(now, self._concerned(now))
         if was is not None and worker is not None and calm(was) and not calm(worker):
-            self._ask(name, at)  # no canary was scheduled for it soon
+            self._ask(name, at)  # no canary was scheduled for this worker soon
 
     def _speaks(self, worker: Worker, now: datetime) -> bool:
-        """Return whether a fact that concerns only this worker may have made a decision due."""
+        """Return whether a fact that concerns only this worker can make a decision due."""
         policy = self._policy
         return bool(
             worker.budgeted
@@ -286,7 +286,7 @@ class _Course:
     def _settle(self, now: datetime, among: set[str] | None, force: InForce | None = None) -> None:
         """Make all due decisions and schedule their consequences.
 
-        `among` limits them to these workers; None means all. `force` is what is in force from now on; None leaves it unchanged.
+        `among` limits them to these workers; None means all. `force` is the new `InForce`; None leaves it unchanged.
         """
         before, at = self._fleet.workers, now.timestamp()
         decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
@@ -379,7 +379,7 @@ class _Course:
 
     def _turn(self, name: str, turn: tuple[str, int], asker: Asker, question: Question) -> None:
         if self._awaited.get(name) != turn:
-            return  # its next canary has been rescheduled since
+            return  # this canary was replaced by a rescheduled one
         if question.said != NOTHING:
             asker.asked()
             self._answered(name, turn[0], question)

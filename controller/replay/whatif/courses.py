@@ -12,7 +12,7 @@ _task: tuple[Recording, Sequence[CourseTerms]] | None = None  # inherited by the
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
-    """Decide a recording again on each of these terms. Raise HelperGone."""
+    """Replay a recording with each of these parameters. Raise HelperGone."""
     if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
         return [take(recording, one) for one in terms]
     global _task

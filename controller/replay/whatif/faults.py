@@ -11,7 +11,7 @@ from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.spells import Spell, spells
 from controller.replay.whatif.weights import Weights
 
-APART_S, APART_CANARIES = 30.0, 4.0  # without evidence for this long, the next evidence is another fault
+APART_S, APART_CANARIES = 30.0, 4.0  # evidence after a pause of this length belongs to another fault
 BEFORE_S = 0.5  # seconds by which a reaction may be recorded before its evidence
 DOUBT_ONLY = "requests: "  # prefix of evidence that comes from requests alone
 
@@ -27,8 +27,8 @@ class FaultSeen:
     last: float  # time of the last evidence
     over: float  # latest end of the fault
     until: float  # beginning of this worker's next fault, or the end of the recording
-    wrong: bool  # it gave wrong answers
-    certain: bool  # there was other evidence than failed requests
+    wrong: bool  # the worker gave wrong answers
+    certain: bool  # some evidence was other than failed requests
     incident: str  # the incident opened for it; empty if none
 
     @property

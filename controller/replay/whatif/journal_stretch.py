@@ -1,6 +1,6 @@
 """A stretch of the journal: canary results as numbers, requests as counts, other events unchanged.
 
-Passed canaries are nearly all of a journal, and need no folding. Several processes can therefore each read a part (`reading`),
+Nearly all of a journal are passed canaries, which need no folding. Several processes can therefore each read a part (`reading`),
 and one process folds only the rest in order (`recording`).
 """
 
@@ -40,7 +40,7 @@ from events.observations import (
 )
 
 EVENTS_MAX = 5_000_000  # maximum events of one what-if question
-SERVED_AFTER_S = 600.0  # seconds after a failed request in which served ones may matter
+SERVED_AFTER_S = 600.0  # seconds after a failed request in which served requests may matter
 
 GOOD, SLOW, WRONG, MUTE = range(4)  # result of a canary: correct, correct but slow, wrong, no answer
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
@@ -69,11 +69,13 @@ class RecordedCanaries:
     said: bytearray = field(default_factory=bytearray)
     check: bytearray = field(default_factory=bytearray)  # index in CHECKS
     asked: "array[int]" = field(default_factory=lambda: array("H"))  # index in `names`
-    names: list[str] = field(default_factory=list)  # the canaries, in the order in which they were first sent
+    names: list[str] = field(
+        default_factory=list
+    )  # names of the canaries, in the order in which they were first sent
     facts: dict[int, CanaryFailed | CanarySlow] = field(
         default_factory=dict
-    )  # all except passed ones, by index
-    good: CanaryPassed | None = None  # one of the passed ones
+    )  # results other than passed, by index
+    good: CanaryPassed | None = None  # one of the passed results
     end: float = float("inf")  # end of this instance
 
     def __len__(self) -> int:
@@ -98,7 +100,7 @@ CHECKS: tuple[CheckType, ...] = ("scheduled", "confirm", "trial", "join")
 
 @dataclass(slots=True)
 class Adverse:
-    """A piece of evidence against a worker."""
+    """One observation that is evidence against a worker."""
 
     at: float
     what: str
@@ -139,7 +141,7 @@ class StretchRead:
             self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
             failed_at = self._failed_at.get(
                 fact.worker, self.start
-            )  # or before the stretch: known when folding
+            )  # one may have failed before the stretch: known when folding
             if at - failed_at < SERVED_AFTER_S:
                 self.rest.append(event)
         elif isinstance(fact, TAKEN_IN_ORDER):

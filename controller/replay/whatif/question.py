@@ -18,7 +18,7 @@ from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
 
 INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
-NOT_ASKED = ("golden", "incident")  # parts of the policy that do not affect when a fault is noticed
+NOT_ASKED = ("golden", "incident")  # parts of the policy without effect on when a fault is noticed
 FILE_BYTES_MAX = 1_000_000
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -31,7 +31,7 @@ class PolicyChange:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def terms(self, place: float = 0.5) -> CourseTerms:
-        """Return the terms of a course under these settings."""
+        """Return the parameters of a course with these settings."""
         own = {name: value for name, value in self.values.items() if name not in (INTERVAL, SILENCE)}
 
         def policy(adopted: Mapping[str, Any]) -> FleetPolicy:
@@ -90,7 +90,7 @@ def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
 
 
 def checked(what: PolicyChange) -> PolicyChange:
-    """Return the question if its settings are valid. Raise UsageError."""
+    """Return the policy change if its settings are valid. Raise UsageError."""
     for name in (INTERVAL, SILENCE):
         value = what.values.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
@@ -150,7 +150,7 @@ def _file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, settings in written.items():
         if part in NOT_ASKED:
-            continue  # a policy copied from a report contains these as well
+            continue  # a policy copied from a report contains these parts, too
         if not isinstance(settings, dict):
             raise UsageError(f"--policy {path}: {part} is {settings!r}, but must be an object of settings")
         for name, value in settings.items():

@@ -11,7 +11,7 @@ from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 
 SHARED_FROM = 100_000  # events; a shorter part takes less time than starting a process
-STRETCHES = 3  # per core: the first are folded while the last are read
+STRETCHES = 3  # parts per core: the first parts are folded while the last are read
 
 
 async def stretches(

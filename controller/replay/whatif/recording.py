@@ -1,7 +1,8 @@
 """A recorded part of history without its decisions, in a form that can be decided again repeatedly.
 
-Passed canaries are nearly all of it, and say nothing new about a healthy worker. They are kept as numbers (`stretch`), and
-become facts again when they are needed (`asking`). Of the recorded decisions only the times and the weights are kept.
+Nearly all its events are passed canaries, which change nothing about a healthy worker. They are kept as numbers
+(`journal_stretch`) and turned into facts again when they are needed (`canary_schedule`). Of the recorded decisions, only the
+times and the weights are kept.
 """
 
 from collections import defaultdict
@@ -48,8 +49,8 @@ from events.observations import (
 USUAL_INTERVAL_S, USUAL_SILENCE_S = (
     30.0,
     3.0,
-)  # default settings, if they cannot be inferred from the recording
-LATE_S = 1.5  # seconds by which an observer may be late
+)  # used if they cannot be inferred from the recording
+LATE_S = 1.5  # seconds by which an observer's report may be late
 LEAST_GAPS = 8  # gaps between canaries needed to infer their interval
 
 GIVEN = (GoldenAgreed, GoldenRetired)  # goldens are used as recorded
@@ -109,7 +110,7 @@ async def recorded(fleet: Fleet, parts: AsyncIterator[StretchRead]) -> Recording
 
 
 class _Folding:
-    """Collects what has been read so far, and folds the fleet as it was shown."""
+    """Collects the stretches read so far, and folds the fleet's state as recorded."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = self._shown = fleet
@@ -181,7 +182,7 @@ class _Folding:
                 pass
 
     def _fold(self, at: float, event: Recorded, fact: Fact) -> None:
-        """Fold an event and note changed weights. Weights change by decisions only, so canaries and requests are skipped."""
+        """Fold an event and record changed weights. Weights change by decisions only, so canaries and requests are skipped."""
         self._shown = evolve(self._shown, event)
         if isinstance(fact, SpareActivated | SpareReleased):
             for name, worker in self._shown.workers.items():
@@ -190,13 +191,13 @@ class _Folding:
             self._weights.note(at, fact.worker, self._shown.workers.get(fact.worker))
 
     def _over(self, worker: str, instance: str, at: float) -> None:
-        """End an instance, unless it ended because it was decided DEAD: on another course it may live longer."""
+        """Record an instance's end, unless it ended because of a DEAD decision: on another course it may run longer."""
         life = (worker, instance)
         if life not in self._dead:
             self._ends[life] = min(self._ends.get(life, at), at)
 
     def whole(self) -> Recording | None:
-        """Return the recording; None if nothing was read."""
+        """Return the recording; None if no event was read."""
         found = self._gathered
         if found.start is None:
             return None
@@ -264,5 +265,5 @@ def _silence(seconds: Sequence[float]) -> float:
 
 
 def instant(at: float) -> datetime:
-    """Convert a time to a datetime, as facts use it."""
+    """Convert a time in seconds since 1970 to a datetime, the type that facts use."""
     return datetime.fromtimestamp(at, UTC)

@@ -13,8 +13,8 @@ from controller.runtime.initial_fold import oldest, order_from
 from events.fact import Recorded
 from events.journal.port import Journal
 
-BEFORE = timedelta(seconds=60)  # recorded time to read before an incident
-AFTER = timedelta(minutes=10)  # and after it, since another policy may take longer
+BEFORE = timedelta(seconds=60)  # recorded time that is read before an incident
+AFTER = timedelta(minutes=10)  # and after it, because recovery may take longer under another policy
 
 
 async def of_incident(

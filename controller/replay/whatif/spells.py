@@ -1,9 +1,10 @@
 """Spells: the times in which a worker answered canaries badly.
 
     good ✓         ✗ ✗ ✗        ✓ good
-           └─ began ─┘   └─ ended ─┘       each anywhere in its gap; `place` says where: 0 the earliest possible, 1 the latest
+           └─ began ─┘   └─ ended ─┘       each somewhere in its gap, at `place`: 0 is the earliest possible, 1 the latest
 
-A wrong answer belongs to its canary: others may be right meanwhile. A missing or slow answer belongs to all canaries.
+A spell of wrong answers covers one canary: others may be answered correctly at that time. A spell of missing or slow answers
+covers all canaries.
 """
 
 from dataclasses import dataclass, replace
@@ -18,21 +19,21 @@ class Spell:
 
     after: float  # last good answer before it, or the first canary
     first: float  # when the first canary with a bad answer was sent
-    last: float  # when the last one was sent
+    last: float  # when the last canary with a bad answer was sent
     before: float  # the next good answer; infinity: none before the instance ended
     said: int  # SLOW, WRONG or MUTE
     asked: frozenset[int]  # the canaries that were answered badly; empty: all
     fact: CanaryFailed | CanarySlow  # the first bad answer
-    took: float  # seconds until the journal recorded it
+    took: float  # seconds from sending the canary until the journal recorded that answer
 
     def began(self, place: float) -> float:
-        """Return when the spell began, if at `place` in its gap (0 to 1)."""
+        """Return when the spell began, assumed at `place` (0 to 1) in its gap."""
         if self.momentary and place < 1:
             return self.first
         return self.after + (self.first - self.after) * place
 
     def ended(self, place: float) -> float:
-        """Return when the spell ended, if at `place` in its gap (0 to 1). Without an end it lasts for ever, except at 0."""
+        """Return when the spell ended, assumed at `place` (0 to 1) in its gap. If unknown, it never ended, except at 0."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):
@@ -41,7 +42,7 @@ class Spell:
 
     @property
     def momentary(self) -> bool:
-        """Whether the spell is a single slow answer among quick ones: most likely nothing else was slow."""
+        """Whether the spell is a single slow answer among quick ones: then most likely no other answer was slow."""
         return self.said == SLOW and self.first == self.last
 
     def tells(self, canary: int) -> bool:
@@ -50,7 +51,7 @@ class Spell:
 
 
 def spells(recorded: RecordedCanaries) -> list[Spell]:
-    """Return the spells of one instance, by their beginning."""
+    """Return the spells of one instance, sorted by their beginning."""
     general = [*_runs(recorded, range(len(recorded)), MUTE), *_runs(recorded, range(len(recorded)), SLOW)]
     wrong = [run for canary in range(len(recorded.names)) for run in _wrong(recorded, canary)]
     return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
@@ -64,7 +65,7 @@ def _wrong(recorded: RecordedCanaries, canary: int) -> list[Spell]:
 def _runs(
     recorded: RecordedCanaries, places: range | list[int], result: int, canaries: frozenset[int] = frozenset()
 ) -> list[Spell]:
-    """Return the runs of one kind of answer among these canaries."""
+    """Return the spells of consecutive canaries with one kind of answer."""
     found: list[Spell] = []
     first: int | None = None
     well = recorded.sent[places[0]] if places else 0.0

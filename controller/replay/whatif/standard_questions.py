@@ -1,4 +1,4 @@
-"""The what-if questions that a report answers for every incident: canaries, failures, breaker wait."""
+"""The what-if questions that a report answers for an incident: canaries, failures, breaker wait."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from controller.replay.whatif.question import INTERVAL, PolicyChange
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.text import setting
 
-SOONER = 3.0  # times as many canaries as recorded
+SOONER = 3.0  # this many times the recorded number of canaries
 
 
 def usual(recording: Recording) -> list[PolicyChange]:
-    """Return the questions that differ from the policy that was in force."""
+    """Return the questions that would change the policy that was in force."""
     was = load(recording.policy)
     found = [PolicyChange({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
     if was.health.failures_max > 1:
@@ -23,7 +23,7 @@ def usual(recording: Recording) -> list[PolicyChange]:
 
 
 def answers(recording: Recording, incident: str) -> list[dict[str, Any]]:
-    """Return the answers as plain JSON; none if no fault is known for which the incident was opened."""
+    """Return the answers as plain JSON; none if the fault for which the incident was opened is unknown."""
     found: list[dict[str, Any]] = []
     for question in usual(recording):
         answer = compare(recording, question, incident=incident)

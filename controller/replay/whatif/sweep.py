@@ -77,9 +77,9 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
 
 
 def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:
-    """Return the mean time from a fault's beginning, over the faults that were fenced in the recording.
+    """Return the mean time from a fault's beginning to a phase, over the faults that were fenced in the recording.
 
-    A fault that did not reach the phase counts up to its end in the recording.
+    A fault that did not reach the phase counts up to the worker's next fault or the end of the recording.
     """
     times = []
     for fault in found:

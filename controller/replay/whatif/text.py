@@ -16,7 +16,7 @@ from controller.replay.whatif.comparison import (
 from controller.replay.whatif.question import TIMES
 from controller.replay.whatif.recording import Recording, instant
 
-FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # -o json has all
+FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # `-o json` prints all of them
 
 
 def lines(answer: Comparison) -> Iterator[str]:

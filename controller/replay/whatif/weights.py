@@ -16,16 +16,16 @@ class WeightStep(NamedTuple):
     at: float  # seconds since 1970
     weight: float  # share of the traffic, 0 to 1
     status: HealthStatus
-    spare: bool  # it waits as a spare and serves no requests
+    spare: bool  # the worker waits as a spare and serves no requests
 
     @property
     def well(self) -> bool:
-        """Whether it is in full service, or a healthy spare."""
+        """Whether the worker is in full service, or is a healthy spare."""
         return self.status is HealthStatus.HEALTHY and (self.weight >= 1.0 or self.spare)
 
     @property
     def fenced(self) -> bool:
-        """Whether it gets no requests, except as a healthy spare."""
+        """Whether the worker gets no requests; False for a healthy spare."""
         return self.weight == 0.0 and not (self.spare and self.status is HealthStatus.HEALTHY)
 
 
@@ -33,7 +33,7 @@ AT = attrgetter("at")
 
 
 class Weights:
-    """The changes of every worker, oldest first."""
+    """The changes of every worker's weight and state, oldest first."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.steps: dict[str, list[WeightStep]] = defaultdict(list)
@@ -42,7 +42,7 @@ class Weights:
             self.note(float("-inf"), name, worker)
 
     def note(self, at: float, name: str, worker: Worker | None) -> None:
-        """Record a worker's state from time `at` on; None: the worker is no longer part of the fleet."""
+        """Record a worker's state from time `at` on; None: it is no longer part of the fleet."""
         steps = self.steps[name]
         if worker is None:
             steps.append(WeightStep(at, 0.0, HealthStatus.DEAD, True))
@@ -60,7 +60,7 @@ class Weights:
         return steps[place - 1] if place else None
 
     def since(self, name: str, at: float) -> list[WeightStep]:
-        """Return a worker's state at a time, and all later ones."""
+        """Return a worker's state at a time, and all later states."""
         steps = self.steps.get(name, [])
         return steps[max(0, bisect_right(steps, at, key=AT) - 1) :]
 

@@ -32,7 +32,7 @@ async def execute(
     now: datetime,
     echo: Callable[[str], None],
 ) -> None:
-    """Print or write one answer.
+    """Print or write the answer to one question.
 
     Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, and what `controller.replay.travel` raises."""
     what = asked(args.set, args.policy)
