@@ -50,7 +50,7 @@ BREAKER_FROM: dict[type[WorkerDecision], tuple[str, ...]] = {
     BreakerHalfOpened: ("open",),
     BreakerClosed: ("half_open",),
 }
-# The degradation ladder of the design seed, which leaves three of level 4's knobs open: they are those of level 3.
+# The degradation ladder of the design seed. It leaves three of level 4's knobs open: they keep their values of level 3.
 LADDER = (
     Knobs(),
     Knobs(batch_size=0.75),
@@ -86,7 +86,7 @@ def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | 
 def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
     """A decision's cause precedes it and concerns the same instance of the worker.
 
-    The cause must be among what the controller had read. `own_instance` checks the instance.
+    The cause must be an event that the controller had read. `own_instance` checks the instance.
     """
     if not fact.cause:
         return None
@@ -187,7 +187,7 @@ def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -
 def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str | None:
     """Only consecutive failures open a breaker: a success in between resets the count.
 
-    The check counts naively what the controller had read. A repeated fact counts once.
+    The check counts the facts that the controller had read. A repeated fact counts once.
     """
     entry, least = watch.ledger.of(fact.worker, fact.instance), watch.policy.breaker.failures_max
     if entry is None or fact.reason.startswith(("unhealthy", "trial_failed")):
@@ -208,7 +208,7 @@ def own_instance(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -
     if found is None or (found.worker, found.instance) == (fact.worker, fact.instance):
         return None
     if found.worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found, VOTES):
-        return None  # goldens are voted on, so another worker's answer can raise or end a doubt
+        return None  # goldens are voted on, so another worker's answer can raise or remove doubt about this worker
     if isinstance(fact, SpareActivated) and found.worker == fact.replaces:
         return None  # the fact reports the loss of the worker that the spare replaces
     return f"{fact.kind()} of {fact.instance} is caused by {found.kind()} of {found.instance}"
@@ -257,7 +257,7 @@ def all_knobs(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) 
 def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
     """A level is left only after the dwell, at its entry ratio plus the margin or at full provisioned capacity."""
     policy = watch.policy.degradation
-    if policy.slo(fact.model) is None:  # the ladder was switched off
+    if policy.slo(fact.model) is None:  # the degradation ladder was switched off
         return f"level {fact.after} without an SLO" if fact.after else None
     if fact.after > fact.before:
         entered = fact.ratio < policy.entries[fact.after - 1]
@@ -273,7 +273,7 @@ def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged)
 
 
 def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
-    """Return the ratio of a model's capacity to its objective if all expected workers had full weight."""
+    """Return the ratio of a model's capacity to its objective that it would have with all expected workers at full weight."""
     ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
     slo = ladder.slo(fact.model)
     serving = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
@@ -296,7 +296,7 @@ def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged)
 def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     """Return whether the convicting answer is correct for weights that the worker has or had.
 
-    The golden then belongs to other weights.
+    If so, the golden belongs to other weights.
     """
     machines = watch.world.machines
     machine = machines[fact.worker]
@@ -322,7 +322,7 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
     """Return whether the conviction rests on an unconfirmed golden that a corrupt instance of this worker proposed.
 
-    Such a golden convicts every instance of the worker, because no vote has decided which of the two answers is wrong.
+    Such a golden convicts every later instance of the worker, because no vote has decided which of the two answers is wrong.
     """
     _, found = watch.ledger.observation(fact.cause)
     if not isinstance(found, CanaryFailed) or found.golden != "provisional":
@@ -350,7 +350,7 @@ def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | Non
 def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     """Lateness alone never takes all workers of a model out of service.
 
-    Lateness means slow answers, and timeouts while the engine still makes progress.
+    Lateness means slow answers, or timeouts while the engine still makes progress.
     """
     for model in watch.world.scenario.models:
         entries = [one for one in watch.entries() if one.model == model and not one.forgotten]

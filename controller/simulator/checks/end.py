@@ -19,7 +19,7 @@ def replay_equals_live(watch: InvariantWatch) -> str | None:
     number = stored[1].number if stored is not None else -1
     for event in watch.world.broker.events:
         if watch.replayed is None and again.position.number == number:
-            watch.replayed = again.settled  # for the next check, so that the journal is folded once for both
+            watch.replayed = again.settled  # kept for the next check, so that the journal is folded only once
         again.take(event)
     watch.replayed = watch.replayed or again.settled
     return differs(again.shown, watch.shown[-1], None, "the replay")
@@ -27,7 +27,7 @@ def replay_equals_live(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
-    """The state store holds the fold of its position."""
+    """The state store contains the fold of the journal up to the store's position."""
     stored = watch.world.projector.stored
     if stored is None:
         return "nothing was ever stored"
@@ -46,7 +46,7 @@ def nothing_lost(watch: InvariantWatch) -> str | None:
         return f"{numbers.dropped} facts were dropped"
     folded = Counter[
         str
-    ]()  # by source; a number is stored only after all lower ones, so none of the lower ones is missing
+    ]()  # by source; a number is stored only after all lower ones, so no lower number is missing
     for event in watch.world.broker.events:
         if event.source_number > folded[event.source] + 1:
             return f"{event.source}: fact {event.source_number} overtook {folded[event.source] + 1}"
@@ -63,7 +63,7 @@ def once_in_the_audit(watch: InvariantWatch) -> str | None:
     projector, events = watch.world.projector, watch.world.broker.events
     if projector.stored_seq < len(events) - LATE_AT_MOST:
         return f"the state store is at {projector.stored_seq} of {len(events)}"
-    once: dict[str, int] = {}  # a fact stored twice has one row
+    once: dict[str, int] = {}  # a fact that the journal stored twice has one row
     for event in events[: projector.stored_seq]:
         once.setdefault(event.id, event.seq)
     rows = {id: seq for id, seq in projector.audit.items() if seq <= projector.stored_seq}

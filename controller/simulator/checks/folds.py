@@ -13,7 +13,7 @@ from events.fact import Fact, Recorded
 def folds_agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorded]) -> str | None:
     """All folds at the same position are equal."""
     seq = replica.seq
-    if seq < replica.order.position.decided:  # it has not yet read what its snapshot had already absorbed
+    if seq < replica.order.position.decided:  # it has yet to read events that its snapshot had absorbed
         return None
     fold = replica.order.shown
     last, true = watch.compared.get(replica.name), watch.shown[seq]
@@ -56,7 +56,7 @@ def differs(actual: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name:
 
 @invariant("recorded")
 def fold_keeps_decisions(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """A fold shows each worker as it was last decided."""
+    """A fold shows each worker in the state that was last decided."""
     ledger = watch.ledger
     entry = ledger.entries.get(getattr(fact, "worker", ""))
     if entry is None:

@@ -1,7 +1,7 @@
-"""The check ledger: a second, naive reading of the journal that records only what the decisions carry.
+"""The check ledger: a second, simple fold of the journal that records only the contents of decisions.
 
-It shares no code with the deciders. It records decision by decision, and so contradicts a fold that has diverged from
-them.
+It shares no code with the deciders. It records decision by decision, and so reveals a fold that has diverged from the
+decisions.
 """
 
 from collections import Counter
@@ -53,12 +53,12 @@ class LedgerEntry:
     worker: str
     instance: str
     model: str
-    status: HealthStatus | None = None  # None: nothing decided yet
+    status: HealthStatus | None = None  # None: no health was decided yet
     weight: float = 0.0
     reason: str = ""
     position: str = "closed"
     moved_by: int = 0
-    due: datetime | None = None  # when an open breaker's trial starts, or a trial's deadline
+    due: datetime | None = None  # when an open breaker's trial starts, or when a running trial must end
     draining_until: datetime | None = None
     cap: float | None = None
     forgotten: bool = False
@@ -70,18 +70,18 @@ class LedgerEntry:
     limits: list[tuple[int, str, float]] = field(default_factory=list)
     limited_at: datetime | None = None  # when the last limit was recorded
     has_served: bool = False
-    failed_canary: bool = False  # by more than lateness, since its last good answer
-    hard: bool = False  # evidence other than lateness since it last entered service
+    failed_canary: bool = False  # a canary failed by more than lateness since the last good answer
+    hard: bool = False  # evidence other than lateness since the worker last entered service
 
     @property
     def out_by_lateness(self) -> bool:
-        """Whether it was taken out of service on evidence of lateness alone."""
+        """Whether the instance was taken out of service on evidence of lateness alone."""
         if self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None:
             return False
         return self.has_served and not (self.share or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
-        """Return the weight that its devices allow, as known to a reader that has read up to `through`."""
+        """Return the weight that the worker's devices allow, as known to a reader that has read up to `through`."""
         standing: dict[str, float] = {}
         for seq, device, weight in self.limits:
             if seq > through:
@@ -94,7 +94,7 @@ class LedgerEntry:
 
     @property
     def share(self) -> float:
-        """The share of its capacity that the decisions allow."""
+        """The share of the worker's capacity that the decisions allow."""
         if self.position != "closed" and self.cap is None:
             return 0.0
         return max(self.weight, self.cap or 0.0)
@@ -124,7 +124,7 @@ class LedgerEntry:
                 self.hard = True
 
     def note_limit(self, event: Recorded, fact: WorkerObservation) -> None:
-        """Record the weight that a device allows, or that all limits were lifted by a resume."""
+        """Record the weight that a device allows, or that a resume lifted all limits."""
         match fact:
             case DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
@@ -171,10 +171,10 @@ class CheckLedger:
     level_since: dict[str, datetime] = field(default_factory=dict)
     incidents: dict[str, datetime] = field(default_factory=dict)
     observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
-    numbers: dict[str, int] = field(default_factory=dict)  # of each source's last fact
+    numbers: dict[str, int] = field(default_factory=dict)  # number of each source's last fact
     reported_until: dict[str, datetime] = field(
         default_factory=dict
-    )  # by model: end of the last minute of which traffic was reported
+    )  # by model: end of the last minute for which traffic was reported
     # By model: sequence and number.
     scales_set: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
     proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
@@ -207,7 +207,7 @@ class CheckLedger:
         return self.observed.get(id, (0, None))
 
     def _is_news(self, event: Recorded) -> bool:
-        """Return whether the event is not a repetition: a source's number that does not increase was recorded before."""
+        """Return whether the event is new. A repetition has a number that does not exceed its source's last."""
         last = self.numbers.get(event.source, 0)
         self.numbers[event.source] = max(last, event.source_number)
         return not event.source_number or event.source_number > last

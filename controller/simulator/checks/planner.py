@@ -9,8 +9,8 @@ from controller.simulator.world.planner import EVERY
 from events.fact import Recorded
 from events.observations import ScaleProposed
 
-MISSED_LOOKS = 4 * EVERY  # in a row: a request to the broker may be lost
-TOLD_S = 75.0  # until the current minute has ended and was reported
+MISSED_LOOKS = 4 * EVERY  # attempts in a row: a request to the broker may be lost
+TOLD_S = 75.0  # maximum time until the current minute has ended and was reported
 HOUR = timedelta(hours=1)
 
 
@@ -40,7 +40,7 @@ def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
         return None
     age = watch.kernel.now - since_start(
         events[fact.position].at
-    )  # age of the first event that it has not read
+    )  # age of the first event that the planner has not read
     if age <= int(_policy(watch).stale_s * SECOND) + MISSED_LOOKS:
         return None
     return f"{fact.planner} has read up to {fact.position}, which was the end {age / SECOND:.1f} s ago"
@@ -63,7 +63,7 @@ def planner_needs_traffic(watch: InvariantWatch, fact: ScaleProposed) -> str | N
 def planner_obeys_operator(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
     """A size set by an operator holds until the operator releases it.
 
-    It applies as soon as the planner has read it.
+    The size applies as soon as the planner has read it.
     """
     ledger = watch.ledger
     known = [n for seq, n in ledger.scales_set.get(fact.model, ()) if seq <= fact.position]

@@ -1,4 +1,4 @@
-"""The check ledger of one request, kept only from the events and effects of the request machine."""
+"""The check ledger of one request, built only from the events and effects of the request machine."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,12 +23,12 @@ class RequestLedger:
     at: Key | None = None  # the worker of the current attempt
     charged: bool = False  # the current attempt has cost budget
     tried: set[Key] = field(default_factory=set)
-    failed: set[Key] = field(default_factory=set)  # the subset that failed by more than a broken connection
-    first: Failure | None = None  # since the last token
-    moving: bool = False  # an attempt was lost, and no token has come since
+    failed: set[Key] = field(default_factory=set)  # those that failed by more than a broken connection
+    first: Failure | None = None  # failures since the last token
+    moving: bool = False  # an attempt was lost, and no token has arrived since the loss
     reported: bool = False
     outage: bool = False
-    waits_since: float | None = None  # since when it has had no worker, in seconds
+    waits_since: float | None = None  # since when the request has had no worker, in seconds
     could_resume_since: int | None = None
 
     def write(self, step: "MachineStep", now: float) -> None:
@@ -53,7 +53,7 @@ class RequestLedger:
             case on.MovedOnPurpose():
                 self.free, self.moving, self.at, self.waits_since = True, True, None, now
             case on.NoneLeft() | on.Resumed() if self.before.phase == "preempted":
-                self.waits_since = now  # it was preempted until now
+                self.waits_since = now  # the request was preempted until now
             case on.ConnectFailed(key):
                 self.tried.add(key)
             case on.AttemptFailed(failure) if self._refused(failure):
@@ -66,7 +66,7 @@ class RequestLedger:
             case on.Exposed(key=key) if do.CancelStream("elsewhere") in effects:
                 if key == self.at:
                     self._lost(Failure("unhealthy", "corrupt output"), now)
-                else:  # a healthy worker only starts over
+                else:  # the worker is healthy and only restarts the request
                     self.paid -= self.charged and self.at is not None
                     self._moved(Failure("unhealthy", "corrupt KV cache"), now)
         self.before = request.state
@@ -90,7 +90,7 @@ class RequestLedger:
 
 
 class MachineStep(NamedTuple):
-    """One step of the machine: the ledger before it, the request after it, the event and its effects."""
+    """One step of the state machine: the ledger before the step, the request after it, the event and its effects."""
 
     ledger: RequestLedger
     request: SimulatedRequest

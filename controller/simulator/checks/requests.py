@@ -13,7 +13,7 @@ from controller.simulator.world.requests.live_requests import (
     SimulatedStream,
 )
 
-SLACK_S = 3.0  # one tick per second, and a worker that has just joined
+SLACK_S = 3.0  # a tick of one second, and a worker that has just joined
 GIVEN_UP = ("budget_exhausted", "no_worker", "all_workers_failed", "over_cap", "guided_decoding")
 
 

@@ -16,9 +16,9 @@ from events.observations import WorkerJoined
 
 @invariant("before", SpareActivated | SpareReleased)
 def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> str | None:
-    """Only a ready spare takes a place, and only that of a lost worker.
+    """Only a ready spare fills a slot, and only the slot of a lost worker.
 
-    Both are judged by what the controller had read.
+    Readiness and loss are judged by the events that the controller had read.
     """
     workers = _read(watch, event)
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
@@ -38,7 +38,7 @@ def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | Sp
 
 
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
-    """Return the workers as the deciding controller knew them: what it had read, and its own batch up to this event."""
+    """Return the workers as the deciding controller knew them: from the events it had read, and its own batch up to this event."""
     unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
     batch = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
     return reduce(watch.seams.evolve, reversed(batch), watch.shown[event.through]).workers
@@ -57,7 +57,7 @@ def _gone(worker: Worker) -> bool:
 
 @invariant("recorded", SpareActivated | SpareReleased | WorkerJoined)
 def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """No place is taken twice, and the number of places does not grow."""
+    """No slot is filled twice, and the number of slots does not grow."""
     fleet = watch.shown[-1]
     known = {**fleet.departed, **fleet.workers}
     taken = Counter(worker.spare.place or name for name, worker in known.items() if not worker.spare.kept)
@@ -86,7 +86,7 @@ def spares_wait(watch: InvariantWatch, frontend: RequestSender, request: Simulat
 
 @invariant("tick")
 def places_filled(watch: InvariantWatch) -> str | None:
-    """No place stays empty while a spare is ready and a leader is up."""
+    """No slot stays empty while a spare is ready and a leader is up."""
     steady, workers = watch.steadiness, watch.shown[-1].workers
     ready = [one for one in workers.values() if one.spare.kept and _ready(one) and not one.drain.active]
     for name in watch.world.machines:
@@ -99,7 +99,7 @@ def places_filled(watch: InvariantWatch) -> str | None:
 
 
 def _empty(lost: Worker) -> bool:
-    """Return whether a worker's place must be given to a spare."""
+    """Return whether a spare must fill a worker's slot."""
     health = lost.health
     dead = health.status is HealthStatus.DEAD and not health.exit.draining
     fallen = dead and health.exit.left != "left: graceful"

@@ -5,23 +5,23 @@ from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
 
-SLACK = 8 * SECOND  # a tick, an append with its retries, and reading
+SLACK = 8 * SECOND  # time for a tick, an append with its retries, and reading
 
 
 class Steadiness:
-    """The conditions that currently hold, and since when, in microseconds of virtual time. Updated once a second."""
+    """The conditions that are currently true, and since when, in microseconds of virtual time. Updated once a second."""
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self.since = 0  # since when leader and broker have been steady together
+        self.since = 0  # since when both the leader and the broker have run without faults
         self.leader: SimulatedController | None = None
         self.convicted_under: dict[str, int | None] = {}  # by instance: the decision that opened its breaker
-        self.last_of_model: dict[str, int] = {}  # when an instance last served because no other could
+        self.last_of_model: dict[str, int] = {}  # when an instance last served because no other one could
         self.probed_since: dict[str, int] = {}  # by worker: since when its canaries could be sent
         self._world = world
         self._since: dict[tuple[str, ...], int] = {}
 
     def lasts_since(self, *what: str, so: bool) -> int:
-        """Return since when a condition has held at every tick; the current time if `so` is false."""
+        """Return since when a condition has been true at every tick; the current time if `so` is false."""
         now = self._world.kernel.now
         if so:
             return self._since.setdefault(what, now)
@@ -29,7 +29,7 @@ class Steadiness:
         return now
 
     def overdue(self, due: int) -> bool:
-        """Return whether a steady leader has had enough time to act on what was due."""
+        """Return whether the leader has run long enough without faults to act on what was due at `due`."""
         world = self._world
         clocks = 2 * world.scenario.skew
         return (

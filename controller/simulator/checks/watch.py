@@ -1,6 +1,6 @@
-"""The invariant watch of a run: the true fold, a naive ledger of the decisions, and the ground truth.
+"""The invariant watch of a run: the true fold, a simple ledger of the decisions, and the ground truth.
 
-The watch hooks every point where something can go wrong, and checks there the invariants that it was given. The first
+The watch has a hook at every point where an invariant can be violated, and checks the hook's invariants there. The first
 violated invariant ends the run.
 """
 
@@ -51,7 +51,7 @@ Check = Callable[..., str | None]
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One sentence that must hold in every history, and its check."""
+    """One sentence that must be true of every history, and its check."""
 
     name: str
     on: On
@@ -79,7 +79,7 @@ def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check]
     - "tick": once a second
     - "end": at the end of the run
 
-    A check returns what it found if the sentence is false, and None if it holds.
+    A check returns a description of the violation if the sentence is false, and None if it is true.
     """
 
     def of(check: Check) -> Invariant:
@@ -115,9 +115,11 @@ class InvariantWatch:
         self.world = world
         self.kernel = world.kernel
         self.seams = world.seams
-        self.policy = world.scenario.policies[0]  # in force: the policy last adopted on the journal
+        self.policy = world.scenario.policies[0]  # the policy in force: the one last adopted on the journal
         self.ledger = CheckLedger()
-        self.reference = Order(self.seams.evolve, Fleet())  # correct even when a fault is planted elsewhere
+        self.reference = Order(
+            self.seams.evolve, Fleet()
+        )  # stays correct even if a test plants a fault elsewhere
         self.shown: list[Fleet] = [Fleet()]  # by sequence
         self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: (sequence, status)
         self.run_began = 0  # sequence before the last append's first decision
@@ -194,7 +196,7 @@ class InvariantWatch:
         self.notify("end")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
-        """Return the violation for a journal that a fold rejected because its numbers are not consecutive."""
+        """Return the violation for a journal that a fold rejected because its decision numbers are not consecutive."""
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
 

@@ -12,7 +12,7 @@ from controller.simulator.world.prober import DEADLINE, RETRIES
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus
 
-ROUNDING = 1e-12  # of a sum of weights
+ROUNDING = 1e-12  # tolerance of a sum of weights
 IN_SERVICE = (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
 AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
@@ -33,7 +33,7 @@ def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: Simu
 
 
 def _kept(worker: Worker) -> bool:
-    """Return whether the ejection budget keeps a worker in service that is in doubt, or the last of its model and suspect."""
+    """Return whether the ejection budget keeps a worker in service that is in doubt, or suspect and the last of its model."""
     return worker.budget.kept is not None and (worker.in_doubt or worker.serves_suspect)
 
 
@@ -104,7 +104,7 @@ def corruption_fenced(watch: InvariantWatch) -> str | None:
 
 
 def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
-    """Return whether every canary that the machine answers wrongly has had an agreed golden after `since`."""
+    """Return whether every canary that the machine answers wrongly has had an agreed golden since `since`."""
     goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
     return watch.goldens_moved.get(key, 0) <= since and all(
