@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dump", type=Path, metavar="FILE", help="write the history to FILE as JSON lines")
     text = "run one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight"
     parser.add_argument("--scenario", choices=("group-failure",), help=text)
-    text = "capacity as a multiple of the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still meet it
+    text = "capacity as a multiple of the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still meet the objective
     add("--provisioned", type=float, default=1.067, metavar="X", help=text)
     add(
         "--spares",
@@ -107,7 +107,7 @@ def command(
     flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
     exact = (
         int(minutes) if minutes == int(minutes) else minutes
-    )  # keep every digit: a rounded duration would run another history
+    )  # all digits: a rounded duration would give another history
     return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 

@@ -26,8 +26,8 @@ class Rates:
     """The failure rate and fault mix that one field study measured.
 
     `per_gpu_day` counts failures of any cause per GPU and day. `mix` distributes the failures over the fault kinds of
-    the simulator; its shares add up to 1. `gpu_share` is the share caused by the GPU itself, None where the source does
-    not give it. `mttr_hours` is the mean time until the capacity is restored.
+    the simulator; its shares add up to 1. `gpu_share` is the share caused by the GPU itself, None if the source does
+    not report it. `mttr_hours` is the mean time until the capacity is restored.
     """
 
     name: str
@@ -56,8 +56,8 @@ def mtbf_hours(gpus: int, afr: float) -> float:
     return HOURS_PER_YEAR / (gpus * afr)
 
 
-# The fault classes of each study: the count, and the fault kind that the fleet observes. Maintenance and host parts stop
-# the process; a NIC or a switch disconnects it; a watchdog is a hang; a hot GPU throttles.
+# The fault classes of each study: the number of failures, and the fault kind that the fleet observes. Maintenance and host
+# parts stop the process; a NIC or a switch disconnects it; a watchdog is a hang; a hot GPU throttles.
 LLAMA3_CLASSES: Mapping[str, tuple[int, str]] = {
     "faulty GPU": (148, "device"), "GPU HBM3": (72, "device"), "software": (54, "error"),
     "network switch or cable": (35, "network"), "host maintenance": (32, "crash"), "GPU SRAM": (19, "device"),
@@ -129,7 +129,7 @@ PRESETS: Mapping[str, Rates] = {
 class Forecast:
     """The failures that a preset predicts for a fleet.
 
-    The two loss figures are never added up: they answer different questions.
+    The failures per day and the GPU-hours lost per day are never added up: they are different quantities.
     """
 
     rates: Rates

@@ -57,7 +57,7 @@ class Result:
     repeated: int
     happened: int
     wall_s: float
-    digest: str  # of the history
+    digest: str  # hash of the history
     levels: dict[str, int] = field(default_factory=dict)  # worst level reached, by model
 
     @property
@@ -114,7 +114,7 @@ class Simulation(SimulatedWorld):
         return self.scenario.policies[-1 if self.kernel.now >= self.scenario.change_at else 0]
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader sees it; without a leader, the fold of the whole journal."""
+        """Return the fleet as the leader has folded it; without a leader, the fold of the whole journal."""
         for controller in self.controllers:
             if controller.up and controller.leading and not controller.paused:
                 return controller.replica.fleet
@@ -129,7 +129,7 @@ class Simulation(SimulatedWorld):
         return [*boxes, self.scaling.outbox] if self.scaling is not None else boxes
 
     def history(self) -> Iterator[str]:
-        """Yield the history as JSON lines: every event of the journal, and every fault in between."""
+        """Yield the history as JSON lines: all events of the journal and all faults, in order of time."""
         notes = iter([*self.notes, (0, len(self.broker.events) + 1, "")])
         note = next(notes)
         for event in self.broker.events:
@@ -297,7 +297,7 @@ class Simulation(SimulatedWorld):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the production code's logs, which would be too many in a virtual hour."""
+    """Suppress the production code's logs: a virtual hour would write too many."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -308,7 +308,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the garbage collector during a run, which creates almost no cycles and is freed as a whole afterwards."""
+    """Disable the garbage collector during a run. A run creates few cycles, and is freed as a whole afterwards."""
     was = gc.isenabled()
     gc.disable()
     try:

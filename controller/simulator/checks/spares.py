@@ -38,7 +38,7 @@ def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | Sp
 
 
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
-    """Return the workers as the deciding controller knew them: from the events it had read, and its own batch up to this event."""
+    """Return the workers as the deciding controller knew them: from the events it had read and its own batch up to this event."""
     unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
     batch = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
     return reduce(watch.seams.evolve, reversed(batch), watch.shown[event.through]).workers

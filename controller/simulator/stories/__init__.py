@@ -1,1 +1,1 @@
-"""Fixed scenarios, run for their transcripts."""
+"""Fixed scenarios, which are run to print a transcript."""

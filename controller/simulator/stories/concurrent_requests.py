@@ -34,7 +34,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
 
 
 def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
-    """Return the tokens that each worker must compute again now that these requests continue there."""
+    """Return the number of tokens that each worker must compute again for the requests that continue there."""
     load: Counter[str] = Counter()
     for live in requests:
         assert live.endpoint is not None

@@ -1,6 +1,6 @@
 """The group-failure scenario: one GPU of one tensor-parallel group of eight fails.
 
-It is the scenario of the project's first document, with corrected times. Sixteen groups serve a 70B model. GPU 47 raises
+The scenario is that of the project's first document, with corrected times. Sixteen groups serve a 70B model. GPU 47 raises
 Xid 48, and its group, g6, is lost with all its KV cache (each GPU holds one of eight heads). The other fifteen groups
 compute 23 requests of 2,048 tokens again. The controllers, the fold and the frontend's director are production code; the
 groups, the request plane and time are simulated.
@@ -49,7 +49,7 @@ FIRST_DOCUMENT = (
     "t0 + 2 ms",
     "t0 + 10 ms",
     "t0 + 61 s",
-)  # the times that its timeline gives for the same three moments
+)  # the first document's times of the same three events
 ACQUITTED_BY = HealthPolicy().good_to_acquit
 SEVENTY_B = Profile(
     kv_blocks=40_000,
@@ -67,7 +67,7 @@ class SimulatedRequestPlane(ConnectedWorkers):
         self._kernel = kernel
         self._machines = machines
         self._streams: dict[int, tuple[str, Sink]] = {}
-        self._free_at: dict[str, int] = {}  # when the prompts queued at a worker are computed
+        self._free_at: dict[str, int] = {}  # when all prompts queued at a worker are computed
         self._last = 0
 
     def reachable(self, worker: str, instance: str) -> bool:
@@ -114,14 +114,14 @@ class SimulatedRequestPlane(ConnectedWorkers):
 
 
 class GroupFailure(Simulation):
-    """The fleet, the director of one frontend, and the fault that strikes it."""
+    """The fleet, the director of one frontend, and the fault that strikes the fleet."""
 
     def __init__(self, provisioned: float, spares: int = 0) -> None:
         super().__init__(_scenario(provisioned, spares))
         self.provisioned, self.spares = provisioned, spares
         self.requests: list[LiveRequest] = []
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
-        self._levels: list[int] = []  # before, after the failure, and at the end
+        self._levels: list[int] = []  # values before the failure, after it, and at the end
         self._plane = SimulatedRequestPlane(self.kernel, self.machines)
         outbox = SimulatedOutbox(self.broker, "frontend:f1")
 
@@ -157,7 +157,7 @@ class GroupFailure(Simulation):
         return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
     async def play(self) -> str:
-        """Play the scenario, and return the transcript."""
+        """Run the scenario, and return the transcript."""
         with quiet():
             self.begin()
             await self._until(FAILS_AT - SECOND)
@@ -173,13 +173,13 @@ class GroupFailure(Simulation):
         return "\n".join([*lines, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
-        """Let time pass. The director resends requests that lost their worker at the end of the loop's turn."""
+        """Advance virtual time. The director resends requests that lost their worker at the end of an event-loop iteration."""
         while self.kernel.now < until:
             self.kernel.run(min(until, self.kernel.now + step))
             await asyncio.sleep(0)
 
     def _start_requests(self) -> None:
-        """Start the requests at the group that will fail. Each has received at least one token when it does."""
+        """Start the requests at the group that will fail. Each has received at least one token when the group fails."""
         endpoints, driver = self.director.table.endpoints, self.director.driver
         endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
         for answer in crowd(REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage):
@@ -190,7 +190,7 @@ class GroupFailure(Simulation):
 
     def _strike(self) -> None:
         group = self.machines[FAILED]
-        group.standing.retired = True  # until it is replaced
+        group.standing.retired = True  # until the failed group is replaced
         group.observe(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.shut_down)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)

@@ -1,7 +1,7 @@
 """The simulated journal server: one total order, fenced decisions, and an unreliable network.
 
-A message may be lost, arrive late, or arrive while its acknowledgement is lost: it is then stored, but its sender believes
-that it is not. The server recognises a repeated id for two minutes, as JetStream does. After that a repetition is stored,
+A message may be lost, arrive late, or arrive while its acknowledgement is lost: it is then stored, but its sender treats
+it as not stored. The server recognises a repeated id for two minutes, as JetStream does. After that a repetition is stored,
 and the folds must drop it.
 """
 
@@ -69,16 +69,16 @@ class Broker:
         self.network = network
         self.acknowledged = AcknowledgedNumbers()
         self.up = True
-        self.mute = False  # it stores messages, but acknowledges none
+        self.mute = False  # the broker stores messages, but acknowledges none
         self.events: list[Recorded] = []
         self.decided = 0  # sequence of the last decision
         self.watchers: list[Callable[[Recorded], None]] = []
         self.followers: list[Follower] = []
         self.repeated = 0  # messages that were stored twice, past the duplicate window
         self.fenced = 0
-        self._known: dict[str, tuple[int, int]] = {}  # id: (sequence, time stored)
-        self._lease: tuple[str, int] = ("", 0)  # holder, expiry
-        self._proposed: dict[str, int] = {}  # model: sequence of the last proposal
+        self._known: dict[str, tuple[int, int]] = {}  # by message id: (sequence, time stored)
+        self._lease: tuple[str, int] = ("", 0)  # the lease's holder and expiry
+        self._proposed: dict[str, int] = {}  # by model: sequence of the last proposal
 
     @property
     def last_seq(self) -> int:
@@ -95,7 +95,7 @@ class Broker:
         self._announce()
 
     def store(self, message: BrokerMessage) -> None:
-        """Store an observation, unless its id is remembered."""
+        """Store an observation, unless its id is within the duplicate window."""
         now = self.kernel.now
         known = self._known.get(message.id)
         if known is not None:
@@ -164,7 +164,7 @@ class Follower:
     def __init__(self, broker: Broker, after: int, take: Callable[[Sequence[Recorded]], None]) -> None:
         self.after = after
         self.open = True
-        self.lag = 0  # on top of the network's delay
+        self.lag = 0  # added to the network's delay
         self._broker = broker
         self._take = take
         self._waiting = False

@@ -1,7 +1,7 @@
 """A controller process: it reads, decides and appends with a fence, as the reconciler does.
 
 Several controllers compete for the lease. The lease only saves work: a controller that was stopped between deciding and
-sending (a long garbage collection, a frozen virtual machine) still believes that it holds the lease, and its append
+sending (a long garbage collection, a frozen virtual machine) still acts as the holder of the lease, and its append
 arrives late. Only the fence keeps the history correct.
 """
 
@@ -43,7 +43,7 @@ class SimulatedController(SimulatedProcess):
         self._asking = SettleCache(surroundings.policy(), surroundings.seams.settle)
         self._sent: object = None  # the append in flight; answers to earlier ones are ignored
         self._must_read: int | None = (
-            0  # sequence to read before deciding; None: the journal's end, not known yet
+            0  # sequence to read before deciding; None: the journal's end, which is not known yet
         )
         self._believed_until = 0
         self._held = None
@@ -89,7 +89,7 @@ class SimulatedController(SimulatedProcess):
         follower.wake()
         if self._held is not None:
             (batch, through, after), self._held = self._held, None
-            self._send(batch, through, after)  # the append of a zombie: its lease has expired
+            self._send(batch, through, after)  # a stale append: the lease has expired
         self._tick_body()
 
     # --- the loop -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Injects faults at the rates that the scenario gives for each kind.
 
-Every fault ends by itself, and `heal` ends all of them: after it no fault strikes any more.
+Every fault ends by itself, and `heal` ends all of them. After `heal`, no fault is injected any more.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class FaultInjector:
         if kind in self._world.scenario.worker_faults:
             machine = self._fleet_faults.any_machine()
             if not machine.life:
-                return  # not started yet
+                return  # the machine has not started yet
             self._note(f"{kind} {machine.name}")
             self._worker_faults.kinds[kind](machine)
         else:

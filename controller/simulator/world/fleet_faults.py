@@ -53,7 +53,7 @@ class FleetFaults:
         }
 
     def _lose_broker(self) -> None:
-        """Take the broker down; sometimes it stores without acknowledging for a while before."""
+        """Take the broker down; in some cases, it first stores messages without acknowledging them for a while."""
         broker, kernel = self._broker, self._kernel
         if not broker.up or broker.mute:
             return

@@ -1,8 +1,8 @@
 """The simulation kernel: an event heap in virtual time, and random streams fixed by the seed.
 
 Time is an integer of microseconds since the simulation began. Events at the same instant run in the order in which they
-were scheduled. Every use of randomness draws from its own stream, named after its user, so that one more draw in one place
-does not change every other. `Random(text)` hashes its text with SHA-512, which `PYTHONHASHSEED` does not affect.
+were scheduled. Every component draws from its own random stream, which has its name, so that one more draw by one component
+does not change any other draw. `Random(text)` hashes its text with SHA-512, which `PYTHONHASHSEED` does not affect.
 """
 
 from collections.abc import Callable

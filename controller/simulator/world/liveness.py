@@ -1,7 +1,7 @@
 """Runs the production heartbeat observer (`controller.runtime.liveness`) on simulated heartbeats.
 
-Which workers send heartbeats and which are linked is read from the machines once a second. The conclusions are those of the
-code that runs in a controller.
+Which workers send heartbeats and which are linked is read from the machines once a second. The code that evaluates them is
+that of a controller.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ from events.observations import WorkerSilent
 
 
 class SimulatedObserver:
-    """The heartbeat observer of one controller. It is called for every second in which it could listen."""
+    """The heartbeat observer of one controller. It is called for every second in which it can receive heartbeats."""
 
-    unread = 0  # bytes unread on the bus; always 0, as every message is read at once
+    unread = 0  # unread bytes on the bus; always 0, because every message is read at once
 
     def __init__(
         self, surroundings: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox
     ) -> None:
         self.source = outbox.source
-        self.since: float | None = None  # connected and not paused since then, in seconds
+        self.since: float | None = None  # since when it has been connected and not paused, in seconds
         self._surroundings = surroundings
         self._fleet = fleet
         self._outbox = outbox
@@ -39,7 +39,7 @@ class SimulatedObserver:
         self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
     def disconnected(self) -> None:
-        """Record that the bus was unreachable: a worker that was quiet meanwhile does not count as silent."""
+        """Record that the bus was unreachable: a worker without heartbeats during that time does not count as silent."""
         self.since = None
 
     def listen(self, machines: Mapping[str, Machine]) -> None:
@@ -55,7 +55,7 @@ class SimulatedObserver:
                 quiet.append(machine)
         vetoed = self._surroundings.seams.vetoed
         for frontend in self._surroundings.frontends():
-            # Connections to workers that send heartbeats change nothing.
+            # Connections to workers that send heartbeats do not matter.
             linked = {m.name: m.instance for m in quiet if vetoed(frontend.linked(m))}
             self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
         self._liveness.look(now)

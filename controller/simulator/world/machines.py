@@ -1,8 +1,8 @@
 """The ground truth about each worker, whether or not any process has noticed it.
 
-A machine is a place that runs one worker process after another; each process is an instance. Everything that observers can
-learn (a canary's answer, a broken connection, a heartbeat) is derived from here. The watch compares it with what the fleet
-believes.
+A machine is a slot that runs one worker process after another; each process is an instance. Everything that observers can
+detect (a canary's answer, a broken connection, a heartbeat) is derived from this truth. The watch compares it with the fleet's
+state.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ PROFILE = Profile(
     prefill_tokens_per_s=8000.0,
     tpot_ms=((1, 10.0), (16, 20.0)),
 )
-# Common to all workers, which differ only in model, engine version and lineage.
+# Fields common to all workers, which differ only in model, engine version and lineage.
 ENGINE = {
     "revision": "r1", "tokenizer": "builtin:sim", "engine": "simulated", "dtype": "float32", "device": "sim",
 }  # fmt: skip
@@ -43,19 +43,19 @@ ANSWER_TOKENS = 4
 
 @dataclass(slots=True)
 class Condition:
-    """What is wrong with a machine. The defaults mean that nothing is."""
+    """The faults of a machine. The defaults mean that it has none."""
 
     hung: bool = False
     erring: bool = False  # the engine raises
     corrupt: frozenset[int] = frozenset()  # canaries that it answers incorrectly
     corrupt_since: int = -1
-    in_hardware: bool = False  # the corruption outlives the process
+    in_hardware: bool = False  # the corruption remains after a restart of the process
     slow: float = 1.0  # latency factor
     flaky: float = 0.0  # probability that a request or canary fails
-    cut: bool = False  # from the broker
+    cut: bool = False  # disconnected from the broker
     dark: frozenset[str] = frozenset()  # request-plane peers with which all packets are lost
     device: str = ""  # class of a fatal device fault
-    limits: dict[str, float] = field(default_factory=dict)  # by device fault class: the weight that it leaves
+    limits: dict[str, float] = field(default_factory=dict)  # by device fault class: the weight that it allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Hardware:
     """What a worker runs on, and whether it starts as a spare."""
 
     profile: Profile = PROFILE
-    gpus: tuple[str, ...] = ()  # of its ranks, if the worker is a tensor-parallel group
+    gpus: tuple[str, ...] = ()  # ranks, if the worker is a tensor-parallel group
     spare: bool = False  # starts as a spare
     waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
-    context_tokens: int = 4096  # of prompt and answer together
+    context_tokens: int = 4096  # maximum tokens of prompt and answer together
 
 
 @dataclass(slots=True)
@@ -91,10 +91,10 @@ class SimulatedWeights:
 
 @dataclass(slots=True)
 class Standing:
-    """The life of a worker's place: when it was added, whether it is retired, its requests and its weights."""
+    """The state of a worker's slot across processes: when it was added, whether it is retired, its requests and its weights."""
 
     created: int = 0
-    retired: bool = False  # no process is started here any more
+    retired: bool = False  # no process is started in this slot any more
     drained: bool = False
     held: set[object] = field(default_factory=set)  # requests at the worker, if their number is limited
     weights: SimulatedWeights = field(default_factory=SimulatedWeights)
@@ -106,14 +106,14 @@ class Standing:
 
 @dataclass(slots=True)
 class Machine:
-    """One worker place: its current process and its condition. Times are microseconds of virtual time."""
+    """One worker slot: its current process and its condition. Times are microseconds of virtual time."""
 
     name: str
     model: str
     kernel: Kernel
     broker: Broker
     chance: Random
-    broken: Callable[["Machine"], None]  # called when every connection to it breaks
+    broken: Callable[["Machine"], None]  # called when every connection to the worker breaks
     life: int = 0
     up: bool = False
     draining: bool = False
@@ -133,7 +133,7 @@ class Machine:
 
     @property
     def beating(self) -> bool:
-        """Whether its heartbeats reach the broker."""
+        """Whether the worker's heartbeats reach the broker."""
         condition = self.condition
         return self.up and self.broker.up and not condition.hung and not condition.cut
 
@@ -142,7 +142,7 @@ class Machine:
         return self.up and not self.condition.hung and peer not in self.condition.dark
 
     def start(self) -> None:
-        """Start a new process here."""
+        """Start a new process in this slot."""
         standing = self.standing
         if self.up or standing.retired:
             return
@@ -171,7 +171,7 @@ class Machine:
         self.instance = f"{self.name}.{self.life}"
 
     def observe(self, kind: type[WorkerObservation], **fields: Any) -> None:
-        """Observe something about the current process."""
+        """Report an observation about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
     def announce_again(self) -> None:
@@ -272,7 +272,7 @@ class Machine:
     def _leave(self, life: int) -> None:
         if self.life != life or not self.up:
             return
-        if self.condition.hung:  # it continues to leave once it is responsive
+        if self.condition.hung:  # the shutdown continues once the process responds
             self.kernel.after(5 * SECOND, self._leave, life)
             return
         self._empty(life)
@@ -286,7 +286,7 @@ class Machine:
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
     def _gone(self, outbox: SimulatedOutbox) -> None:
-        """End the outbox: it had time to flush, and the next process sends what is left."""
+        """Close the outbox: it had time to flush, and the next process sends the remaining facts."""
         self.spool += outbox.crash()
 
 

@@ -11,7 +11,7 @@ from events.fact import Observation
 from events.observations import DrainRequested, ResumeRequested, ScaleSet, WorkerLeft
 
 PATROL = 5 * SECOND
-LOOKS = 30 * SECOND  # between operators' checks, once everything is healed
+LOOKS = 30 * SECOND  # time between operators' checks, once everything is healed
 
 
 class Operators:
@@ -20,7 +20,7 @@ class Operators:
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel = world, world.kernel
         self._chance = chance
-        self.drained: dict[str, str] = {}  # worker: the instance that was drained
+        self.drained: dict[str, str] = {}  # by worker: the instance that was drained
         self._resumed: set[str] = set()  # instances resumed although their own worker's golden convicts them
 
     def drain(self, machine: Machine) -> None:
@@ -55,7 +55,7 @@ class Operators:
         self._resume_unjustly_convicted()
 
     def _resume_unjustly_convicted(self) -> None:
-        """Resume each worker convicted only by an unconfirmed golden of its own earlier instance: no vote can decide it."""
+        """Resume each worker convicted only by an unconfirmed golden of its own earlier instance: no vote can decide this."""
         self._kernel.after(LOOKS, self._resume_unjustly_convicted)
         for name, worker in self._world.believed().workers.items():
             machine, instance = self._world.machines[name], worker.joined.instance
@@ -102,7 +102,7 @@ class SimulatedSupervisor:
             return
         if self._chance.random() < 0.6:
             left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
-            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before the report
+            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may start before the report
             self._kernel.after(late, self._outbox.observe, left)
         self._kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
 

@@ -1,7 +1,7 @@
 """The outbox of a simulated process: facts that the broker has not acknowledged yet.
 
-Facts are sent in order and one at a time. The folds drop a number that is not above its source's last, so a fact that
-overtook another would make the other disappear. A fact counts as acknowledged only when the broker confirmed it; until then
+Facts are sent in order and one at a time. The folds drop a fact if its number is not above its source's last, so a fact that
+overtook another would cause the other to be dropped. A fact counts as acknowledged only when the broker confirmed it; until then
 it is sent again, with the same id and number.
 
 While the broker is unreachable, facts are spooled to a file. A killed process loses what it had not spooled yet; the next
@@ -28,9 +28,9 @@ class SimulatedOutbox:
         self._numbers = broker.acknowledged
         self._number = 0
         self._waiting: deque[BrokerMessage] = deque()
-        self._spooled: set[str] = set()  # ids that survive a crash
+        self._spooled: set[str] = set()  # ids of the facts that survive a crash
         self._busy = False
-        self._turn = 0  # the attempt that an acknowledgement must belong to
+        self._turn = 0  # the attempt to which an acknowledgement must belong
         self._alive = True
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ KINDS = (*PLANNED_BY, *LATEST)
 
 @lru_cache(maxsize=256)  # planners repeat the same forecasts
 def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return the forecast of the better one of the two simple methods."""
+    """Return the forecast of the more accurate of the two simple methods."""
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
@@ -43,7 +43,7 @@ class SimulatedPlanner(SimulatedProcess):
         chance: Random,
     ) -> None:
         super().__init__(name, surroundings, chance)
-        self.hold = 0  # microseconds to pause between deciding and sending, once
+        self.hold = 0  # microseconds of one pause between deciding and sending
         self._projector, self._planning = projector, planning
         self._clock = KernelClock(surroundings.kernel)
 

@@ -1,6 +1,6 @@
 """The canary loop of the leading controller, on simulated machines instead of a request plane.
 
-One probe at a time per worker: round robin over the canaries, at once after a join, and as the trial of a half-open breaker.
+One probe at a time per worker: round robin over the canaries, without delay after a join, and as the trial of a half-open breaker.
 One probe is one fact, however many attempts it took. A wrong answer is confirmed by probing again at once.
 """
 
@@ -27,11 +27,11 @@ from events.observations import (
 )
 
 ANSWER_AFTER = 60 * MS
-DEADLINE = 5 * SECOND  # of a whole probe
+DEADLINE = 5 * SECOND  # time limit of a whole probe
 JOIN_AGAIN = 2 * SECOND  # after a failed join probe; doubles up to the interval
 RETRIES = 2
-SLOW_FROM = 3.0  # times the baseline
-GOES_ON_MAX = 0.5  # up to this failure rate a machine still answers other requests while a canary times out
+SLOW_FROM = 3.0  # multiple of the baseline latency
+GOES_ON_MAX = 0.5  # up to this failure rate, a machine still answers other requests when a canary times out
 PROBER = "canary"
 DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
@@ -47,7 +47,7 @@ class ProberTurn:
     asked: set[int] = field(default_factory=set)  # canaries sent while joining
     failures: int = 0  # consecutive failed probes while joining
     busy: bool = False
-    resumed: bool = False  # it was probed since it was resumed
+    resumed: bool = False  # the worker has been probed after its resume
     trial_of: int = 0  # number of the half-opening for which a trial was sent last
     again: int = 0  # canaries to send at once, one after another
     # The last decision that outvoted a golden when all canaries were sent again; -1: not convicted.
@@ -64,7 +64,7 @@ class SimulatedProbe:
     check_type: CheckType
     sent_under: int
     sent_at: datetime
-    joining: bool  # it was sent during the first round after the join
+    joining: bool  # the probe was sent during the first round after the join
     attempt: int = 1
     first_answer: tuple[int, ...] = ()
 
@@ -150,7 +150,7 @@ class SimulatedProber:
         self._send(turn, probe)
 
     def _next(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> int:
-        """Return the next canary. A worker in doubt gets none that no other worker has answered."""
+        """Return the next canary. A worker in doubt only gets canaries that another worker has answered."""
         doubtful = worker.health.convicted or bool(worker.health.disputed)
         key, name = worker.joined.canary_key, worker.joined.worker
         canaries = [c for c in range(CANARIES) if _useful(fleet.goldens.get((key, f"c{c}")), name, doubtful)]
@@ -197,7 +197,7 @@ class SimulatedProber:
         same = worker is not None and worker.joined.instance == probe.instance and worker.alive
         leaving = machine.up and machine.instance == probe.instance and machine.draining
         if not same or not self.leading() or (leaving and machine.reachable(PROBER)):
-            turn.busy = False  # such a probe is no evidence
+            turn.busy = False  # worker or leader changed: the probe is no evidence
             turn.due = min(turn.due, self.kernel.now + SECOND)
         elif not machine.up or machine.instance != probe.instance:
             self._failed(turn, probe, "no_response")

@@ -17,7 +17,7 @@ class SimulatedProcess:
         self.up = False
         self.life = 0
         self._chance = chance
-        self._spool: list[BrokerMessage] = []  # what the last process had not sent
+        self._spool: list[BrokerMessage] = []  # facts that the last process had not sent
 
     @property
     def source(self) -> str:

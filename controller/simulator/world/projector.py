@@ -17,10 +17,10 @@ class SimulatedProjector(SimulatedProcess):
 
     def __init__(self, surroundings: Surroundings, chance: Random) -> None:
         super().__init__("projector", surroundings, chance)
-        self.stored: Stored | None = None  # settled fold, its position, the sources
+        self.stored: Stored | None = None  # the settled fold, its position, and the sources
         self.stored_seq = 0  # sequence that the shown rows include
         self.rows: Fleet | None = None  # as shown to readers
-        self.audit: dict[str, int] = {}  # id: sequence; unique on the id
+        self.audit: dict[str, int] = {}  # sequence by id; the id is unique
         self._waiting: list[Recorded] = []
         self._committing = False
 

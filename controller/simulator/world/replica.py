@@ -20,7 +20,7 @@ STEPS_MAX = 100_000  # cached steps of the fold
 
 
 class Remembered:
-    """A fold that computes each step once, however many processes need it."""
+    """A fold that computes each step only once for all processes."""
 
     def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
         self._evolve = evolve
@@ -61,11 +61,11 @@ class Replica(FleetFold):
 
     @property
     def known(self) -> int:
-        """The sequence up to which it knows all decisions; it may not have read everything that its snapshot absorbed."""
+        """The sequence up to which this fold contains all decisions; it may not have read all events in its snapshot."""
         return max(self.seq, self.order.position.decided)
 
     def store(self) -> Stored:
-        """Return what a state store keeps of this fold."""
+        """Return the part of this fold that a state store keeps."""
         return self._seams.snapshot(self.order)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from controller.simulator.world.kernel import SECOND, coin
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.world import SimulatedWorld
 
-WORLDS = 3  # one world in this many has updates
+WORLDS = 3  # one of this many worlds has updates
 UPDATES_MAX = 2  # per model
 
 

@@ -34,7 +34,7 @@ FLEET_FAULTS = {
 PLANNER_FAULTS = {"planner_crash": 4.0, "planner_pause": 6.0, "untold": 3.0, "scale_set": 3.0}  # per hour
 
 PLANNED_MINUTES = 15
-REQUESTS = 120.0  # per minute that one worker serves well
+REQUESTS = 120.0  # requests per minute that one worker serves well
 CALM = 0.3  # share of what all workers serve, once every fault is healed
 
 
@@ -66,22 +66,22 @@ class Scenario:
     models: tuple[str, ...]
     controllers: int
     frontends: int
-    requests_per_second: float  # of one frontend
+    requests_per_second: float  # requests per second of one frontend
     interval: int  # between canaries of one worker
     tick: int  # between a controller's ticks
     skew: int  # maximum skew of controllers' clocks
-    late: int  # time within which every worker is first started
+    late: int  # time within which every worker starts for the first time
     corrupt_from_start: int  # workers
-    policies: tuple[FleetPolicy, ...]  # the first, and possibly one that the controllers are restarted with
+    policies: tuple[FleetPolicy, ...]  # the first one, and possibly one for restarted controllers
     change_at: int
     worker_faults: dict[str, float]  # per hour and worker
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
-    spares: int = 0  # the last ones of the workers
+    spares: int = 0  # the last workers are spares
     planning: SimulatedPlanning | None = None
     crowd: Crowd | None = None  # None: workers always have room
-    silent_after_s: float = LivenessSettings().silent_after_s  # before a worker counts as silent
+    silent_after_s: float = LivenessSettings().silent_after_s  # time before a worker counts as silent
     settles: bool  # whether the time after `heal_at` suffices to recover
 
 
@@ -122,7 +122,7 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
     if workers // len(models) < 2:
-        # The first answer of a lone worker counts as correct: there is no other to compare it with.
+        # The first answer of a lone worker counts as correct: there is no other answer to compare it with.
         worker_faults.pop("corrupt", None)
     return Scenario(
         seed=seed,
@@ -158,7 +158,7 @@ def _spares(seed: int, workers: int, models: int) -> int:
 
 
 def _provisioned(seed: int) -> float | None:
-    """Return the multiple of its objective at which each model is provisioned; None for two seeds of three."""
+    """Return each model's provisioned capacity as a multiple of its objective; None for two seeds of three."""
     chance = Kernel(seed).chance("provisioned")
     return chance.choice((None, None, chance.choice((1.0, 1.02, 1.05))))
 

@@ -19,7 +19,7 @@ from controller.router.endpoints import EndpointTable
 from events.fact import Decision, Observation
 from events.order import Last, Order, Position
 
-Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # what the state store keeps of a fold
+Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # the part of a fold that the state store keeps
 
 
 def fence(after: int, decided: int) -> bool:
@@ -43,7 +43,7 @@ def gives_up(fact: Observation) -> bool:
 
 
 def snapshot(order: Order[fleet.Fleet]) -> Stored:
-    """Return what the state store keeps: the settled fold, its position, and the sources as settled."""
+    """Return the state store's contents: the settled fold, its position, and the sources as settled."""
     return order.settled, order.position, dict(order.sources)
 
 
@@ -65,7 +65,7 @@ def wakes() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """One field per replaceable piece. `frontend_order` is separate, so that one kind of process can be wrong alone."""
+    """One field per replaceable piece. `frontend_order` is separate, so that a fault can be planted in frontends alone."""
 
     evolve: Callable[..., Any] = fleet.evolve
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle

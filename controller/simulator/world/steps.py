@@ -1,4 +1,4 @@
-"""A step function over virtual time, for loads that change now and then."""
+"""A step function over virtual time, for loads that change at times."""
 
 from bisect import bisect_right
 from dataclasses import dataclass

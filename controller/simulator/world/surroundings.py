@@ -26,7 +26,7 @@ class Linked(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What all processes of a simulation share. Durations are microseconds of virtual time."""
+    """The objects that all processes of a simulation share. Durations are microseconds of virtual time."""
 
     kernel: Kernel
     broker: Broker

@@ -115,7 +115,7 @@ class WorkerFaults:
         fatal = self._chance.random() < 0.7
         machine.condition.device = "xid"
         machine.observe(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
-        if fatal and coin(self._chance):  # its process runs on the device and fails with it
+        if fatal and coin(self._chance):  # the worker's process runs on the device and fails with it
             machine.shut_down()
         self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
 

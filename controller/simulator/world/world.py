@@ -35,7 +35,7 @@ class SimulatedWorld(Protocol):
     tally: ClientTally
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader sees it; without a leader, the fold of the whole journal."""
+        """Return the fleet as the leader has folded it; without a leader, the fold of the whole journal."""
         ...
 
     def stalled(self, machine: Machine) -> None:

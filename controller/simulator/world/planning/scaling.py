@@ -13,7 +13,7 @@ from controller.simulator.world.world import SimulatedWorld
 from events.fact import Recorded
 from events.observations import ScaleApplied, ScaleProposed
 
-GRACE = 30 * SECOND  # before a worker that is stopping is killed
+GRACE = 30 * SECOND  # grace period before a worker that is stopping is killed
 FAILS = 0.1  # share of proposals that fail for lack of room
 
 
@@ -64,7 +64,7 @@ class SimulatedScaling:
         for _ in range(after - len(current)):
             machine = self._make(model)
             self._kernel.after(self._chance.randrange(1, 20) * SECOND, machine.start)
-        for machine in current[after:]:  # the newest
+        for machine in current[after:]:  # the newest workers
             machine.standing.retired = True
             machine.stop()
             self._kernel.after(GRACE, self._end, machine)
