@@ -1,6 +1,6 @@
 """The canary loop of the leading controller, on simulated machines instead of a request plane.
 
-One probe at a time per worker: round robin over the canaries, without delay after a join, and as the trial of a half-open breaker.
+One probe at a time per worker: round robin over the canaries, without delay after a join, as the trial of a half-open breaker.
 One probe is one fact, however many attempts it took. A wrong answer is confirmed by probing again at once.
 """
 

@@ -8,7 +8,7 @@ from controller.simulator.world.requests.request_driver import ANSWER_S
 from controller.simulator.world.scenario import Scenario
 from events.observations import TrafficReported
 
-PROMPT, OUTPUT = 600, 150  # tokens of a reported request
+PROMPT, OUTPUT = 600, 150  # tokens of each reported request
 
 
 class SimulatedDemand:
@@ -30,7 +30,7 @@ class SimulatedDemand:
         return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
 
     def traffic_reports(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
-        """Yield a frontend's reports of a minute, counted from the beginning: its share of the load, give or take 10 %."""
+        """Yield a frontend's reports for a minute (a number from the beginning): its share of the load, ± 10 %."""
         scenario, planning = self._scenario, self._scenario.planning
         if planning is None or self._kernel.now < self._suppressed_until:
             return

@@ -18,7 +18,7 @@ from events.fact import Recorded
 from events.observations import RequestsRejected
 
 TICK = 2 * SECOND
-WINDOW_S = 30.0  # reporting window
+WINDOW_S = 30.0  # seconds of a reporting window
 
 
 class SimulatedFrontend(SimulatedProcess):
@@ -58,7 +58,7 @@ class SimulatedFrontend(SimulatedProcess):
         self._later(MINUTE - kernel.now % MINUTE, self._report_traffic, kernel.now // MINUTE)
 
     def _end(self) -> None:
-        """End the process. Its streams break with it."""
+        """End the process, which breaks its streams."""
         self._spool = self.outbox.crash()
         self.replica.close()
         self.underway.close()
@@ -77,7 +77,7 @@ class SimulatedFrontend(SimulatedProcess):
             self.underway.fail_all(machine.name, "disconnected")
 
     def stalled(self, machine: Machine) -> None:
-        """Handle a worker from which nothing arrives any more."""
+        """Handle a worker from which no data arrives any more."""
         if self.up and not machine.reachable(self.name):
             self.underway.fail_all(machine.name, "stalled")
 

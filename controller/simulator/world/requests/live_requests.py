@@ -3,7 +3,7 @@
 Requests wait for workers, move as planned and with their KV cache, are handled after a conviction, and lose their clients.
 
 A worker's n-th token has the value n if the worker is correct, and -1 - n if it is corrupt or continues wrong tokens. A
-token that is lost, repeated or altered therefore shows in the answer. The random numbers come from a separate stream.
+token that is lost, repeated or altered therefore shows in the answer. The random numbers come from a stream of their own.
 """
 
 from collections.abc import Sequence
@@ -42,20 +42,20 @@ class SimulatedStream:
 
     machine: Machine
     key: Key
-    position: int  # of its next token
-    wrong: bool  # it computes from wrong tokens, or from the KV cache of a corrupt worker
-    after: "SimulatedStream | None" = None  # the stream that it took over, with its KV cache
-    open: bool = True  # its tokens are read
+    position: int  # index of the stream's next token
+    wrong: bool  # the worker computes from wrong tokens, or from the KV cache of a corrupt worker
+    after: "SimulatedStream | None" = None  # the stream that this one took over, with the KV cache
+    open: bool = True  # the frontend reads the tokens of this stream
     decodes: bool = True
     silent_s: int = 0
 
     @property
     def sources(self) -> set[Key]:
-        """The workers that computed its tokens and its KV cache."""
+        """The workers that computed the stream's tokens and KV cache."""
         return {self.key} | (self.after.sources if self.after is not None else set())
 
     def tokens(self, count: int) -> list[int]:
-        """Return its next `count` tokens."""
+        """Return the stream's next `count` tokens."""
         self.wrong = self.wrong or bool(self.machine.condition.corrupt)
         first, self.position = self.position, self.position + count
         return [-1 - n if self.wrong else n for n in range(first, self.position)]
@@ -63,21 +63,21 @@ class SimulatedStream:
 
 @dataclass(slots=True, eq=False)
 class LiveSimulatedRequest(SimulatedRequest):
-    """A request with its answer, as its frontend and its client have it."""
+    """A request with its answer: the tokens that the frontend and the client have."""
 
-    holds_back: int = 0  # newest tokens that are held back from its client
-    finished: bool = False  # its answer is complete
-    poisonous: bool = False  # every engine fails on it
+    holds_back: int = 0  # number of newest tokens that are held back from the client
+    finished: bool = False  # the answer is complete
+    poisonous: bool = False  # every engine fails on this request
     accepted: list[int] = field(default_factory=list)
     givers: list[Key] = field(default_factory=list)  # the worker of each accepted token
-    shown: list[int] = field(default_factory=list)  # the tokens that its client has received
+    shown: list[int] = field(default_factory=list)  # the tokens that the client has received
     streams: list[SimulatedStream] = field(
         default_factory=list
-    )  # the last one belongs to the current attempt
+    )  # the last stream belongs to the current attempt
     target: SimulatedStream | None = None  # the target's stream during a KV transfer
     target_at: Endpoint = field(init=False)
     asked_at: int = 0  # tokens accepted when the transfer was requested
-    failed_at: set[Key] = field(default_factory=set)  # workers on which its prompt made the engine fail
+    failed_at: set[Key] = field(default_factory=set)  # workers on which the prompt made the engine fail
 
     @property
     def stream(self) -> SimulatedStream:
@@ -136,7 +136,7 @@ class LiveRequests(RequestsUnderWay):
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
         live = self.live.get(request)
-        if live is None:  # it has ended
+        if live is None:  # the request has ended
             return super()._apply(request, effect)
         tally = self._traffic.tally
         match effect:
@@ -152,7 +152,7 @@ class LiveRequests(RequestsUnderWay):
             case do.Rewind(count):
                 del live.accepted[count:], live.givers[count:]
             case do.Park():
-                pass  # retried every second
+                pass  # parked requests are retried every second
             case do.Reroute():
                 self._kernel.after(0, self._resume, live)
             case do.ReportMigrated(move):
@@ -243,7 +243,7 @@ class LiveRequests(RequestsUnderWay):
         self._kernel.after(int(duration * SECOND), self._emit, request, stream)
 
     def _emit(self, request: LiveSimulatedRequest, stream: SimulatedStream) -> None:
-        """Send the worker's next tokens, if it can."""
+        """Send the worker's next tokens, if the worker can compute them."""
         if not self.open or not stream.open or not stream.decodes:
             return
         machine, chance = stream.machine, self._chance
@@ -269,7 +269,7 @@ class LiveRequests(RequestsUnderWay):
             self.feed(request, on.Finished("length"))
 
     def _take(self, request: LiveSimulatedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
-        """Accept tokens: those of a stream that is not cancelled are read."""
+        """Accept tokens of a stream. The caller passes only those of streams that are not cancelled."""
         if not request.state.has_output:
             self.feed(request, on.FirstToken())
         request.accepted += tokens
@@ -289,7 +289,7 @@ class LiveRequests(RequestsUnderWay):
         self.live[request].stream.open = False
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """Handle that the fleet took a request's worker out of service; None: the worker is gone."""
+        """React to a request's worker being taken out of service; None: the worker is gone."""
         if endpoint is None or not endpoint.suspect:
             others = {one.key for one in self._look(request.model) if one.routable} - {request.endpoint.key}
             corrupt = endpoint is not None and endpoint.corrupt
@@ -389,7 +389,7 @@ class LiveRequests(RequestsUnderWay):
             self._advance(request, kv.TargetReserved() if taken else declined)
 
     def _committed(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
-        """Handle that the target has the KV cache. The source's last tokens may still be in transit."""
+        """Continue at the target, which has the KV cache. The source's last tokens may still be in transit."""
         source = target.after
         if not self.open or request.target is not target or source is None:
             return

@@ -1,16 +1,16 @@
 """The requests of one simulated frontend process, driven by the production request machine.
 
-The machine (`controller.frontend.request.step`) decides what happens to each request. Simulated here are the workers and the
+The machine (`controller.frontend.request.step`) decides what happens to each request. This module simulates the workers and the
 machine's effects.
 
 Requests are deliberately few and long-lived: what matters is the verdict under which each was sent, and the order in which
-outcomes reach the journal. Answers have no tokens: the first one arrives right before the end of an attempt, and a request
-that finds no worker is abandoned at once. `live_requests` simulates them in full.
+outcomes reach the journal. Answers have no tokens: the first one arrives right before the end of an attempt, and a request that
+finds no worker is abandoned at once. `live_requests` simulates them in full.
 
-In a crowd, workers accept a limited number of requests: the others are queued until their timeout. The queue is production's
-(`controller.frontend.admission.queue`), and so is the filter that finds room. The load of other frontends at a worker is
-known as of its last report. A worker that turns out to be full rejects a request. That is not a failure: the request is
-queued again, ahead of all others. Without a crowd there is always room, and no request waits.
+In a crowd, workers accept a limited number of requests: the others are queued until their timeout. The queue
+(`controller.frontend.admission.queue`) and the filter that finds a worker with room are production code. The load of other
+frontends at a worker is known as of its last report. A worker that turns out to be full rejects a request. That is not a
+failure: the request is queued again, ahead of all others. Without a crowd there is always room, and no request waits.
 """
 
 import itertools
@@ -41,15 +41,15 @@ from events.wire import Load
 CONNECT_DEADLINE = 200 * MS
 PANIC_BELOW = 0.5
 CAP = 1 << 20  # requests running at one worker: effectively unlimited
-TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # of an answer, and of each failed attempt
-TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # it does not wait for a worker
+TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # tokens of an answer, and of each failed attempt
+TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # a request does not wait for a worker
 
 # Only in a crowd:
 REPORT = SECOND
-REROUTE = 10 * SECOND  # for which a started request waits for room elsewhere
+REROUTE = 10 * SECOND  # time for which a started request waits for room at another worker
 WAITS = (2, 10, 40)  # queue timeouts in seconds; one is drawn for each request
 LONGER = 4.0  # answers take this many times longer, so that few requests make a crowd
-ANSWER_S = LONGER * 4.5  # their average duration in seconds
+ANSWER_S = LONGER * 4.5  # average duration of answers in seconds
 TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 
 
@@ -57,7 +57,7 @@ class SimulatedLinks(ConnectedWorkers):
     """The connections of a simulated process. Sending to a worker shows whether it is reachable."""
 
     def __init__(self) -> None:
-        self.others: dict[str, Load] = {}  # the last known load of other frontends at a worker
+        self.others: dict[str, Load] = {}  # by worker: the last known load of other frontends
 
     def external_load(self, worker: str) -> Load | None:
         """Return the last known load of other frontends at a worker."""
@@ -91,12 +91,12 @@ class RequestsUnderWay:
         self._queue = Queue(line=self._seams.lines)
         self._numbers = itertools.count()
         self._queued: dict[SimulatedRequest, QueuedRequest] = {}
-        self._in_line: dict[int, SimulatedRequest] = {}  # by number in the queue
+        self._in_line: dict[int, SimulatedRequest] = {}  # by number of the queue entry
         if crowded:
             self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
-        """End with the process."""
+        """Drop all requests, because the process has ended."""
         self._traffic.tally.lost += self.unanswered()
         self.open = False
         for request in self.requests:
@@ -210,7 +210,7 @@ class RequestsUnderWay:
             self._queue.line_of(queued).remove(queued, served=served)
 
     def _wake(self, model: str) -> None:
-        """Send the requests that were sent back, then the head of each line, until one finds no room."""
+        """Send the requests that were sent back, then from the head of each line until a request finds no room."""
         if not self.open:
             return
         for queued in self._queue.sent_back(model):
@@ -288,7 +288,7 @@ class RequestsUnderWay:
         return request.request, request.attempt, request.instance
 
     def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
-        """Return whether a connection succeeds. Here failures show only after sending."""
+        """Return whether a connection succeeds. In the simulation, failures show only after sending."""
         return True
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
@@ -357,7 +357,7 @@ class RequestsUnderWay:
             self._kernel.after(0, self._wake, request.model)
 
     def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
-        """Handle a worker that turns out to have no room."""
+        """Handle the rejection of a request by a worker that has no room."""
         if self._gone(request, sent):
             return
         self._traffic.refused.add(self._attempt(request))
@@ -431,7 +431,7 @@ class RequestsUnderWay:
                 self.unhealthy(endpoint, request)
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """Handle that the fleet took a request's worker out of service; None: the worker is gone."""
+        """React to a request's worker being taken out of service; None: the worker is gone."""
         self.failed(request, "unhealthy")
 
     # --- reports ------------------------------------------------------------------------------------------------

@@ -41,16 +41,16 @@ class SimulatedRequest:
     model: str
     state: RequestState
     tier: str
-    rank: int  # of its tier: 0 is the best
+    rank: int  # rank of the request's tier: 0 is the best
     since: int  # arrival time
-    latest: int = FOREVER  # the latest time to send it
-    waits: bool = False  # it has been queued since it was last moved
+    latest: int = FOREVER  # the latest time to send the request
+    waits: bool = False  # the request has been queued since its last move
     sent_times: int = 0
 
-    # At its worker.
+    # State at the worker.
     endpoint: Endpoint = field(init=False)
     routed_under: int = 0
-    sent: int = 0  # the last move of the frontend's own breakers when it was sent
+    sent: int = 0  # the last move of the frontend's own breakers at the time of sending
     attempt: int = 1
     reported: Move | None = None  # the last move that was reported
 
@@ -74,7 +74,7 @@ class ClientTally:
     migrated: int = 0
     rejected: int = 0
     lost: int = 0
-    unserved: int = 0  # no worker could be reached
+    unserved: int = 0  # no worker was reachable
     altered: int = 0  # served by a worker that was corrupt when it was routed
 
 
@@ -90,7 +90,7 @@ class SimulatedTraffic:
     stored: Callable[[], Stored | None]
     traffic_reports: Callable[
         [str, int], Iterable[TrafficReported]
-    ]  # traffic reports of a minute, by its number
+    ]  # traffic reports of a minute, by the number of the minute
     refused: set[tuple[str, int, str]] = field(
         default_factory=set
     )  # request, attempt, instance that had no room
