@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 SEED = 1337
 _TOKEN_BYTES = 4
 _FEW = 4096  # tokens
-_SKETCHED = 16  # tokens of a prompt that its sketch reads, about
+_SKETCHED = 16  # approximate number of tokens of a prompt that go into its sketch
 _TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 _pair = Struct("<QQ").pack
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -36,7 +36,7 @@ def seed(*, lora: str = "", namespace: str = "") -> int:
 
 
 def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> list[int]:
-    """Return the hash of each full block. Raise ValueError for a block size below 1, OverflowError if a value is no token."""
+    """Return the hash of each full block. Raise ValueError for a block size below 1, OverflowError for an invalid token id."""
     if block_tokens < 1:
         raise ValueError(f"a block has at least one token, not {block_tokens}")
     full = _packed(tokens, len(tokens) // block_tokens * block_tokens)
@@ -46,10 +46,10 @@ def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> 
 
 
 def _packed(tokens: Sequence[int], count: int) -> bytes:
-    """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError if any value is no token.
+    """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError for an invalid token id.
 
-    For a thousand tokens a Struct takes a third less time than an array. For ten thousand it takes more: it needs a copy, which
-    does not fit into the processor's nearest cache."""
+    For a thousand tokens a Struct takes a third less time than an array. For ten thousand a Struct takes more time: it needs a
+    copy, which does not fit into the L1 cache."""
     if len(tokens) <= _FEW:
         try:
             return _packer(len(tokens))(*tokens)[: count * _TOKEN_BYTES]
@@ -102,18 +102,18 @@ def follow(parent: int, local: int) -> int:
 class BlockNames:
     """The sequence hashes of one prompt, computed once per block size, however often the prompt is routed.
 
-    All requests of one prompt share it: the choices of `n`, and every attempt. An answer extends the prompt, so a request that
-    moves is looked up with all of its output.
+    All requests with one prompt share one object: the `n` choices, and every attempt. The output extends the prompt, so the
+    prefix lookup for a migrated request covers the prompt and all of its output.
     """
 
     __slots__ = ("_by_size", "_prompt", "_seed", "sketch")
 
     def __init__(self, prompt: list[int], seed: int = SEED) -> None:
-        """Name the blocks of `prompt`. `seed` separates what must not be shared: see the function `seed`."""
+        """Name the blocks of `prompt`. `seed` depends on the adapter and the namespace: see the function `seed`."""
         self._prompt = prompt
         self._seed = seed
         self._by_size: dict[int, list[int]] = {}
-        # Equal for equal prompts and nearly always different for others, in every process. Takes a microsecond at any length.
+        # A sketch: equal for equal prompts, nearly always different for others, in every process. Takes 1 µs at any length.
         self.sketch = hash((len(prompt), *prompt[:: len(prompt) // _SKETCHED or 1], *prompt[-1:]))
 
     def of(self, block_tokens: int, output: Sequence[int] = ()) -> list[int]:

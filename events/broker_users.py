@@ -15,7 +15,7 @@ def worker_user(first: str, count: int = 1) -> str:
 
 @lru_cache(maxsize=1024)  # called for each message, also in a flood; a process may have a thousand workers
 def workers_of(user: str) -> tuple[str, ...]:
-    """Return the workers, as tokens, of the process with this account; none if the account is not a worker process's."""
+    """Return the workers (as subject tokens) of the process with this account; empty if it is no worker process's account."""
     first, plus, count = user.removeprefix(WORKER).partition("+")
     if not user.startswith(WORKER) or (plus and not count.isdigit()):
         return ()
@@ -29,7 +29,7 @@ def account_of(worker: str, registered: str) -> str:
 
 
 def names(first: str, count: int) -> tuple[str, ...]:
-    """Return the names of one process's workers: w3 and a count of 2 are w3 and w4."""
+    """Return the names of one process's workers: for w3 and a count of 2, w3 and w4."""
     if count == 1:
         return (first,)
     stem = first.rstrip("0123456789")

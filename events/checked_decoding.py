@@ -1,8 +1,8 @@
 """Makes msgspec decoders check facts for valid counts and time zones.
 
-A valid count is not negative, and every database and JSON reader can hold it. A fact's fields are plain `int` and `datetime`,
-which do not say so. Decoders that are created within `with_value_checks` check both where they read the value. That costs next
-to nothing. A check of each fact after decoding would take a tenth of a replay.
+A valid count is not negative, and fits into the number types of databases and JSON readers. Facts declare plain `int` and
+`datetime`, which do not express this. Decoders that are created within `with_value_checks` check each value as they read it, at
+almost no cost. A check of each fact after decoding would take a tenth of a replay.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ _INSTANT = Annotated[datetime, Meta(tz=True)]
 
 @contextmanager
 def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
-    """Annotate these dataclasses, and those of their fields, narrowly for msgspec, which keeps the annotations it has seen."""
+    """Narrow the annotations of these dataclasses, and of those in their fields, while msgspec reads and caches them."""
     plain: dict[type, dict[str, Any]] = {}
     for kind in kinds:
         _narrow(kind, plain)

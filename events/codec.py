@@ -1,9 +1,9 @@
 """Encodes and decodes facts as CloudEvents 1.0 in binary mode: metadata in headers, a JSON body.
 
 Unknown fields in a body are ignored and missing optional ones take their default, so that an optional field may be
-added. What only a newer version can have written is refused as `UnknownKind`: an unknown kind, or an unknown word where only
-certain words are allowed. A fold that skipped it would be silently wrong. Everything else that cannot be one of our facts is
-refused as `BadEvent`, and every reader skips it (`events.journal.messages`).
+added. A fact that only a newer version can have written is refused as `UnknownKind`: it has an unknown kind, or an unknown value
+of an enumeration. A fold that skipped it would be silently wrong. Any other message that cannot be a fact of Holdfast is refused
+as `BadEvent`, and every reader skips it (`events.journal.messages`).
 
 The rules of refusal never change, as facts never change: a version that refused more, or less, would fold the same journal
 to another state.
@@ -82,8 +82,8 @@ def new_id(now_ms: int | None = None) -> str:
 def encode_body(fact: Fact) -> bytes:
     """Return a fact's body as JSON bytes.
 
-    JSON has no NaN and no infinity: they would be written as null, and a fact that cannot be decoded again stops every reader
-    that folds. Where null is not allowed, NaN becomes 0 and infinity the largest number that fits.
+    JSON has no NaN and no infinity: they would be encoded as null. Where a field does not allow null, the fact could not be
+    decoded again and would stop every reader that folds. There NaN becomes 0, and infinity the largest number that fits.
     """
     body = _encode(fact)
     if b"null" in body and not _readable(fact.kind(), body):
@@ -121,7 +121,7 @@ def encode_headers(
     causation: str = "",
     traceparent: str = "",
 ) -> dict[str, str]:
-    """Return the message headers of a fact: the attributes of CloudEvents and our own."""
+    """Return the message headers of a fact: the attributes of CloudEvents and Holdfast's own."""
     headers = {
         "ce-specversion": "1.0",
         "ce-id": id,
@@ -139,8 +139,8 @@ def encode_headers(
     return headers
 
 
-# The header lines that NATS makes of `encode_headers`, in its order; headers that the broker evaluates may follow. Matching them
-# takes a third of the time of parsing any headers by name.
+# The header lines that NATS writes for `encode_headers`, in that order; headers that the broker evaluates may follow. Matching
+# them takes a third of the time of a general header parser.
 _NAME = rf"[!-\U0010ffff]{{0,{NAME_CHARS_MAX}}}"
 _KIND, _NUMBER = "[a-z][a-z0-9_]{0,99}", "[0-9]{1,18}"
 _WRITTEN = re.compile(
@@ -241,7 +241,7 @@ def _fact(kind: str, body: bytes) -> Fact:
 
 
 def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent:
-    """Return why a message is not a fact that this version knows: a newer version may know it, or none can."""
+    """Return the error for a message that is no known fact: UnknownKind if it may be from a newer version, else BadEvent."""
     try:
         _check_size(body)
         _object(body)  # every fact's body is an object

@@ -1,9 +1,9 @@
 """The dead letter stream: events that could not be delivered to a webhook, with the reason.
 
-    dead.webhook.<webhook>    one letter: the webhook, the reason, the number of tries, and the event as it was to be delivered
+    dead.webhook.<webhook>    one letter: the webhook, the reason, the number of tries, and the undelivered event
 
 The stream is bounded: beyond 10,000 letters, 64 MiB or 30 days the oldest are dropped. An event that is stored twice within two
-minutes, by a process that died in between, is one letter.
+minutes (by a notifier that died after storing it, and by its successor) is kept as one letter.
 """
 
 import base64

@@ -1,9 +1,8 @@
 """Checks the numbering of decisions without folding them.
 
-It serves to inspect a journal at which every reader stops. A decision out of turn stops every fold
-(`events.order.OutOfTurn`). It has not been folded, so the next decision must have the number that was expected before it. A
-decision that only a newer version can know has taken a number (none, once it is quarantined). Until a known decision follows,
-either number may be next.
+It is used to inspect a journal at which every reader stops. A decision out of turn stops every fold (`events.order.OutOfTurn`).
+Such a decision has not been folded, so the next one must have the number that was expected of it. A decision that only a newer
+version can know has used a number (none, once it is quarantined). Until a known decision follows, either number may be next.
 """
 
 from dataclasses import dataclass

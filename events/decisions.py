@@ -43,8 +43,8 @@ class Knobs:
 class WorkerDecision(Decision):
     """The base of every decision about one instance of one worker."""
 
-    worker: str  # the stable name of a place that runs an engine
-    instance: str  # one life of it
+    worker: str  # the worker's stable name
+    instance: str  # id of one instance of the worker, from its start to its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class WeightCapped(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareActivated(WorkerDecision):
-    """This spare serves from now on and replaces a failed worker, which becomes a spare when it returns."""
+    """This spare now serves in place of a failed worker, which becomes a spare when it returns."""
 
     replaces: str  # the worker that failed
     reason: str  # why it failed

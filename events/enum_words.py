@@ -1,8 +1,8 @@
-"""New words in fields of older kinds, and the older word that replaces each until it is in force.
+"""New enum values in fields of older kinds, and the older value that replaces each until it is in force.
 
-A reader of an older release stops at a word that it does not know, as at an unknown kind. So a new word is announced and put in
-force like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs a new
-version of the deciders instead.
+A reader of an older release stops at a value ("word") that it does not know, as at an unknown kind. So a new word is announced
+and put in force like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs
+a new version of the deciders instead.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ NEW_WORDS: tuple[NewWord, ...] = ()
 def older(
     fact: Observation, in_force: frozenset[str], new_words: Iterable[NewWord] = NEW_WORDS
 ) -> Observation:
-    """Return a fact in which every word is in force."""
+    """Return the fact with each word that is not in force replaced by an older one."""
     for new in new_words:
         if new.kind == fact.kind() and getattr(fact, new.field) == new.word and new.name not in in_force:
             fact = replace(fact, **{new.field: new.instead})

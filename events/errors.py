@@ -1,7 +1,7 @@
-"""The base class of every error that Holdfast raises on purpose.
+"""The base class of every error that Holdfast raises itself.
 
-Each port defines the two or three errors that it may raise. An error's docstring is its message when no
-other is given: it says what was wrong and what to do.
+Each port defines the two or three errors that it may raise. The docstring of an error class is its default message: it states
+what failed and what to do.
 """
 
 import os
@@ -30,6 +30,6 @@ class BadSetting(UsageError):
 
 
 def os_reason(error: OSError) -> str:
-    """Return an operating system's error in its own words, without Python's additions: `Connection refused`."""
+    """Return the operating system's error text without Python's additions: `Connection refused`."""
     number = error.errno or 0  # name resolution has its own numbers, below 0
     return (os.strerror(number) if number > 0 else error.strerror) or str(error) or type(error).__name__

@@ -1,8 +1,8 @@
 """The base classes of facts, and the envelope in which the journal keeps them.
 
-A fact is a frozen value, named in the past tense. There are two families: an *observation* is reported by the world
-(`events.observations`); a *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal: only
-then does it have a position in the order of events, and only `Recorded` values are folded.
+A fact is a frozen value, named in the past tense. There are two families: an *observation* is reported by any process
+(`events.observations`); a *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal, with
+its position in the order of events. Only `Recorded` values are folded.
 """
 
 import re
@@ -25,14 +25,14 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Fact):
-    """Something that the world reported. `entity` is the second token of its subject, and names the field of the third one."""
+    """A fact that a process reported. `entity` is the second token of its subject, and names the field that is the third."""
 
     entity: ClassVar[str] = "worker"  # one of worker, frontend, model, fleet, event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(Fact):
-    """Something that the controller decided, with its consequence, so that it folds alike under any later policy.
+    """Something that the controller decided, with its consequence, so that it folds to the same state under any later policy.
 
     `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the deciding controller's
     clock. `cause` is the id of the event that led here: a `ce-id`, or `decision:N` for decision number N.
@@ -47,16 +47,16 @@ class Decision(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Fact):
-    """Stands for a message that is not an event of ours, or that was quarantined: it is not folded.
+    """Placeholder for a message that is not an event of Holdfast, or that was quarantined. It is not folded.
 
-    It is never written. Each reader makes it of the message (`events.journal.messages`), so that the position is occupied and
-    all readers skip the same messages.
+    It is never written. Each reader creates it from the message (`events.journal.messages`), so that every position has an event
+    and all readers skip the same messages.
     """
 
     why: str  # in words
     subject: str  # on which it was published, as far as it can be displayed
     bytes: int  # of its body
-    decided: bool = False  # it is on a decision's subject: the fence of decisions has moved to it
+    decided: bool = False  # the message is on a decision's subject: the fence of decisions has moved to it
     unknown: bool = False  # a newer version may know it: a reader that folds must stop here
     quarantined: bool = False  # an operator has quarantined it
 
@@ -67,7 +67,7 @@ class Recorded:
     """A fact that the journal holds.
 
     `seq` is its position in the stream, `at` the stream's own timestamp. `source` is the process instance that published it
-    and `source_number` that source's count of its facts, from 1: together they identify a repetition.
+    and `source_number` that source's count of its facts, from 1: together they identify a duplicate.
     `through`, on decisions, is the last stream sequence that the controller had read when it decided.
     """
 

@@ -1,12 +1,12 @@
 """Mutual authentication of a frontend and a worker by the fleet's shared key.
 
     frontend ── Hello(nonce) ──▶ worker
-    frontend ◀── Challenge(nonce, proof) ── worker      the worker is no stranger that took a free port
-    frontend ── Proof ──▶ worker                        nor is the frontend a stranger
+    frontend ◀── Challenge(nonce, proof) ── worker      proves that the worker is no foreign process on a free port
+    frontend ── Proof ──▶ worker                        proves that the frontend belongs to the fleet
     frontend ◀── Welcome ── worker
 
 It runs once per connection, before any user's data is sent. A proof is an HMAC-SHA256 (RFC 2104) of the prover's role and of both
-sides' fresh nonces, so that no proof can be used twice. Without a key nothing is proved, and nothing is asked.
+sides' fresh nonces, so that no proof can be used twice. Without a key, neither side requests or sends a proof.
 
 This is no encryption: any program that can read the traffic between two hosts can read the data.
 """
@@ -52,8 +52,8 @@ class FleetKey:
 
     @classmethod
     def kept(cls, path: Path) -> "FleetKey":
-        """Return the key in a file, which is created with a new key and for its owner alone if it is missing. Raise BadSetting,
-        or OSError if it cannot be written."""
+        """Return the key in a file. A missing file is created with a new key, readable by its owner alone. Raise BadSetting, or
+        OSError if the file cannot be written."""
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh = path.with_suffix(".tmp")
@@ -78,8 +78,8 @@ class FleetKey:
 
 
 def key_file(named: str, own: Path) -> str:
-    """Return the path of a fleet's key file: the one named, or its own, which is created if it is missing. Raise BadSetting or
-    OSError."""
+    """Return the path of a fleet's key file: `named`, or if that is empty `own`, which is created if it is missing. Raise
+    BadSetting or OSError."""
     path = Path(named) if named else own
     (FleetKey.read if named else FleetKey.kept)(path)
     return str(path.resolve())
@@ -96,7 +96,7 @@ class FrontendHandshake:
     def __init__(self, key: FleetKey | None) -> None:
         self._key = key
         self._nonce = nonce() if key is not None else b""
-        self.proven = key is None  # nothing has to be proved, or the worker has proved it
+        self.proven = key is None  # the worker has proved the key, or no proof is required
 
     def hello(self, frontend: str) -> Hello:
         """Return the frontend's first message."""
@@ -125,7 +125,7 @@ class WorkerHandshake:
         if self._key is None:
             return None
         self._hello, self._nonce = hello, nonce()
-        if len(hello.nonce) != NONCE_BYTES:  # it has no key: it will report that, and gets no proof
+        if len(hello.nonce) != NONCE_BYTES:  # the frontend has no key: it will report that, and gets no proof
             return Challenge(self._nonce)
         return Challenge(self._nonce, self._key.proof("worker", hello.nonce, self._nonce))
 

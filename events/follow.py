@@ -39,10 +39,10 @@ Since: TypeAlias = int | datetime | Literal["now"] | None
 CONNECT_S = 5.0
 ASK_S = 5.0
 CLOSE_S = 2.0
-FETCH_S = 5.0  # how long one fetch may wait
-GATHER_S = 0.05  # how long a fetch waits for more, when many arrive
+FETCH_S = 5.0  # timeout of one fetch
+GATHER_S = 0.05  # how long a fetch waits for further events while many arrive
 AGAIN_S = 0.5  # between retries after an error of the connection
-ACK_WAIT_S = 5.0  # after a crash the event in progress is delivered again within that
+ACK_WAIT_S = 5.0  # after a crash the event in progress is delivered again within this time
 STILL_S = 2.0  # between reports to the broker that an event is still in progress
 BATCH = 200  # events in flight at once, without a durable name
 GONE_S = 60.0  # after which the broker deletes a consumer without a durable name
@@ -156,7 +156,7 @@ class _Consumer:
         self._last = 0  # sequence of the last event yielded
         self._created: datetime | None = None  # creation time of the stream, as first seen
         self._made: datetime | None = None  # creation time of the consumer
-        self._more_waits = False  # at the broker, perhaps
+        self._more_waits = False  # more events may be waiting at the broker
         self._place = 0  # consumer sequence of the last event received
         self._reconnects = 0
 
@@ -199,7 +199,7 @@ class _Consumer:
 
     def _has_lost(self, message: Msg) -> bool:
         """Return whether an earlier message was lost when the connection broke: without acknowledgements the broker considers it
-        delivered. With a durable name: whether the message is from another consumer, which counts anew."""
+        delivered. With a durable name: whether the message is from a new consumer, which counts from 1 again."""
         place = message.metadata.sequence.consumer
         lost = place <= self._place if self._durable else place != self._place + 1
         self._place = place
@@ -321,7 +321,7 @@ async def _fetched(subscription: JetStreamContext.PullSubscription, most: int, w
 
 @contextlib.asynccontextmanager
 async def _under_way(message: Msg) -> AsyncIterator[None]:
-    """Report to the broker repeatedly that this event is in progress, so that it is not delivered again."""
+    """Report to the broker repeatedly that this event is in progress, so that the broker does not deliver it again."""
 
     async def report() -> None:
         while True:
@@ -337,7 +337,7 @@ async def _under_way(message: Msg) -> AsyncIterator[None]:
 
 
 def _event(message: Msg) -> FollowedEvent | None:
-    """Decode a message; None: it is no event, or its kind is unknown to this version."""
+    """Decode a message; return None if it is no event, or if its kind is unknown to this version."""
     seq, taken_ns = delivered(message.reply.encode())
     at = _EPOCH + timedelta(microseconds=taken_ns // 1000)  # rounded down, so that `since` includes it
     lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())

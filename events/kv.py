@@ -6,8 +6,8 @@
 Core NATS, msgpack, not stored. A lost message leaves a gap in the ids, and the frontend that finds the gap requests the missing
 events. A block is named by its sequence hash (`events.blocks`), so that an event contains no tokens.
 
-Every DP rank counts its own events from 0, one id per event, over one life of its worker. A batch without events carries
-only the next id: it reveals the loss of the last event.
+Every DP rank numbers its own events from 0, one id per event, within one instance of its worker. A batch without events carries
+only the next id, by which a reader detects the loss of the last event.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ KvEvent = Stored | Removed | Cleared
 
 
 class KvBatch(msgspec.Struct, array_like=True, frozen=True):
-    """Events of one rank of one life of a worker, in order: their ids are `first`, `first` + 1, and so on."""
+    """Events of one rank of one worker instance, in order: their ids are `first`, `first` + 1, and so on."""
 
     worker: str
     instance: str
@@ -75,8 +75,8 @@ class Events(msgspec.Struct, tag="events", array_like=True, frozen=True):
 
 
 class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
-    """One part of a rank's blocks after all events before `next`, as events that build them from nothing. It replaces earlier
-    knowledge. It is also the reply to a `KvRequest` for events that are no longer stored."""
+    """One part of a rank's blocks after all events before `next`, as events that build them from an empty cache. A dump replaces
+    all earlier state. It is also the reply to a `KvRequest` for events that are no longer stored."""
 
     next: int
     part: int
@@ -98,7 +98,7 @@ class InvalidRange(msgspec.Struct, tag="invalid_range", array_like=True, frozen=
 
 
 class KvRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The worker cannot answer, and why. A later retry may succeed."""
+    """The worker cannot answer, for the reason given. A later retry may succeed."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""The order in which facts are folded, which is not stream order.
+"""The order in which facts are folded ("absorption order"), which differs from stream order.
 
-A decision says how far its controller had read (`through`). Observations can enter the stream between that read and
-the append, so stream order is not absorption order. Every fold keeps two states:
+A decision records how far its controller had read (`through`). Observations can enter the stream between that read and the
+append, so they come before the decision in the stream, although the decision does not consider them. Every fold keeps two states:
 
     settled = the fold of everything up to the last decision's `through`, and of every decision
     pending = the observations after it
@@ -11,14 +11,15 @@ When a decision arrives, the events that its `through` covers move from pending 
 rest of pending is folded again on top. Folding raw stream order instead gives a wrong state in about one history in
 eight (a test shows it).
 
-A message that is not an event of ours (`Skipped`) only occupies its position: it is neither settled nor pending. On a decision's
-subject it has moved the fence, so the position moves with it. Only a reader that continues past unknown decisions meets one
-(`StopsAt`). Such a decision has taken a number (none, if it is quarantined later), and the fold lacks its content.
+A message that is not an event of Holdfast (`Skipped`) only occupies its position: it is neither settled nor pending. On a
+decision's subject it has moved the fence, so `Position.decided` moves, too. Only a reader that continues past unknown decisions
+(`StopsAt`) receives one. Such a decision has used a number (none, if it is quarantined later), and the fold lacks its content.
 
-Repetitions are dropped here: a fact with a number not above its source's last one has been folded already.
+Duplicates are dropped here: a fact with a number not above its source's last one has been folded already.
 
 A worker's fact can name a source that is not its own (`events.intrusion.source_rule`). It is folded, because its subject proves
-which worker published it. It counts for no source: it is no repetition, and makes no fact of the named source one.
+which worker published it. But it is ignored in the detection of duplicates: it is never one, and does not advance the named
+source's last number.
 
 Every process instance is a source, so the memory of sources must be bounded. A source is forgotten after `REMEMBERED` of the
 stream's time without a new fact. That loses no guarantee: a sender never repeats a fact later than half of that after it was
@@ -76,7 +77,7 @@ class Order(Generic[S]):
     last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
     lacks: int = field(init=False, default=0)  # decisions of unknown kinds that were skipped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
-    _shown: S = field(init=False)  # lacks `_fresh`: a reader of many events asks only after the last one
+    _shown: S = field(init=False)  # without `_fresh`, which is folded only when `shown` is read
     _fresh: list[Recorded] = field(init=False, default_factory=list)
     _seen: dict[str, Last] = field(init=False)  # of each source, pending included
     _unread: int = field(init=False, default=0)  # decisions of unknown kinds since the last known one
@@ -102,8 +103,8 @@ class Order(Generic[S]):
         return self.shown
 
     def take(self, event: Recorded) -> None:
-        """Add one event, which is folded on demand. Raise OutOfOrder on a gap, OutOfTurn on a decision out of turn: then
-        nothing has changed, and the fold can continue once that event is quarantined."""
+        """Add one event, which is folded on demand. Raise OutOfOrder on a gap. Raise OutOfTurn on a decision out of turn: the
+        state is unchanged then, and the fold can continue once that event is quarantined."""
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
         if isinstance(event.fact, Decision):
@@ -154,11 +155,11 @@ class Order(Generic[S]):
         self._shown, self._fresh = self.settled, list(self.pending)
 
     def _settle(self, through: int) -> None:
-        """Move what `through` covers from pending to settled."""
+        """Move the events up to `through` from pending to settled."""
         at = None  # the stream's time of the last event that moves
         if (
             self.pending and self.pending[-1].seq <= through
-        ):  # usually all of it, and then it is folded already
+        ):  # usually all pending events, and their fold exists already
             self.settled, at = self.shown, self.pending[-1].at
             for event in self.pending:
                 if event.source:

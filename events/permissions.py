@@ -8,7 +8,7 @@
     planner      publishes the capacity of models and proposed numbers of workers; reads the state store alone
     notifier     stores undelivered webhook events on a stream beside the journal; the broker stores its read position
     operator     publishes control.*, quarantines and the number of workers; reads, and removes undelivered webhook events
-    all          announce the kinds that they know (`live.known`), and learn which are in force (`live.kinds`)
+    all          announce the kinds that they know (`live.known`), and receive the kinds in force (`live.kinds`)
     reader       reads only; for your own programs, and the broker stores their read positions
 
 No role can delete or purge the stream, and only `holdfast up` may change its bounds. A reply goes to the requester's own inbox,

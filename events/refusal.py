@@ -1,4 +1,4 @@
-"""A server's refusal of an invalid request, in the server's own words.
+"""A server's refusal of an invalid request, with the server's own error text.
 
 On the wire it is the detail of the reason `invalid_request`: a sentence, or one JSON object if there are further
 fields. A reader that knows only sentences understands both.

@@ -2,9 +2,9 @@
 
     kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `ResendRequest` of a frontend that missed one
 
-Core NATS, msgpack, not stored. Each life of a frontend numbers its batches from 0, so that a lost batch is noticed. The
-frontend that notices asks for a complete resend. A batch without events carries only the next number: every frontend sends one
-each second. A frontend that is silent for long is gone, with all of its requests.
+Core NATS, msgpack, not stored. Each instance of a frontend numbers its batches from 0. A frontend that finds a gap requests a
+complete resend. A batch without events carries only the next number: every frontend sends one each second. A frontend that is
+silent for long is considered gone, with all of its requests.
 """
 
 import sys
@@ -63,7 +63,7 @@ class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
     """Changes of a frontend's requests, in order."""
 
     frontend: str
-    life: str  # one life of that frontend: another one has none of its predecessor's requests
+    life: str  # id of that frontend's instance: a successor has none of its requests
     number: int
     events: list[SlotEvent]
     whole: bool = False  # this batch and those after it are a complete resend, from the beginning

@@ -75,7 +75,7 @@ def plane_url(worker: str, instance: str) -> str:
 
 
 def plane_of(url: str) -> str | None:
-    """Return the subject in such an address; None: it is no such address."""
+    """Return the subject in an address of `plane_url`; None for any other address."""
     subject = url.removeprefix(f"{PLANE_SCHEME}:")
     parts = subject.split(".")
     good = len(parts) == 3 and parts[0] == PLANE and all(part == token(part) for part in parts)
@@ -83,7 +83,7 @@ def plane_of(url: str) -> str | None:
 
 
 def addressed_worker(subject: str) -> str | None:
-    """Return the worker, as a token, that a subject addresses; None: it addresses none."""
+    """Return the worker (as a subject token) that a subject addresses; None if it addresses none."""
     match subject.split("."):
         case ["live", verb, worker] if verb not in ("beat", "links"):
             return worker
@@ -174,5 +174,5 @@ def of_all(kind: type[Observation]) -> str:
 
 @lru_cache(4096)
 def token(name: str) -> str:
-    """Return `name` as one subject token: dots, wildcards and white space have a meaning in NATS."""
+    """Return `name` as one subject token. Dots, wildcards and white space, which have a meaning in NATS, become `_`."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name) or "_"

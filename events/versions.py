@@ -100,7 +100,7 @@ NAMES_MAX = 1000  # kinds in one announcement
 
 
 def names(found: Any) -> frozenset[str]:
-    """Return the kinds' names in a decoded message. Raise TypeError or ValueError if it holds none."""
+    """Return the names of kinds in a decoded message. Raise TypeError or ValueError if it is not a list of names."""
     if not isinstance(found, list | tuple) or len(found) > NAMES_MAX:
         raise ValueError(f"expected a list of at most {NAMES_MAX} kinds")
     if not all(isinstance(name, str) and len(name) <= NAME_CHARS_MAX for name in found):

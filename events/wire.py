@@ -80,13 +80,13 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     guided: dict[str, Any] | None = None
     traceparent: str = ""  # the client's trace, for engines that can continue it
     rank: int = 0  # the chosen DP rank
-    # Names the prefix cache to use, for caches that outlive the worker: every conviction starts a new one.
+    # Names the prefix cache to use, where caches outlive the worker. Every conviction starts a new cache.
     cache_epoch: int = 0
     priority: int = 0  # the lowest waiting request is scheduled first: the urgency of its tier
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """This stream has no reader here any more, and why: its client is gone, it continues elsewhere, or its answer is complete.
+    """Stop this stream. The reason: its client is gone, it continues on another worker, or its answer is complete.
 
     `drained` means that it continues elsewhere because the fleet drains this worker, which may not have been notified yet."""
 
@@ -127,7 +127,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     instance: str
     model: str
     version: int = VERSION
-    alike: bool = False  # canaries need no mark: it answers them as it answers users' requests
+    alike: bool = False  # canaries need no mark: the worker handles them as it handles users' requests
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -218,14 +218,14 @@ def without_quotes(error: str) -> str:
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """A worker's load, as it counts it itself."""
+    """A worker's load, as the worker reports it."""
 
     running: int = 0
     waiting: int = 0
     kv_used: int = 0  # blocks
     kv_total: int = 0
     active_tokens: int = 0
-    canaries: int = 0  # of those that run or wait: they take no room from users' requests
+    canaries: int = 0  # of the running and waiting requests; canaries use no capacity of users' requests
     batch: int = 0  # the current batch limit of an adaptive worker; 0: the registered one
     closed_s: float = 0.0  # seconds without new requests of users: the Retry-After of the server behind it
 
@@ -267,8 +267,8 @@ class Declined(msgspec.Struct, tag="declined", array_like=True):
 
 
 class Committed(msgspec.Struct, tag="committed", array_like=True):
-    """The target has everything and decodes. `tokens` follow those of the reserved request: the source generated them
-    meanwhile. The frontend compares them with what it accepted, before it accepts the first chunk that follows."""
+    """The target has the whole KV cache and decodes. `tokens` follow those of the reserved request: the source generated them
+    during the transfer. The frontend compares them with the tokens that it accepted, before it accepts the next chunk."""
 
     stream: int
     tokens: list[int]
@@ -279,7 +279,7 @@ class Committed(msgspec.Struct, tag="committed", array_like=True):
 
 
 class Challenge(msgspec.Struct, tag="challenge", array_like=True):
-    """Before a Welcome, from a worker with the fleet's key: it proves the key, and requests a proof."""
+    """Sent before a Welcome by a worker with the fleet's key: proves that it knows the key, and requests the frontend's proof."""
 
     nonce: bytes
     proof: bytes = b""
@@ -307,7 +307,7 @@ class Splitter:
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
         self._rest = bytearray()  # the beginning of an incomplete frame
-        self._wanted = 0  # bytes needed before it can be processed further
+        self._wanted = 0  # bytes needed before parsing can continue
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the body of every frame that `data` completes. Raise BadFrame if a length exceeds the limit."""

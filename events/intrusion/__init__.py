@@ -1,1 +1,1 @@
-"""Recognition and reports of what a compromised process sends: budgets, sources, control messages."""
+"""Detects and reports what a compromised process sends: forged sources, excessive or false messages."""

@@ -1,8 +1,8 @@
-"""The form of a control message to a worker, which no other message on its subject has.
+"""The form of control messages to workers, which distinguishes them from foreign messages.
 
-A broker sends a publication's acknowledgement to any subject that the publisher names, past all permissions. So a body on a
-control subject may not come from a controller. A control message names the instance that it is for, and since 0.3 also its form,
-its sender and its verb. A controller of 0.2.0 sends only the instance, or a value that belongs to the verb.
+A broker sends a publication's acknowledgement to any subject that the publisher names, regardless of permissions. So a message on
+a control subject need not come from a controller. A control message names the instance that it addresses, and since 0.3 also its
+form, its sender and its verb. A controller of 0.2.0 sends only the instance, or a value that belongs to the verb.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
 
 
 def acknowledged(body: bytes) -> int | None:
-    """Return the stream sequence, if the body is the broker's acknowledgement; None: it is none, or that of a repetition."""
+    """Return the stream sequence in the broker's acknowledgement; None if the body is none, or acknowledges a duplicate."""
     try:
         found = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError):

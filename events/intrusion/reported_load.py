@@ -1,7 +1,7 @@
 """Plausibility checks of the load that a worker reports: bounds that no engine exceeds.
 
-An impossible value would affect other workers' requests. A time of −10⁹ s until a worker accepts requests again is the lowest
-of all workers' times, and a count that is not a number fails every comparison.
+An impossible value would affect other workers' requests. For example, a time of −10⁹ s until a worker accepts requests again
+would be the minimum over all workers, and every comparison with a NaN count is false.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from math import isfinite
 from events.wire import Beat, Load
 
 COUNT_MAX = 1 << 40  # requests, blocks or tokens
-CLOSED_S_MAX = 86_400.0  # of the longest Retry-After
+CLOSED_S_MAX = 86_400.0  # the longest Retry-After
 AGE_MS_MAX = 1e10  # of an engine's step
 _COUNTS = tuple(name for name in Load.__struct_fields__ if name != "closed_s")
 
@@ -35,8 +35,7 @@ def impossible_load(load: Load) -> str:
 
 
 def counts(said: Mapping[str, object]) -> dict[str, int]:
-    """Return the counts of a load in a heartbeat on the bus, without unknown names. Raise ValueError for an
-    impossible one."""
+    """Return the counts of a load in a heartbeat on the bus, without unknown names. Raise ValueError for an impossible count."""
     found: dict[str, int] = {}
     for name in _COUNTS:
         count = said.get(name, 0)

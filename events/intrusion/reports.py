@@ -1,4 +1,7 @@
-"""Reports refused attempts (`IntrusionRefused`), counted, at a rate that the journal can bear."""
+"""Counts refused attempts, and reports them (`IntrusionRefused`) at a limited rate.
+
+The limit keeps a flood of attempts from filling the journal.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ class _Attempts:
 
 
 class Intrusions:
-    """Reports an attempt at once, and its repetitions together every 10 s."""
+    """Reports the first attempt at once, and later ones of the same sender and kind together, every 10 s."""
 
     def __init__(self, observe: Callable[[Observation], object], now: Callable[[], float]) -> None:
         self._observe = observe
@@ -47,7 +50,7 @@ class Intrusions:
     def report(
         self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None:
-        """Count an attempt, and report it when it is due. With `eject`, `worker` and `instance` name the life to be ejected."""
+        """Count an attempt, and report it if a report is due. With `eject`, `worker` and `instance` name what to eject."""
         tried = "".join(c if c.isprintable() else "?" for c in tried[:TRIED_MAX])
         key, now = (sender, tried.partition(":")[0], eject), self._now()
         known = self._known.get(key)

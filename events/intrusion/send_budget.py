@@ -77,7 +77,7 @@ class TrafficBudget:
 
 
 class SubjectBudgets:
-    """The token buckets of all senders, by the subject that the broker reserves for each. Beyond `most` all are reset."""
+    """The token buckets of all senders, by the subject that the broker reserves for each. All are reset beyond `most` senders."""
 
     def __init__(self, limit: TrafficLimit, most: int) -> None:
         """Start without senders."""

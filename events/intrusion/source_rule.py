@@ -1,8 +1,8 @@
 """Checks the source of an observation: a worker's facts must come from its own process.
 
-Source and number identify a repetition (`events.order`). So a fact that names another source's next numbers would
-make every reader drop what that source publishes later. A broker account proves the subject, the subject names the worker, and
-the source must belong to that worker. A process of several workers is named after the first of them.
+Source and number identify a duplicate (`events.order`). So a fact that forges the next numbers of another source would make every
+reader drop that source's next facts. The broker account restricts the subject, the subject names the worker, and the source must
+belong to that worker. A process of several workers is named after the first of them.
 
 Note: this covers the kinds that workers publish. Accounts that publish the other kinds are trusted.
 """

@@ -1,8 +1,8 @@
 """Detects a broker that has lost acknowledged events, or is another broker.
 
-It remembers the last acknowledgement, in memory and (once a second, and at the end) in a small file beside the spool. After a
-power failure a broker may lack that event, or hold another one in its position. Then it has lost acknowledged facts or is
-another broker, and continuing would join two histories. nats-server itself does not report this: it cuts its file at the
+The last acknowledgement is stored in memory, and (once a second, and at the end) in a small file beside the spool. After a power
+failure a broker may lack that event, or hold another one in its position. Then the broker has lost acknowledged facts or is
+another broker, and continuing would join two histories. nats-server itself does not report this: it truncates its file at the
 first damage and continues from there.
 """
 
@@ -76,7 +76,7 @@ class AcknowledgedPosition:
 
 
 async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, state: stream.StreamState) -> str:
-    """Return in words why a stream is not the one that held an event; "" if it is, or if that event has been dropped."""
+    """Return why a stream is not the one that held the event `seen`; "" if it is, or if that event has been dropped."""
     if seen.seq < state.first_seq:
         return ""
     if state.last_seq < seen.seq:

@@ -1,7 +1,7 @@
-"""Announces what this process knows, and learns what is in force.
+"""Announces the kinds of facts that this process knows, and receives the kinds that are in force.
 
-Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller replies with what is
-in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` there: a
+Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller replies with the kinds
+in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` from it, because a
 controller of an older release does not reply.
 """
 
@@ -23,7 +23,7 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.versions import Known, names, new_kinds, stated_kinds
 
 ANNOUNCE_S = 5.0
-UNINFORMED_S = 0.5  # between two announcements while it is not known what is in force
+UNINFORMED_S = 0.5  # between two announcements while the kinds in force are not known
 LOOK_S = 5.0  # between two reads of the journal while some of our kinds are not in force
 
 log = structlog.get_logger(__name__)
@@ -48,13 +48,13 @@ class Announcer:
         self._answers = subjects.kinds(name if self._workers else f"{role}-{name}")
 
     async def run(self) -> None:
-        """Announce and learn until cancelled."""
+        """Announce, and update the kinds in force, until cancelled."""
         await self._listen()
         looking = [] if self._workers else [self._look()]
         await asyncio.gather(self._announce(), *looking)
 
     async def leave(self) -> None:
-        """Announce that this process ends."""
+        """Announce that this process is ending."""
         await self._publish(left=True)
 
     async def _listen(self) -> None:

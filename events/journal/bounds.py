@@ -5,10 +5,10 @@
       ├────────┼────────┼──────┼──────┼────┤
        dropped one day   newest snapshot    an eighth of the bound at most
 
-The broker itself drops the oldest events when the stream reaches a bound. A reader that starts then can no longer start at the
-first event. So while a stream has bounds, or is to get some, the leading controller writes the settled fleet to the
-journal (`SnapshotKept`) whenever the journal has grown by an eighth of them. A bound is set only when such a snapshot is within
-the part that remains: no event is dropped that no snapshot covers.
+The broker itself drops the oldest events when the stream reaches a bound. From then on a new reader cannot start at the first
+event. So while a stream has bounds, or is to get some, the leading controller writes a snapshot of the settled fleet to the
+journal (`SnapshotKept`) whenever the journal has grown by an eighth of a bound. A bound is set only when such a snapshot is in
+the part that remains: every dropped event is covered by a snapshot.
 
 Note: if no controller leads for seven eighths of a bound, the newest snapshot is dropped, too. Then a new reader needs the state
 store's own snapshot, and cannot start without it.
@@ -26,7 +26,7 @@ from events.journal.usage import JournalUsage
 from events.nats.connection import BrokerConnection
 
 SHARE = 1 / 8  # of a bound, after which the next snapshot is due
-LEFT_SHARE = 1 / 2  # of a new bound: a snapshot must be within this newest share of what remains
+LEFT_SHARE = 1 / 2  # of a new bound: the growth since the newest snapshot must be below this share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def due(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | Non
 
 
 def safe(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
-    """Return whether bounds may be set: what remains begins before a snapshot, with a margin."""
+    """Return whether bounds may be set: whether the events that remain begin before a snapshot, with a margin."""
     return not bounds or not _beyond(bounds, usage, kept, LEFT_SHARE)
 
 

@@ -1,8 +1,8 @@
 """A small value with compare-and-set on a KV bucket, which many processes may write.
 
-The broker holds it in memory: it is used for a lease of one second, which is worth nothing after a
-restart, and so a renewal costs no fsync. Expiry is left to the caller. The bucket's own TTL is not used: a
-create after an expiry would also wait for the TTL of the deletion marker.
+The broker holds the bucket in memory, so a renewal costs no fsync: the value is a lease of one second, which is useless after a
+restart. The caller handles expiry. The bucket's own TTL is not used: a create after an expiry would also wait for the TTL of the
+deletion marker.
 """
 
 from base64 import b64decode

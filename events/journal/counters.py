@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class ObservedJournal(Protocol):
-    """A process's journal as metrics see it: whether it can write, and what waits or was lost because it could not."""
+    """The state of a process's journal connection for metrics: whether it can write, and which facts wait or were lost."""
 
     @property
     def counters(self) -> "JournalCounters": ...

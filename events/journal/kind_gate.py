@@ -1,10 +1,10 @@
 """Holds back observations of new kinds until these kinds are in force.
 
-    not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observation
-                                                    └──▶ not in force: dropped, counted, logged once per kind
+    kinds in force not known yet ── wait (bounded) ──▶ in force: published, in the order of observation
+                                                  └──▶ not in force: dropped, counted, logged once per kind
 
-Kinds of release 0.2.0 always pass, with older words in place of new ones that are not in force (`events.enum_words`). So do kinds
-that were in force when an earlier process on the same directory was last informed (`kind_memory`).
+Kinds of release 0.2.0 always pass, with older enum values in place of new ones that are not in force (`events.enum_words`). Kinds
+that an earlier process on the same directory knew to be in force also pass (`kind_memory`).
 """
 
 from collections import Counter, deque
@@ -45,12 +45,12 @@ class KindGate:
 
     @property
     def informed(self) -> bool:
-        """Whether this process knows what is in force."""
+        """Whether this process knows the kinds in force."""
         return self._in_force is not None
 
     @property
     def waits(self) -> bool:
-        """Whether observations wait until it is known what is in force."""
+        """Whether observations wait until the kinds in force are known."""
         return bool(self._waiting)
 
     def passes(self, kind: str) -> bool:
@@ -66,7 +66,7 @@ class KindGate:
         return bool(id) and id in self._commands
 
     def in_words_in_force(self, fact: Observation) -> Observation:
-        """Return a fact with older words in place of those that are not in force."""
+        """Return a fact with older enum values in place of those that are not in force."""
         return older(fact, self._known_in_force, self._new_words)
 
     def take(self, fact: Observation, publish: Publish) -> None:

@@ -32,7 +32,7 @@ class MemoryStream:
     quarantined: dict[int, Recorded] = field(
         default_factory=dict, init=False
     )  # by sequence: the event that quarantines it
-    _places: dict[int, str] = field(default_factory=dict, init=False)  # ids for skipped messages, by sequence
+    _places: dict[int, str] = field(default_factory=dict, init=False)  # ids of skipped messages, by sequence
     _last_of: dict[str, int] = field(default_factory=dict, init=False)  # sequence, by subject
     _reachable: bool = True
     _ids: dict[str, int] = field(default_factory=dict)

@@ -1,14 +1,16 @@
 """Decodes messages of the stream, and detects those that are not events of ours.
 
-A process with permission to publish can put anything on the stream. Every reader skips the same messages: a `Skipped`, which
-is not folded, takes the message's position. The verdict depends on the message alone, in every process, version and replay.
+A process with permission to publish can put any message on the stream. All readers skip the same messages: each yields a
+`Skipped`, which is not folded, in the message's position. Whether a message is skipped depends on the message alone, and is the
+same in every process, version and replay.
 
     not an event            other headers, a body that is no such fact, an impossible value, another subject than the fact's,
                             a decision that was not written under the fence
     perhaps a newer event   our headers, and a kind or a word that this version does not know: a reader that needs it stops
                             there (`StopsAt`), until Holdfast is upgraded or the event is quarantined (`EventQuarantined`)
 
-The fence of decisions counts every message on their subjects, whatever it is. So a `Skipped` says whether it is on one.
+The fence of decisions counts every message on the decisions' subjects, valid or not. So a `Skipped` records whether its message
+is on one of them.
 """
 
 import re
@@ -46,7 +48,7 @@ _PLACES_MAX = 8192
 
 
 def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: bytes) -> Recorded:
-    """Return the event of a message, or the `Skipped` that takes its position. Never fails."""
+    """Return the event of a message, or the `Skipped` in its position. Never fails."""
     try:
         event = codec.decode_written(seq, at, headers, body)
         if event is None:
@@ -67,7 +69,7 @@ def fence(after: int) -> dict[str, str]:
 
 
 def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
-    """Raise BadEvent if a fact is on the wrong subject. Otherwise remember that it is right."""
+    """Raise BadEvent if a fact is on the wrong subject. Otherwise cache that the subject is right."""
     if isinstance(fact, Observation):
         named = attrgetter("entity" if fact.entity == "fleet" else fact.entity)
         codec.check_name(fact.entity, str(named(fact)))
@@ -102,8 +104,8 @@ def place_id(subject: bytes, body: bytes) -> str:
 
 
 def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
-    """Return the `Skipped` that takes the position of a quarantined event, known to this version or not. `id` is that of its
-    position."""
+    """Return the `Skipped` that replaces a quarantined event, known to this version or not. `id` is the id of the skipped message
+    (`place_id`)."""
     fact, said = event.fact, by.fact
     assert isinstance(said, EventQuarantined)
     why = f"quarantined by {said.by or 'an operator'} at {by.seq}: {said.why}"[:SHOWN_CHARS_MAX]
@@ -121,7 +123,7 @@ def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
 
 
 def quarantines(event: Recorded) -> int | None:
-    """Return the sequence that an event quarantines, which is before its own; None: it quarantines nothing."""
+    """Return the sequence that an event quarantines, always an earlier one; None if it quarantines none."""
     fact = event.fact
     return fact.event if isinstance(fact, EventQuarantined) and 0 < fact.event < event.seq else None
 

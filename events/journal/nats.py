@@ -1,6 +1,6 @@
 """The journal on NATS JetStream.
 
-It is used in production; `memory` is its test double, and both pass one conformance suite.
+Used in production. `memory` is its test double; both pass one conformance suite.
 
 Observations go through `publisher` (ordered, spooled, retried). Decisions go through `append`: one fenced write that is never
 retried; if its outcome is unknown the caller reads again. `reader` reads everything.
@@ -68,7 +68,7 @@ class NatsJournal(JournalReadAccess):
         super().__init__(connection)
         self.source = source
         self.fault: HoldfastError | None = (
-            None  # why this stream cannot be trusted: facts are spooled meanwhile
+            None  # why this stream cannot be trusted; until it can, facts are spooled
         )
         self._replicas = replicas
         self._append_deadline_s = append_deadline_s
@@ -112,7 +112,7 @@ class NatsJournal(JournalReadAccess):
         workers: Sequence[str] = (),
         stops_at: StopsAt = "all",
     ) -> "NatsJournal":
-        """Return a journal that publishes facts as `source` ("<role>:<name>"; the life's own id is added).
+        """Return a journal that publishes facts as `source` ("<role>:<name>"; the instance's id is appended).
 
         If the broker is unreachable for longer than `wait_s` (2 s), connecting continues in the background. Meanwhile facts are
         spooled under `spool_dir` (None: held in memory only). They are also spooled while the broker has no stream, which is
@@ -151,7 +151,7 @@ class NatsJournal(JournalReadAccess):
             self._tasks.append(asyncio.create_task(self._serve(self._announcer.run)))
 
     async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the background loops. A bug in it must be visible: afterwards every other operation fails."""
+        """Run one of the background loops. If a bug ends the loop, every later operation fails, so that the bug is noticed."""
         try:
             await work()
         except Exception as error:
@@ -233,7 +233,7 @@ class NatsJournal(JournalReadAccess):
 
     @property
     def spool_bytes(self) -> int:
-        """About how many bytes these facts take."""
+        """Approximate size of the facts that the broker has not acknowledged."""
         return self._publisher.outbox.bytes
 
     def observe(

@@ -1,6 +1,6 @@
-"""The outbox of observed facts that are not acknowledged yet, in order: in memory, and in the spool.
+"""The outbox: observed facts that are not acknowledged yet, in order, in memory and in the spool.
 
-Every fact has a token, which grows in the order of observation. Facts that earlier processes left come first.
+Every fact has a token. Tokens increase in the order of observation; facts that earlier processes left have the lowest.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Outbox:
         return len(self._open)
 
     def get(self, token: int) -> OutboxEntry | None:
-        """Return a fact that still waits; None: it does not."""
+        """Return a fact that still waits for its acknowledgement, or None."""
         return self._open.get(token)
 
     def inherit(self) -> list[int]:
@@ -87,7 +87,7 @@ class Outbox:
             log.warning("facts_kept_again", dropped=self._counters.dropped)
         self._last_number = message.number
         if self._spool is not None:
-            self._spool.put(message)  # if the disk refuses it, it is still in memory
+            self._spool.put(message)  # if the write fails, the fact is still in memory
         return self._enter(message, own=True)
 
     def _enter(self, message: OutboxMessage, *, own: bool) -> int:

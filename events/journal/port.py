@@ -102,7 +102,7 @@ class Journal(Protocol):
     async def observe_next(self, fact: Observation, *, after: int) -> str:
         """Write one fact, only if it follows the one at `after` on its subject (0: if the subject is empty), and return its id.
 
-        It is for facts that two processes may publish about the same thing at once: never spooled, and never sent twice.
+        Use it for facts that two processes may publish about the same subject at once: never spooled, and never sent twice.
 
         Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
         """
@@ -114,7 +114,7 @@ class Journal(Protocol):
 
         With `until`, end once that sequence has been yielded; else follow forever and reconnect automatically.
         Raise UnknownKind at an event that only a newer version can know, unless it was quarantined or this handle does not stop
-        there (`StopsAt`). Raise JournalChanged if the stream has lost events that were not read (JournalDropped: at its bounds).
+        at such events (`StopsAt`). Raise JournalChanged if the stream has lost unread events (JournalDropped: at its bounds).
         """
         ...
 
@@ -128,7 +128,7 @@ class Journal(Protocol):
         ...
 
     async def first_seq(self) -> int:
-        """Return the sequence of the oldest event on the stream, or of its first one to come. Raise JournalUnavailable."""
+        """Return the sequence of the oldest event, or of the next event if the stream is empty. Raise JournalUnavailable."""
         ...
 
     async def last_seq(self) -> int:

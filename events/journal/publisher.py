@@ -7,12 +7,13 @@
 Several messages are in flight at once, because each acknowledgement costs the server an fsync. A long queue is sent as atomic
 batches instead, which share one fsync. The two ways are never used at the same time.
 
-A message that is refused while a later one is stored would arrive after its successor, and every fold drops a
-number that is not above its source's last one. The sequences in the acknowledgements reveal this: such a fact is published
-again under a new number.
+If a message is refused while a later one is stored, its retry arrives after its successor. Every fold drops a number that is not
+above its source's last one, and would drop the retry. The sequences in the acknowledgements reveal this, and such a fact is
+published again under a new number.
 
-Nothing is repeated after half of the time for which folds remember a source (`events.order`): they could not
-distinguish it from a new fact. So what a killed process left is sent for a week. After that it is dropped, counted and logged.
+No fact is sent again after half of the time for which folds remember a source (`events.order`): after all of it a fold could not
+distinguish a repeated fact from a new one. So the facts of a killed process are sent for a week. Older ones are dropped, counted
+and logged.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.order import REMEMBERED
 from events.subjects import OBSERVED
 
-WINDOW = 16  # messages in flight: 4 ms of a server that syncs each, 50 ms of one with a busy disk; more becomes a batch
+WINDOW = 16  # messages in flight; a server that syncs each takes 4 ms for them, 50 ms with a busy disk; more become a batch
 AT_ONCE = 4  # facts sent in the same turn of the loop in which they are observed; the rest of a burst becomes a batch
 BATCH_MIN = 16  # an atomic batch costs 2.5 ms, as much as a dozen single messages
 BATCH_MAX = 500  # the server allows 1,000
@@ -70,7 +71,7 @@ class Publisher:
         self._counters = counters
         self._acknowledged_position = acknowledged_position
         self._renumber = renumber
-        self._check = check  # whether the broker can be trusted, since the last reconnection
+        self._check = check  # returns whether the broker can be trusted; called after each reconnection
         self._checked = False
         self._inbox = connection.new_inbox()
         self._waiting: deque[int] = deque()  # tokens to be sent
@@ -124,7 +125,7 @@ class Publisher:
         return await self.outbox.flush(deadline_s, self._away)
 
     async def keep(self) -> None:
-        """Save, forever, what is needed after a power failure."""
+        """Save, forever, the data that is needed after a power failure."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             if self._acknowledged_position.unsaved:
@@ -195,9 +196,9 @@ class Publisher:
         return many and self._route(OBSERVED) == OBSERVED
 
     def _due(self, token: int) -> OutboxEntry | None:
-        """Return a fact to send; None if it was acknowledged after all, or is too old to be repeated."""
+        """Return a fact to send; None if it has been acknowledged meanwhile, or is too old to be sent again."""
         entry = self.outbox.get(token)
-        if entry is None or (entry.own and not entry.sent_at):  # never sent: no repetition
+        if entry is None or (entry.own and not entry.sent_at):  # never sent, so its age does not matter
             return entry
         if datetime.now(UTC) - datetime.fromisoformat(entry.message.headers["ce-time"]) <= REPEATED_FOR:
             return entry
@@ -281,7 +282,7 @@ class Publisher:
             return
         if ack.code in broker.BATCH_DISABLED:
             self._batches = False
-        if len(tokens) > 1:  # some may be stored already: send them one by one, each recognised by its id
+        if len(tokens) > 1:  # some may be stored: sent one by one, these are recognised by id
             self._singly = len(tokens)
         self._rewind()
         if ack.code == broker.NO_RESPONDERS.code:

@@ -1,9 +1,9 @@
 """Reads the stream: every event once, in order, forever, as fast as it can be decoded.
 
 It uses one ephemeral pull consumer without acknowledgements or filter, and sends the next request before the last one is used up.
-The consumer can fall silent: a restarted broker has forgotten it, or a route was lost. So the broker sends idle heartbeats, and
-a reader that misses them creates a new consumer, from the last event read *inclusive*. If the broker now holds another event
-there, it lost acknowledged events, or it is another stream: continuing would fold two histories into one.
+The consumer can stop delivering: a restarted broker no longer has it, or a route was lost. So the broker sends idle heartbeats,
+and a reader that misses them creates a new consumer, which starts *at* the last event read. If the broker now holds another
+event there, it lost acknowledged events, or it is another stream: continuing would fold two histories into one.
 
 Messages that are not events of ours are skipped (`events.journal.messages`). Before an event that only a newer version can know,
 and at a sequence with a quarantine message, the broker is queried for the quarantine.
@@ -154,7 +154,7 @@ class JournalReader:
 
     async def _check_last(self) -> None:
         found = await stream.id_at(self._connection, self._after)
-        if found is not None and found != self._last_id:  # None: removed by the operator's retention
+        if found is not None and found != self._last_id:  # None: dropped at the operator's retention bounds
             raise JournalChanged(
                 f"event {self._after} was {self._last_id} and is now {found or 'another'}: the broker has lost "
                 f"events that it had acknowledged. {JournalChanged.__doc__}"
@@ -207,13 +207,13 @@ class JournalReader:
                 client = self._connection.client
                 await client.publish(subject, b"")
             except DISCONNECTED:
-                log.debug("consumer_left_behind", consumer=consumer)  # the broker forgets it by itself
+                log.debug("consumer_left_behind", consumer=consumer)  # the broker deletes it after a while
 
     def _connection_changed(self, connected: bool) -> None:
         self._inbox.stale = "reconnected" if connected else "disconnected"
         self._inbox.flag.set()
 
-    # --- what arrives -------------------------------------------------------------------------------------------------
+    # --- arriving messages --------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
         """Wait for something to arrive; mark the consumer as stale if it is silent."""
@@ -282,7 +282,7 @@ class JournalReader:
         return events, 0
 
     def _judge(self, event: Recorded, id: str) -> Recorded | None:
-        """Return an event as it is to be yielded; None if its quarantine must be looked up first. Raise UnknownKind."""
+        """Return the event to yield, or its replacement; None if its quarantine must be looked up first. Raise UnknownKind."""
         seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
         if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
             return None

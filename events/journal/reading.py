@@ -60,7 +60,7 @@ class JournalReadAccess:
         return StreamEnd(state.last_seq, state.at)
 
     async def stream_state(self) -> StreamState:
-        """Return what the stream holds now. Raise JournalUnavailable."""
+        """Return the stream's current state. Raise JournalUnavailable."""
         try:
             return await stream.state(self.connection)
         except broker.BrokerRefused as error:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
-BYTES_MIN = 8 * 1024 * 1024  # a smaller bound would hold little but snapshots
+BYTES_MIN = 8 * 1024 * 1024  # a smaller journal would consist mostly of snapshots
 AGE_MIN = timedelta(minutes=10)
 
 

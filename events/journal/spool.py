@@ -1,8 +1,8 @@
 """The spool: unacknowledged facts in a local file, so that a killed process loses none.
 
 Write-ahead: a fact is written here when it is observed and marked when it is acknowledged, whether the broker is
-reachable or not. So the file of a killed process holds exactly its unacknowledged facts (and at most a few more, which the ids
-identify). The next process on the same directory sends them first.
+reachable or not. So the file of a killed process holds all of its unacknowledged facts, and at most a few acknowledged ones
+(recognised by their ids). The next process on the same directory sends them first.
 
     record = kind (1 byte) · length (4) · CRC-32 of the body (4) · CRC-32 of these nine bytes (4) · body
 
@@ -33,7 +33,7 @@ SEGMENT_BYTES = (
     2 * 1024 * 1024
 )  # a longer file is followed by another, and removed when all of its facts are marked
 RECORD_BYTES_MAX = 8 * 1024 * 1024
-SUFFIX = ".spool"  # <life>.<number of the segment>.spool
+SUFFIX = ".spool"  # <instance>.<number of the segment>.spool
 
 FACT, ACKED = 1, 2
 _HEAD = struct.Struct("<BII")
@@ -63,7 +63,7 @@ class SpoolContent:
 
     messages: list[OutboxMessage] = field(default_factory=list)
     acked: int = 0  # everything up to this number
-    damaged: int = 0  # places that failed a check
+    damaged: int = 0  # number of positions that failed a check
     torn: bool = False  # the last record is incomplete: the process died while writing it
 
 
@@ -222,7 +222,7 @@ class Spool:
         return True
 
     def mark(self, number: int, *, empty: bool) -> None:
-        """Mark everything up to `number` as acknowledged; `empty`: no fact waits at all."""
+        """Mark everything up to `number` as acknowledged; `empty`: every fact is acknowledged."""
         newest = self._segments[-1]
         try:
             while len(self._segments) > 1 and self._segments[0].last <= number:
@@ -249,7 +249,7 @@ class Spool:
                 self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:
-        """Close the files; `empty`: also remove ours, because no fact in them waits."""
+        """Close the files; `empty`: also remove this process's files, because all facts in them are acknowledged."""
         for segment in self._segments:
             if empty:
                 self._drop(segment)

@@ -28,9 +28,9 @@ from events.journal.port import JournalGone, JournalUnavailable
 from events.nats.connection import BrokerConnection
 from events.nats.urls import masked
 
-DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
+DUPLICATE_WINDOW_S = 120  # not essential: folds detect duplicates by number
 REPLICAS = 3  # in a cluster
-LOOKED_AT_MAX = 100  # messages on a quarantine's subject: any may be there, and the first valid one counts
+LOOKED_AT_MAX = 100  # messages read on a quarantine's subject: the first valid one counts
 PLACE = re.compile("[0-9]{1,18}").fullmatch  # a sequence
 NOT_YET = (
     10005,
@@ -85,10 +85,10 @@ def wanted(replicas: int) -> dict[str, Any]:
 
 
 def differences(config: dict[str, Any], replicas: int) -> list[str]:
-    """Return, in words, the parts of a stream's configuration that break a promise of the journal.
+    """Return descriptions of the parts of a stream's configuration that break a guarantee of the journal.
 
     Limits (age, bytes) are the operator's choice and not compared: a reader notices dropped events, and starts from a later
-    snapshot (`events.journal.bounds`). With limits, the oldest events may be dropped for new ones.
+    snapshot (`events.journal.bounds`). With limits, the stream may drop its oldest events to store new ones.
     """
     must = {
         name: value
@@ -164,7 +164,7 @@ async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]
                 f"the stream {subjects.STREAM} cannot be created with {replicas} replicas yet: {error}. "
                 f"A cluster needs {REPLICAS} nodes with JetStream and room on their disks."
             ) from error
-        if error.code != STREAM_EXISTS:  # another process was faster, with another number of replicas
+        if error.code != STREAM_EXISTS:  # else another process was faster, with other replicas
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error
         return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
 

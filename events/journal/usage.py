@@ -2,8 +2,8 @@
 
 Nothing is remembered between two calls.
 
-The growth is that of the last day, or of the stream's whole life if that is shorter. It is estimated as the number of messages in
-that time, multiplied by the average size of all messages.
+The growth is that of the last day, or since the stream was created if that is less than a day ago. It is estimated as the number
+of messages in that time, multiplied by the average size of all messages.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from events.journal.broker import ask
 from events.nats.connection import BrokerConnection
 
 WINDOW = timedelta(days=1)
-SHORTEST = timedelta(minutes=10)  # the shortest life from which a day's growth is estimated
+SHORTEST = timedelta(minutes=10)  # minimum age of a stream for an estimate of its growth
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FORGOTTEN_AFTER_S = 5.0  # after which the broker deletes the consumer that counts
 
@@ -40,7 +40,8 @@ async def usage(
     *,
     growth: bool = True,
 ) -> JournalUsage:
-    """Query the broker. The growth is that within `window`; it is omitted for a life below `shortest`, and without `growth`.
+    """Query the broker. The growth is that within `window`; it is omitted for a stream younger than `shortest`, and without
+    `growth`.
 
     Raise JournalUnavailable or BrokerRefused.
     """
@@ -61,7 +62,7 @@ async def usage(
 
 
 async def _since(connection: BrokerConnection, when: datetime) -> int:
-    """Return the number of messages since an instant: the number that a consumer starting there has pending."""
+    """Return the number of messages since an instant: the pending count of a consumer that starts then."""
     name = f"count-{codec.new_id()[-12:]}"
     config = {
         "name": name,

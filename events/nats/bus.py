@@ -57,8 +57,8 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """The port. `since`: connected without a break since then (monotonic seconds); None: not connected. `unread`: bytes that
-    have arrived and are not read yet. A process with many unread bytes is behind, and has not processed recent messages."""
+    """The port of the bus. `since`: when the present connection began (monotonic seconds); None: not connected. `unread`: bytes
+    that have arrived and are not read yet. A process with many unread bytes is behind: it has not processed recent messages."""
 
     @property
     def since(self) -> float | None: ...
@@ -93,7 +93,7 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str, *, wait_s: float = 2.0, echo: bool = True) -> "NatsBus":
-        """Connect within `wait_s`, or continue in the background. Without `echo` it does not receive its own messages."""
+        """Connect within `wait_s`, or continue in the background. Without `echo` the bus does not receive its own messages."""
         return cls(await BrokerConnection.open(url, name, wait_s=wait_s, echo=echo))
 
     @property

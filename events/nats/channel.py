@@ -7,9 +7,9 @@ A channel delivers all bytes in order, or it breaks.
        └── no responders, a gap, a reset, silence, no broker ──▶ closed
 
 Core NATS delivers a message at most once, in order, and does not report dropped ones. So each message carries its position
-in its stream, and how far the other stream has been read. A mismatch breaks the channel, also if the
-last message is the lost one. The second number bounds the bytes in flight, because a broker disconnects a slow reader.
-Each message also has a reply subject: if the peer no longer subscribes, the broker reports so at once.
+in its stream, and how many bytes of the opposite stream have been read. A mismatch breaks the channel, even if the lost message
+was the last one. The second number bounds the bytes in flight, because a broker disconnects a slow reader. Each message also has
+a reply subject: if the peer no longer subscribes, the broker reports "no responders" at once.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from events.nats.windows import ReceiveWindow, SendWindow
 
 OPEN, DATA, CLOSE, RESET = 1, 2, 3, 4
 HEAD = struct.Struct("<BQQ")  # kind, the message's position in its stream, bytes read of the other stream
-TICK_S = 0.05  # between two messages of a channel in use: the answers reveal a dead peer
+TICK_S = 0.05  # between two messages of a channel in use, so that missing answers reveal a dead peer
 IDLE_S = 1.0
 LIVELY_S = 0.3  # a channel is in use for this long after its last bytes
 SILENT_S_MAX = 10.0
@@ -66,7 +66,7 @@ class MessageCarrier(Protocol):
 
 
 class Channel(asyncio.Transport):
-    """One side of a channel. Its protocol is created when the peer is known to be there."""
+    """One side of a channel. Its protocol is created when the peer has answered."""
 
     def __init__(
         self, carrier: MessageCarrier, own: str, other: str, make: Callable[[], asyncio.Protocol]
@@ -85,7 +85,7 @@ class Channel(asyncio.Transport):
         self.answered: asyncio.Future[asyncio.BaseProtocol] = self._loop.create_future()
 
     def begin(self) -> None:
-        """Create the protocol: the peer is there."""
+        """Create the protocol, because the peer has answered."""
         self._protocol = self._make()
         self.answered.set_result(self._protocol)
         self._protocol.connection_made(self)
@@ -93,7 +93,7 @@ class Channel(asyncio.Transport):
     # --- receiving
 
     def hear(self, kind: int, place: int, read: int, payload: bytes) -> None:
-        """Process a message of the peer. Ignore other kinds: they are not from the peer, but, for example, from the broker."""
+        """Process a message of the peer. Ignore unknown kinds: such messages come from others, for example from the broker."""
         if not OPEN <= kind <= RESET:
             return
         self._received_at = self._loop.time()
@@ -138,7 +138,7 @@ class Channel(asyncio.Transport):
             self._send(DATA)
 
     def _call_protocol(self, call: Callable[..., None], *about: bytes) -> None:
-        """Call the protocol. Its own bug ends this channel, and no other."""
+        """Call the protocol. An exception in it ends this channel only."""
         try:
             call(*about)
         except Exception as error:
@@ -185,7 +185,7 @@ class Channel(asyncio.Transport):
         out.sent += len(payload)
 
     def tick(self, now: float, excused_s: float) -> None:
-        """Send a sign of life, and check the peer's. `excused_s`: how long this process itself was blocked."""
+        """Send a keepalive, and check the peer's. `excused_s`: how long this process itself was blocked."""
         self._received_at = min(now, self._received_at + excused_s)
         if now - self._received_at > SILENT_S_MAX:
             self._break(f"nothing was received for {SILENT_S_MAX:g} s")

@@ -1,9 +1,9 @@
 """Dials, accepts and dispatches all channels of one process over one connection to the broker.
 
 A frontend subscribes to workers' replies to it, a worker to one subject; the last token of a subject names the channel.
-Messages are read in the broker connection's read loop itself. The data that one read brings a channel is delivered in
-one piece, and the data sent in one turn of the loop is written at its end, in one piece. The connection is used by the request
-plane alone: a burst of tokens delays neither the journal nor the heartbeats.
+Messages are processed in the broker connection's read loop itself. All data that one read returns for a channel is delivered in
+one piece, and the data sent in one turn of the loop is written at the end of the turn, in one piece. The connection is used by
+the request plane alone: a burst of tokens delays neither the journal nor the heartbeats.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from events import subjects
 from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NoResponders
 from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
 
-MESSAGE_BYTES_MAX = 64 * 1024  # a longer one would delay those of all others
+MESSAGE_BYTES_MAX = 64 * 1024  # a longer message would delay those of all other channels
 FLUSH_S = 1.0
 VERSION = b"1"
 
@@ -75,7 +75,7 @@ class Channels:
     # --- opening channels
 
     async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
-        """Open a channel to the process that listens there, and return its protocol; the deadline is the caller's.
+        """Open a channel to the process that listens on `subject`, and return its protocol; the deadline is the caller's.
 
         Raise NoResponders, or another ConnectionError.
         """
@@ -144,7 +144,7 @@ class Channels:
                 channel.end(ConnectionResetError("the connection to the broker is lost"))
 
     def unread(self) -> int:
-        """Return how many bytes have arrived from the broker and were not read: with many, this process is late."""
+        """Return how many bytes have arrived from the broker and were not read: if many, this process is behind."""
         return self._client.unread()
 
     @property

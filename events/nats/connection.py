@@ -126,7 +126,7 @@ class BrokerConnection:
     async def open(
         cls, url: str, name: str, *, wait_s: float | None = None, echo: bool = True
     ) -> "BrokerConnection":
-        """Start connecting; return once connected, or after `wait_s` (2 s) and continue in the background. Without `echo`,
+        """Connect within `wait_s` (2 s), or return then and continue in the background. Without `echo`,
         the connection does not receive its own messages. Raise BadBrokerUrl.
         """
         check_url(url)
@@ -153,7 +153,7 @@ class BrokerConnection:
 
     @property
     def certificate_ends(self) -> float | None:
-        """When the broker's certificate expires, in seconds since 1970; None: it presents none."""
+        """The expiry of the broker's certificate, in seconds since 1970; None if it presents none."""
         return self.client.certificate_ends if self.connected else None
 
     @property
@@ -194,7 +194,7 @@ class BrokerConnection:
         return f"{self._inbox}-{self._asked}"
 
     async def hear_answers(self, heard: Raw) -> None:
-        """Subscribe to workers' replies to us."""
+        """Subscribe to workers' replies to this connection."""
         await self.subscribe_raw(subjects.answers(self.asker), heard)
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class BrokerConnection:
 
     @contextlib.contextmanager
     def _request_on(self, subject: str) -> Iterator[None]:
-        """Record the subject of the latest request: the broker names the subject of what it does not permit."""
+        """Record a request's subject while it awaits its reply: the broker names the subject of a denied publication."""
         token = self._asked
         self._request_subjects[token] = subject.lower()
         try:
@@ -317,8 +317,7 @@ class BrokerConnection:
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:
-        """Count denied publications and subscriptions, and log each subject once. A request that is affected
-        fails."""
+        """Count denied publications and subscriptions, and log each subject once. Fail the affected request."""
         self.refused += 1
         if why not in self._logged_denials and len(self._logged_denials) < TOLD_MAX:
             self._logged_denials.add(why)

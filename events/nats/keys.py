@@ -12,7 +12,7 @@ from events.errors import BadSetting
 from events.nats.urls import SUFFIX, account
 
 SEED_BYTES = 32
-ADMITTED_WITHIN_S = 5.0  # after which the broker refuses us for a while
+ADMITTED_WITHIN_S = 5.0  # how long to wait until the broker accepts a new seed
 POLL_S = 0.02
 ADMITTED_SUFFIX = ".pub"  # beside a seed: the broker accepts it
 KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can send its facts to the intake

@@ -15,9 +15,9 @@
     _process_connect_init  nats-py does not tell asyncio of TLS
     _attempt_reconnect     nats-py waits a quarter of an hour for a host that is gone
 
-Measured with CPython 3.11 on one core, with nats-server beside it. Where the public API is within 5 % it is used: for sending
-what the publisher's task has at once, the limit of a payload, and the number of pending bytes.
-`tests/events/nats/test_overrides.py` fails when nats-py changes anything named here: read its change, then correct this file.
+Measured with CPython 3.11 on one core, with nats-server on the same host. Where the public API is within 5 % it is used: for
+sending what the publisher's task has at once, the limit of a payload, and the number of pending bytes.
+`tests/events/nats/test_overrides.py` fails when nats-py changes anything named here: read that change, then correct this file.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class FastClient(Client):
         self._raw.pop(subscription._id, None)  # as above
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
-        """Pass on also the raw messages that arrived in several pieces."""
+        """Pass on the raw messages that arrived in several pieces, too."""
         take = self._raw.get(sid)
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)
@@ -147,7 +147,7 @@ class FastClient(Client):
         if sock is None or sock.fileno() < 0:
             return 0
         waiting = fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0\0\0\0")
-        # what asyncio has read for nats-py and nats-py has not requested yet: neither reports how much
+        # bytes that asyncio has buffered and nats-py has not requested yet: neither reports their number
         return int.from_bytes(waiting, sys.byteorder) + len(getattr(inner._io_reader, "_buffer", b""))
 
     # --- sending ------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class FastClient(Client):
 
     @property
     def certificate_ends(self) -> float | None:
-        """When the certificate expires that the broker presented at this connection, in seconds since 1970; None without TLS,
+        """The expiry of the certificate that the broker presented on this connection, in seconds since 1970; None without TLS,
         and for a WebSocket."""
         stream = self._stream()
         tls = stream.get_extra_info("ssl_object") if stream is not None else None
@@ -250,7 +250,7 @@ class FastClient(Client):
         await super()._connect_to_server(s)
 
     async def _process_connect_init(self) -> None:
-        """Tell asyncio that the stream uses TLS now: nats-py does not, and asyncio would warn at each connection's end."""
+        """Inform asyncio that the stream now uses TLS: nats-py does not, and asyncio would warn at each connection's end."""
         await super()._process_connect_init()
         stream = self._stream()
         if stream is not None:
@@ -259,9 +259,9 @@ class FastClient(Client):
             reader._over_ssl = stream.get_extra_info("sslcontext") is not None
 
     async def _attempt_reconnect(self) -> None:
-        """Abort the old connection first, if it has unsent data. nats-py waits until that is sent, which to a host
-        that is gone takes a quarter of an hour. Meanwhile the loss is not reported, and no other broker is tried.
-        (With nothing unsent, that would only be a second close, after which uvloop may never finish.)"""
+        """Abort the old connection first, if it has unsent data. nats-py waits until that data is sent, which takes a quarter
+        of an hour if the host is gone. Meanwhile the loss is not reported, and no other broker is tried.
+        (Without unsent data, an abort would only be a second close, after which uvloop may never finish.)"""
         stream = self._stream()
         if stream is not None and not stream.is_closing() and stream.get_write_buffer_size():
             stream.abort()

@@ -3,7 +3,7 @@
     nats://USER:PASSWORD@host:4222      an account; nats://TOKEN@host:4222
     tls://host:4222?nkey=FILE           an nkey's seed
     tls://host:4222?creds=FILE          a user's JWT and its seed, as `nsc` writes them
-    ...&user=NAME                       our account in the broker's permissions: replies to us go to _INBOX.NAME
+    ...&user=NAME                       our account in the broker's permissions: replies to it go to _INBOX.NAME
     nats://host:4222?keys=DIR           DIR has a seed per account: every process selects its own (`as_user`)
 
 For several members of a cluster, separated by commas, one with credentials is enough. The scheme of the first also
@@ -45,8 +45,8 @@ def _members(urls: str) -> list[str]:
 
 
 def account(urls: str) -> dict[str, str]:
-    """Return the credentials as nats-py's options, decoded: so they also apply to cluster members that the brokers
-    announce. nats-py would not decode them, and would use them for the URL's own members only. With several accounts: none."""
+    """Return the credentials as nats-py's options, decoded. As options they also apply to cluster members that the brokers
+    announce. In a URL, nats-py would not decode them, and would use them for that URL only. With several accounts: empty."""
     found = {url.rpartition("://")[2].rpartition("@")[0] for url in addresses(urls)} - {""}
     parameters = _parameters(urls)
     options = {"nkeys_seed": parameters.get(NKEY, ""), "user_credentials": parameters.get(CREDS, "")}
@@ -108,7 +108,7 @@ class BadBrokerUrl(HoldfastError):
 
 
 def check_url(urls: str) -> None:
-    """Raise BadBrokerUrl unless the URLs can denote a broker: with some others nats-py's task would end silently."""
+    """Raise BadBrokerUrl for URLs that cannot denote a broker: with some of these, nats-py's task would end silently."""
     for url in _members(urls):
         try:
             parts = urlsplit(url)

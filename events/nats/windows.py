@@ -2,7 +2,7 @@
 
 WINDOW_BYTES = 256 * 1024  # in flight: sent, and not known to have been read
 HELD_BYTES_MAX = 2 * WINDOW_BYTES  # for a protocol that does not read; a peer may not send more than a window
-BUFFER_BYTES = 64 * 1024  # unsent, above which the protocol is asked to pause
+BUFFER_BYTES = 64 * 1024  # unsent, above which the protocol is paused
 
 
 class SendWindow:
@@ -14,7 +14,7 @@ class SendWindow:
         self.buffer = bytearray()  # not yet sent
         self.sent = 0
         self.acknowledged = 0  # bytes that the peer has read
-        self.paused = False  # the protocol was asked to stop writing
+        self.paused = False  # the protocol was requested to stop writing
         self.high, self.low = BUFFER_BYTES, BUFFER_BYTES // 4
 
     @property
@@ -55,7 +55,7 @@ class ReceiveWindow:
         return self.read - self.said_read >= WINDOW_BYTES // 4
 
     def take(self, payload: bytes) -> bool:
-        """Hold received bytes until the protocol reads. False: the peer has sent more than it may."""
+        """Buffer received bytes until the protocol reads them. Return False if the peer has sent more than it may."""
         self.received += len(payload)
         self.held += payload
         return len(self.held) <= HELD_BYTES_MAX

@@ -4,8 +4,8 @@ An optional field may be added to a kind. A new meaning is a new kind, and nothi
 part of its name. No prompt or text of a user ever enters an event: the only tokens in here are those of canaries, and their
 prompts are ours.
 
-`worker` is the stable name of a place that runs an engine ("w3"); `instance` is one life of it. State belongs to
-the pair: a fact about another instance does not change it.
+`worker` is a worker's stable name ("w3"); `instance` identifies one run of it, from start to end. State belongs to the pair: a
+fact about another instance does not change it.
 """
 
 from events.observations.canaries import (

@@ -1,4 +1,4 @@
-"""Observations of canaries (probes with a known right answer) and of goldens (those answers)."""
+"""Observations of canaries (probes with a known right answer) and of goldens (the known answers)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class CanaryFailed(CanaryResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenProposed(WorkerObservation):
-    """A worker answered a canary that has no golden yet; or an answer was configured (`configured`)."""
+    """A worker answered a canary that has no golden yet, or the operator configured an answer (`configured`)."""
 
     canary_key: str
     canary: str
@@ -123,13 +123,13 @@ class GoldenAnswer:
 class GoldenRequested(Commanded):
     """An operator requested that goldens be approved, retired or recorded again. A decision about each of them follows.
 
-    `approve` makes these right: the provisional goldens, the answers of `worker`, or `answers`. `retire`: the goldens no longer
-    count. `record`: they no longer count, and the next answer of `worker` becomes the provisional golden.
+    `approve` makes agreed goldens of: the provisional goldens, the answers of `worker`, or `answers`. `retire`: the goldens no
+    longer count. `record`: they no longer count, and the next answer of `worker` becomes the provisional golden.
     """
 
     entity: ClassVar[str] = "fleet"
     worker: str = ""  # the worker that gave the answers; empty: none
-    instance: str = ""  # one life of that worker
+    instance: str = ""  # instance of that worker
     act: Literal["approve", "retire", "record"]
     canary_key: str
     canaries: tuple[str, ...]
@@ -167,8 +167,8 @@ def canary_key(
 ) -> str:
     """Return the key under which goldens are stored: answers are comparable only where all of this is equal (N23).
 
-    `lineage` is what an engine reports of its weights and of how it computes; empty: nothing. Of a tokenizer's folder only the
-    last part counts: hosts keep the same model in different places, and the revision identifies the folder's content.
+    `lineage` is what an engine reports about its weights and its computation; empty: nothing. Of a tokenizer's path only the last
+    part counts: hosts keep the same model in different folders, and the revision identifies the folder's content.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
     parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
@@ -178,8 +178,7 @@ def canary_key(
 def is_new_lineage(key: str, known: Collection[str]) -> bool:
     """Return whether a canary key with a lineage is not in `known`, while `known` has another lineage of the same kind.
 
-    The same kind means the same model, engine, group size and device. A lineage that an engine reports now and did not report
-    before is no difference."""
+    The same kind means the same model, engine, group size and device. A lineage is not new if the engine reported none before."""
     parts = tuple(key.split("|"))
     if len(parts) <= LINEAGE_PART or key in known:
         return False

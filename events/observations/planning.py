@@ -10,8 +10,8 @@ from events.observations.requests import FrontendObservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficReported(FrontendObservation):
-    """The traffic of one frontend for one model within one minute. Every minute is reported, also one without traffic: a missing
-    report does not mean that there was none."""
+    """The traffic of one frontend for one model within one minute. Minutes without traffic are reported, too: so a missing report
+    does not mean that there was no traffic."""
 
     model: str
     minute: datetime  # its start, by the frontend's clock
@@ -21,7 +21,7 @@ class TrafficReported(FrontendObservation):
     output_tokens: int  # of the answers that ended within the minute
     late: int  # answers that ended within it and missed an objective for first token or pace
     rejected: int  # further requests: rejected, though one more worker might have served them
-    last: bool = False  # this frontend stops: it reports no later minute
+    last: bool = False  # the frontend is stopping: it will report no later minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,9 @@ class RequestFailed(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSuspected(WorkerObservation):
-    """This worker failed (its connection broke, or its server's ended) before it had returned any part of this request's answer.
+    """This worker failed (its connection broke, or the one to its server) before it returned any part of this request's answer.
 
-    Most such requests are innocent. Until a similar one yields a token, each is tried without another suspect on its worker."""
+    Most such requests are innocent. Until a similar one yields a token, each is retried on a worker without other suspects."""
 
     frontend: str
     request: str
@@ -50,8 +50,8 @@ class RequestSuspected(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPoisonous(WorkerObservation):
-    """A request failed in the same way on two workers, of which this is one. It was not tried on a third, and similar requests
-    are refused for a while. The failures that it had counted against both workers are taken back."""
+    """A request failed in the same way on two workers, one of which is this worker. It was not tried on a third, and similar
+    requests are refused for a while. Its failures no longer count against the two workers."""
 
     frontend: str
     request: str
@@ -133,8 +133,8 @@ class RequestMigrated(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPreempted(FrontendObservation):
-    """A running answer was preempted, because a request of a better tier would have missed its deadline. Its worker has freed
-    it, and it resumes later. Nothing has failed."""
+    """A running request was preempted, because a request of a better tier would have missed its deadline. Its worker has freed
+    its KV cache, and the request resumes later. Nothing has failed."""
 
     request: str
     model: str
@@ -146,7 +146,7 @@ class RequestPreempted(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResumed(FrontendObservation):
-    """A preempted answer resumed: its next token arrived."""
+    """A preempted request resumed: its next token arrived."""
 
     request: str
     model: str

@@ -9,7 +9,7 @@ from events.fact import Observation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The performance of a worker, as it registered it: the input of the capacity model.
+    """The performance that a worker registered: the input of the capacity model.
 
     `tpot_ms` is a curve of (running sequences, milliseconds per output token), ascending. It is linear between its points and
     proportional to the number of sequences beyond the last one.
@@ -47,8 +47,8 @@ class KvLayout:
 class WorkerObservation(Observation):
     """The base of every fact about one instance of one worker."""
 
-    worker: str  # the stable name of a place that runs an engine
-    instance: str  # one life of it
+    worker: str  # the worker's stable name
+    instance: str  # id of one instance of the worker, from its start to its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class WorkerJoined(WorkerObservation):
     migration_limit: int | None = None  # None: this worker sets no limit
     context_tokens: int = 4096
     exact: bool = True  # False: continuations on this engine may differ from an undisturbed answer
-    kv: KvLayout | None = None  # None: requests cannot move from or to it with their KV cache
+    kv: KvLayout | None = None  # None: requests cannot move from or to this worker with their KV cache
     dp: int = 1  # DP ranks, 0 to dp - 1: each has its own KV cache and queue
     kv_events: bool = False  # it publishes the KV blocks that it stores and removes, and answers queries
     waiting_max: int | None = None  # requests it queues beyond `max_batch`; None: not reported
@@ -134,7 +134,7 @@ class WorkerLingered(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverBlind(Observation):
-    """More than half of the fleet fell silent at once: the observer suspects a fault of its own, and blames no worker."""
+    """More than half of the fleet fell silent at once: the observer suspects a fault of its own, and reports no worker."""
 
     entity: ClassVar[str] = "fleet"
     observer: str
@@ -151,7 +151,7 @@ class IntrusionRefused(Observation):
     tried: str  # the first operation that was refused
     times: int  # refusals since the last report
     worker: str = ""  # the worker that did it; empty: not known
-    instance: str = ""  # its current life, if it has one
+    instance: str = ""  # its current instance, if it has one
     eject: bool = False  # this instance is to be taken out of service until an operator resumes it
 
 
@@ -220,7 +220,7 @@ class DrainFinished(WorkerObservation):
     The drain begins when the worker receives it, or earlier: with the first stream that a frontend moved away because of it."""
 
     completed: int  # streams that ended here
-    migrated: int  # streams that continued elsewhere, or were asked to
+    migrated: int  # streams that continued on another worker, or were requested to
     cancelled: int = 0  # streams without a reader: their client, or their frontend, is gone
     failed: int = 0  # streams that the engine ended with an error
 
@@ -255,7 +255,7 @@ class EngineFaulted(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosInjected(Commanded):
-    """A chaos rehearsal: a fault was injected into this worker on purpose (or healed)."""
+    """A chaos rehearsal: a fault was injected into this worker, or an injected fault was healed."""
 
     fault: str  # a verb of `holdfast chaos`
     detail: str = ""  # its argument and its rank, if it has them

@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus' text format, and compresses them on request.
 
-The text is the same as from `prometheus_client.generate_latest`, in a third of its time: most of a scrape of a thousand
-workers is names and labels that occur in it a hundred times. Compressed it has a twentieth of the size; compression takes a
-fiftieth of the time of writing it.
+The text is the same as that of `prometheus_client.generate_latest`, generated in a third of the time: most of a scrape of a
+thousand workers consists of names and labels that occur a hundred times, and are formatted once. Compression reduces the size to
+a twentieth, and takes a fiftieth of the time of generating the text.
 """
 
 import gzip

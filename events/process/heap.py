@@ -1,8 +1,8 @@
 """Returns freed memory to the operating system.
 
-The allocator keeps memory that threads have freed, in arenas of their own: after eight texts of 10 MB were tokenised a
-frontend had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory than its
-minimum so far. That takes about 0.1 s per gigabyte, in a thread. When it frees little, it is tried less and less often.
+The allocator keeps the memory that threads have freed in per-thread arenas: after tokenising eight texts of 10 MB, a frontend
+had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory than its minimum so
+far. That takes about 0.1 s per gigabyte, in a thread. If a call frees little memory, the next calls are less frequent.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class HeapTrim:
         self._due = 0.0
 
     async def look(self, now: float) -> None:
-        """Return memory if there may be some. Called every second."""
+        """Return freed memory to the system, if there may be some. Called every second."""
         has = self._resident()
         self._least = min(self._least, has)
         if has - self._left > GROWN_BYTES:

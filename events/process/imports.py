@@ -27,7 +27,7 @@ def without(*packages: str) -> Iterator[None]:
 def without_ca_certificates() -> Iterator[None]:
     """Keep an import inside from loading this machine's trusted certificate authorities (50 ms) into a TLS context.
 
-    For code that makes no TLS requests with that context: aiohttp's clients use the one created at its import.
+    Use it only if no TLS request is made with that context: aiohttp's clients use the context created at aiohttp's import.
     """
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = os.devnull

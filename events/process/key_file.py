@@ -1,6 +1,6 @@
 """Reads a secret from a file that holds the key alone, on one line.
 
-A file can be protected, while `ps` shows arguments to all users of the host.
+A file can be protected by its permissions; `ps` shows command-line arguments to all users of the host.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""HTTP requests to this fleet's own ports on this host."""
+"""HTTP requests to the ports of this fleet's processes on this host."""
 
 import ssl
 import urllib.request
