@@ -1,4 +1,4 @@
-"""New enum values in fields of older kinds, and the older value that replaces each until it is in force.
+"""New enum values in fields of older kinds, and the older values that replace them for now.
 
 A reader of an older release stops at a value ("word") that it does not know, as at an unknown kind. So a new word is announced
 and put in force like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs

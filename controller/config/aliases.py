@@ -1,6 +1,7 @@
 """Alternative names of settings from the design seeds, accepted wherever settings are read.
 
-docs/concepts/seed-map.md lists them. A seed's setting that is fixed here is accepted with its fixed value only.
+The seeds are the designs that Holdfast derives from; docs/concepts/seed-map.md lists them and their names. A seed's setting that
+Holdfast fixes is accepted with its fixed value only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,6 @@ def renamed(section: str, values: dict[str, Any], path: tuple[str, ...] = ()) ->
 
 
 def _own(place: Sequence[str]) -> str:
-    """Return the last name in a dotted path. A model's name may contain dots."""
+    """Return the setting's own name, given a path that ends in any of its names. A model's name in it may contain dots."""
     exact = ALIASES.get(".".join(place))
     return exact or ALIASES.get(".".join((*place[:-2], "*", place[-1]))) or place[-1]

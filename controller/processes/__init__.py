@@ -1,1 +1,1 @@
-"""The processes of a fleet. Each module composes one role from its parts; only `cli` starts them."""
+"""The processes of a fleet. Each module composes one role from its parts; `controller.cli` runs it."""

@@ -1,7 +1,7 @@
 """Child processes that never outlive their parent and are restarted when they die.
 
-A child asks the kernel for SIGKILL at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans. It runs
-in its own session: Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
+A child requests SIGKILL from the kernel at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans. Each
+child runs in its own session: Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from types import MappingProxyType
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
 POLL_S = 0.01  # interval of polling children that are stopping
-SETTLED_AFTER_S = 3.0  # a longer life was not a failed start: it resets the back-off
+SETTLED_AFTER_S = 3.0  # a process that ran longer did not fail to start: its end resets the back-off
 _PR_SET_PDEATHSIG = 1
 
 
@@ -29,7 +29,7 @@ def shell_status(status: int) -> int:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec function that has the child killed when `parent` dies, even if it died before the call."""
+    """Return a preexec function that makes the child die with `parent`, even if `parent` died before the call."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def preexec() -> None:
@@ -75,7 +75,7 @@ class Child:
     _due: float = 0.0
 
     def start(self, also: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the process, with its output appended to its log file. `also` adds to its environment.
+        """Start the process, with its output appended to its log file. `also`: additional environment variables.
 
         Raise OSError if there is no process, no memory, or no space for its log.
         """
@@ -133,7 +133,7 @@ class Child:
 
 
 async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
-    """Stop processes, with SIGKILL those that do not end within `within_s`. Calls `ended` with each exit status."""
+    """Stop processes; kill (SIGKILL) those that do not end within `within_s`. Call `ended` with each exit status."""
 
     def poll() -> None:
         for child in children:

@@ -30,7 +30,7 @@ def _is_writable(stream: TextIO) -> bool:
     """Return whether a line can be written without blocking. A full pipe would block."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # not a system file: it has no reader to wait for
+    except (OSError, ValueError):  # not a system file: a write to it cannot block
         return True
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

@@ -1,11 +1,11 @@
-"""The controller process: it decides while it holds the lease, and stands by fully prepared otherwise.
+"""The controller process: decides while it holds the lease, and is a hot standby otherwise.
 
     lease ─▶ reconciler (decides)     journal ─▶ view ─┬─▶ canary loop ─▶ request plane
                                                        ├─▶ liveness ◀─ heartbeats
                                                        ├─▶ actuator ─▶ workers
                                                        └─▶ metrics, operator's control
 
-Modules that are slow to import and not needed to decide (FastStream, tokenizers) are imported after the loops have started.
+Modules that are slow to import and not needed for decisions (FastStream, tokenizers) are imported after the loops have started.
 """
 
 import asyncio
@@ -66,9 +66,9 @@ PROJECTOR_S = 0.8
 CONNECT_S = 0.5
 LINGER_S = 3.0
 LEASE_KEY = "controller"
-# after these facts the set of connections, or of exported workers, changes
+# facts after which the set of connections or of exported workers changes
 MOVES = (WorkerJoined, WorkerLeft, HealthChanged, WorkerForgotten)
-# canaries can wait; frontends decide how soon streams move
+# 2 s of silence may delay a canary: how soon users' streams move depends on the limits of the frontends
 PROBER = PlaneLimits(hang=HangPolicy(silence_s=2.0))
 
 log = structlog.get_logger(__name__)
@@ -90,7 +90,7 @@ async def run_controller(
         loop.add_signal_handler(number, stop.set)
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
-        new = not remembered(data / "spool")  # otherwise a stream has been seen before and must exist
+        new = not remembered(data / "spool")  # not new: a process has seen a stream before, so it must exist
         connecting = group.create_task(
             NatsJournal.connect(
                 nats_url,
@@ -286,7 +286,7 @@ class ControllerProcess:
         )
 
     async def close(self) -> None:
-        """Close the admin port. It comes last, so that the process reports itself alive to the end."""
+        """Close the admin port. It is closed last, so that the process answers /live until it ends."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -380,7 +380,7 @@ class ControllerProcess:
         }
 
     async def _projected(self) -> int | None:
-        """Return the position of the projector, as it reports it or else as the store has it. None without a store."""
+        """Return the projector's position: the reported one, or else the one in the store. None without a store."""
         urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
         timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:

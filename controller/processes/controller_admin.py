@@ -44,7 +44,7 @@ async def serve(
 
 
 def guarded(hosts: frozenset[str]) -> Middleware:
-    """Return a middleware that rejects requests which `admin_guard` refuses."""
+    """Return a middleware that rejects the requests that `admin_guard` refuses."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

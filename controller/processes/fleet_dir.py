@@ -44,12 +44,12 @@ class FleetDir:
 
     @property
     def accounts(self) -> Path:
-        """File of the database accounts' passwords. It is not with the data, which may be lost or restored."""
+        """File of the database accounts' passwords. It is outside the database's directory, which may be lost or restored."""
         return self.path / "secrets" / "postgres.json"
 
     @property
     def key(self) -> Path:
-        """File of the fleet key, which frontends and workers must prove to have."""
+        """File of the fleet key. Frontends and workers must prove that they have the key."""
         return self.path / "secrets" / "fleet.key"
 
     @property
@@ -94,7 +94,7 @@ class FleetDir:
             )
 
     def remember(self, **facts: Any) -> None:
-        """Store how the fleet can be reached, for the other commands. Raise OSError if the disk is full."""
+        """Store the fleet's addresses for the other commands. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
         fresh.unlink(missing_ok=True)
         fresh.touch(0o600)  # a database URL may contain a password
@@ -102,7 +102,7 @@ class FleetDir:
         fresh.replace(self.path / "fleet.json")  # atomic: another command may be reading it
 
     def recall(self) -> dict[str, Any]:
-        """Return what `remember` stored. Raise NoFleet if no fleet runs here: a killed one leaves its file behind."""
+        """Return what `remember` stored. Raise NoFleet if no fleet runs here; a killed one leaves its file behind."""
         try:
             known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
         except (OSError, ValueError):

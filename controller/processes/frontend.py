@@ -1,7 +1,7 @@
 """The frontend process: the fold, the request plane, the director, the ports, and the shutdown.
 
-It needs the broker and the database only to start with their state. Without them it continues to serve from the fold that it
-holds, and spools facts.
+It needs the broker and the database only at its start, to load the fleet's state. If they become unreachable, it serves from the
+fold that it has in memory, and spools facts.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ CHECK_S = 1.0  # interval of checking for clients that do not read, and for unus
 LINKS_S = 1.0
 READY_S = 30.0
 AGAIN_S = 5.0  # delay before retrying an event that this frontend cannot fold
-PREPARE_S = 2.0  # other frontends of the host get the requests meanwhile
+PREPARE_S = 2.0  # longest wait before accepting requests; until then the host's other frontends get them
 BROKER_S = 2.0
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
@@ -133,7 +133,7 @@ class FrontendProcess:
         measured.register(JournalMetrics(journal))
         wait_s = (
             BROKER_S if bus.since is not None else 0.0
-        )  # do not wait again for a broker that is unreachable
+        )  # do not wait for an unreachable broker a second time
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(director, feeds, view, batch))
@@ -219,7 +219,7 @@ class FrontendProcess:
                 for task in running:
                     task.cancel()
         finally:
-            api.openai.cut_off()  # also after a failed service: clients get an error if possible
+            api.openai.cut_off()  # also if a service failed: clients get an error if possible
             director.report()
             await listeners.close()
         return 0
@@ -227,8 +227,8 @@ class FrontendProcess:
     async def _accept(self, director: Director, listeners: Listeners) -> None:
         """Accept requests as soon as one could be served, or the fleet is known to have no serving worker.
 
-        Until then the host's other frontends get them. A frontend without information may be the only one, so it accepts
-        after PREPARE_S and answers with the error itself."""
+        Until then the host's other frontends get them. A frontend that knows no fleet state yet may be the host's only one, so
+        after PREPARE_S it accepts requests anyway and answers with the error itself."""
         loop, monitor = asyncio.get_running_loop(), director.routing.monitor
         until = loop.time() + PREPARE_S
         while not monitor.servable and loop.time() < until:
@@ -253,19 +253,19 @@ class FrontendProcess:
         await asyncio.sleep(0)
 
     async def _follow(self, director: Director, view: FleetView) -> None:
-        """Follow the journal. If it cannot be trusted any more, continue with the fold as known."""
+        """Follow the journal. If it can no longer be trusted, continue with the last fold."""
         async with asyncio.TaskGroup() as group:
             group.create_task(_follow_persistently(view), name="view")
             try:
                 await view.ready(READY_S)
             except HoldfastError as error:
                 if view.fault is not None and not view.fleet.workers:
-                    raise  # it would answer every client that its model does not exist
+                    raise  # this frontend would answer every client that the model does not exist
                 log.warning("fleet_not_known_in_time", why=str(error))
             director.go_live(await asyncio.to_thread(served.read, self._served_at))
 
     async def _remember(self, director: Director, view: FleetView) -> None:
-        """Store until when this frontend served, so that the next one of its name can account for that time."""
+        """Store until when this frontend served, so that the next frontend of the same name can report the gap."""
         clock = SystemClock()
         while True:
             await asyncio.sleep(SERVED_EVERY_S)
@@ -286,7 +286,7 @@ class FrontendProcess:
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus, director: Director) -> None:
-        """Report each second which workers this frontend reaches (a live connection vetoes a silence), and its queue length."""
+        """Report every second the queue length and the reachable workers, which are then not declared silent."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
@@ -310,8 +310,8 @@ class FrontendProcess:
 
 
 async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal persistently. Retry at an event that stops all readers, until an operator has decided about it, and
-    continue from a snapshot if the following events were dropped."""
+    """Follow the journal, and retry after errors. Retry an event that stops all readers until an operator has resolved it.
+    Continue from a snapshot if the next events were dropped."""
     while True:
         try:
             await view.run()

@@ -16,7 +16,7 @@ from events.errors import UsageError
 POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
 SLOS = f"{POLICY}SLOS"
 COUNT_MAX = 8192
-ANY_MODEL = "*"  # as the degradation decider has it, which is slow to import
+ANY_MODEL = "*"  # the same as in the degradation decider, which is slow to import
 
 
 def _count(text: str) -> int:
@@ -118,7 +118,7 @@ def _slos(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the fleet's tiers by flag, variable or default. None if the variable is not a plain list."""
+    """Return the fleet's tiers from the flag, the variable or the default. None if the variable is not a plain list."""
     text = _of(args, "--priority-tiers") or environment.get(f"{POLICY}PRIORITY_TIERS") or ""
     if text.lstrip().startswith("["):
         return None

@@ -1,7 +1,7 @@
 """The file in which a frontend stores until when it served, for the next frontend of the same name.
 
-It is next to the spool, in the folder that a frontend of the same name uses again. It is written atomically. Without it nothing
-is known about the previous frontend.
+The file is beside the spool, in the folder that frontends of the same name share. It is written atomically. Without the file,
+nothing is known about the previous frontend.
 """
 
 import json

@@ -10,7 +10,7 @@ LOG_BYTES_MAX = 32 * 1024 * 1024
 def trim(log: Path, most: int = LOG_BYTES_MAX) -> None:
     """Truncate a log that is larger than `most` bytes, and keep its content as NAME.1.
 
-    The writing process appends and continues; what it writes between the copy and the truncation is lost."""
+    The logging process keeps appending. Lines that it writes between the copy and the truncation are lost."""
     try:
         if log.stat().st_size <= most:
             return

@@ -42,8 +42,8 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path, user: str = "operator") -> dict[str, Any]:
-    """Return how one of the broker's users reaches the fleet: from the environment, or from the data directory. Raise NoFleet
-    or BadBrokerUrl.
+    """Return the URLs by which a broker user reaches the fleet, from the environment or the data directory. Raise NoFleet or
+    BadBrokerUrl.
 
     `database_url` has read access, `database_owner_url` may create tables.
     """
@@ -93,7 +93,7 @@ class Operator:
         return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
-        """Send a request to the controller, to be carried out within `deadline_s` seconds or not at all. Raise OperatorRefused
+        """Send a request to the controller, which executes it within `deadline_s` seconds or not at all. Raise OperatorRefused
         with the controller's reason, or what `command` raises."""
         if verb in ("status", "versions"):
             answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))

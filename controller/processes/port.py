@@ -1,4 +1,4 @@
-"""Reserves the port that a fleet's frontends share, although the kernel would let two fleets share it."""
+"""Reserves the port that a fleet's frontends share, because the kernel would let two fleets share it."""
 
 import errno
 import socket
@@ -12,7 +12,7 @@ class PortTaken(HoldfastError):
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Return a socket that keeps any other `holdfast up` off this port while it is open. Raise PortTaken or HoldfastError."""
+    """Return a socket that, while open, keeps any other `holdfast up` off this port. Raise PortTaken or HoldfastError."""
     held = _name(host, port)
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -25,7 +25,7 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def _name(host: str, port: int) -> socket.socket:
-    """Bind the port's name in Linux's abstract namespace: it has one owner, and is freed when the owner dies."""
+    """Bind a name for the port in Linux's abstract namespace: a name has one owner, and is freed when the owner dies."""
     held = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

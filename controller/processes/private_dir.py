@@ -1,7 +1,7 @@
 """Restricts a fleet's directory to its user: folders 0700, files 0600.
 
-New files get these rights from the `umask` with which every process of a fleet starts (`controller.cli`). Files of older
-releases are restricted here.
+New files get these permissions from the `umask` with which every process of a fleet starts (`controller.cli`). This module
+restricts the files that older releases created.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ FILES = ("demo.json", "fleet.json", "fleet.json.tmp", "lock", "up.log", "version
 
 
 def restrict(path: Path) -> list[str]:
-    """Restrict a fleet's directory. Return foreign entries in it; if there are any, the directory itself stays as it is.
+    """Restrict a fleet's directory. Return the foreign entries in it; if there are any, the directory itself is not changed.
 
-    It could be a home directory, or /tmp. The fleet's own files in it are restricted anyway.
+    A directory with foreign entries could be a home directory, or /tmp. The fleet's own files in it are restricted anyway.
     """
     foreign = sorted({entry.name for entry in path.iterdir()} - {*FOLDERS, *FILES})
     for name in FILES:
@@ -45,7 +45,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _restrict(path: Path) -> None:
-    """Remove the rights of group and others, if the file exists and belongs to this user."""
+    """Remove the permissions of group and others, if the file exists and belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if status.st_mode & MASK and not stat.S_ISLNK(status.st_mode):

@@ -15,7 +15,7 @@ GRACE_S = 10.0  # default for `up`, so that Ctrl-C does not block a terminal for
 
 
 def frontend_grace_s() -> float:
-    """Return how many seconds the streams of a stopping fleet may continue."""
+    """Return for how many seconds streams may continue when the fleet stops."""
     try:
         return float(os.environ.get(GRACE) or GRACE_S)
     except ValueError:  # the frontends refuse to start with it and report why
@@ -45,7 +45,7 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
 
 
 def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: int = 1) -> Child:
-    """Return the process of `count` workers, numbered from `number` on."""
+    """Return one process that runs `count` workers, numbered from `number` on."""
     own = {**_worker(args, number), "HOLDFAST_WORKER_COUNT": str(count)}
     return _child(directory, "worker", f"w{number}", own, count)
 

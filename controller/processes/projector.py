@@ -58,8 +58,8 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Migrate the database to this release; wait for an unreachable one, logging each reason once. Raise StoreLost if it was
-    emptied: this process's account only writes rows, so the owner of the tables must create them again."""
+    """Migrate the database to this release. Wait while it is unreachable, and log each reason once. Raise StoreLost if the
+    database was emptied: this process's account may only write rows, so the owner must create the tables again."""
     logged = ""
     while True:
         try:
@@ -90,7 +90,7 @@ async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]
 
 
 class ProjectorWatch:
-    """Measures how far the projector is behind, and reports it over HTTP."""
+    """Measures the projector's lag behind the journal, and reports it over HTTP."""
 
     def __init__(
         self, projector: Projector, journal: Journal, metrics: ProjectorMetrics, ready_lag: int

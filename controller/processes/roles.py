@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.nats_url and not getattr(settings, "static", None):
         raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
     key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
-    # NumPy starts a BLAS thread per core. Routing multiplies no matrices, and this takes a tenth of a frontend's start.
+    # NumPy starts a BLAS thread per core, which takes a tenth of a frontend's start. Routing multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with without_ca_certificates():  # for aiohttp, which these roles import to serve and request HTTP
         module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")

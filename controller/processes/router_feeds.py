@@ -1,7 +1,7 @@
 """Broker subscriptions of a frontend's router: workers' KV events, and the load of other frontends.
 
-Each has its own connection, so that a burst on one does not delay anything else. If the broker is unreachable when the frontend
-starts, they connect later; until then the router uses only its own knowledge.
+Each has its own connection, so that a burst on one does not delay other messages. If the broker is unreachable when the frontend
+starts, they connect later; until then the router uses only what this frontend has observed.
 """
 
 from collections.abc import Callable, Coroutine, Iterable

@@ -3,8 +3,8 @@
     broker ─┬─▶ workers, frontends, controller, notifier    (none of them waits for the database)
             └─▶ database ─▶ migrations ─▶ projector
 
-Parts start concurrently where possible. A part that dies is restarted on the same address. The death of a worker is recorded on
-the journal by the supervisor, which sees the exit status.
+Parts start concurrently where possible. A part that dies is restarted on the same address. The supervisor, which receives the
+exit status, records the death of a worker on the journal.
 """
 
 import argparse
@@ -50,7 +50,7 @@ REAP_EVERY_S = 1.0
 FOLLOW_AGAIN_S = 1.0
 STOP_GRACE_S = 10.0
 CLOSE_S = 3.0  # extra time of a frontend after its grace
-LIVES_BEFORE_GIVING_UP = 5  # starts of one part before the fleet was ever ready
+LIVES_BEFORE_GIVING_UP = 5  # maximum starts of one part while the fleet has never been ready
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,7 +166,7 @@ class FleetSupervisor:
             self._add(child)
 
     def _remember(self) -> None:
-        """Store how the fleet can be reached, as soon as each part of it is known."""
+        """Store the fleet's addresses, each as soon as it is known."""
         self.dir.remember(
             url=self.url,
             nats_url=self.broker.url,
@@ -190,7 +190,7 @@ class FleetSupervisor:
         """Raise JournalLost if the database has folded another journal."""
         from controller.processes.recovery import journal_check
 
-        if not self.args.accept_journal:  # otherwise the other projection was put aside
+        if not self.args.accept_journal:  # otherwise the projection of another journal was set aside
             await journal_check.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:

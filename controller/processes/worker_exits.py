@@ -1,9 +1,9 @@
-"""Exits of worker processes: records those that a worker could not record, ends dead workers.
+"""Records exits that worker processes could not record, and ends the processes of dead workers.
 
-    lives ── the journal declares it DEAD ──▶ SIGTERM, SIGCONT ── still running after GRACE_S ──▶ SIGKILL ──▶ ended, restarted
+    runs ── the journal declares it DEAD ──▶ SIGTERM, SIGCONT ── still running after GRACE_S ──▶ SIGKILL ──▶ ended, restarted
 
-DEAD is final: no process sends such a worker a request again. A stopped process (SIGSTOP) continues at the SIGCONT, handles the
-SIGTERM and ends in order; one that hangs for good does not.
+DEAD is final: no process sends such a worker a request again. A suspended process (SIGSTOP) continues at the SIGCONT, handles the
+SIGTERM and ends in order. A process that hangs permanently does not, and is killed.
 """
 
 import signal
@@ -21,7 +21,7 @@ GRACE_S = 5.0  # time for a worker's cleanup, or to abort
 
 
 def exit_fact(worker: str, instance: str, status: int) -> WorkerLeft | None:
-    """Return the fact to record for a worker that ended, or None if it has recorded that itself."""
+    """Return the fact to record for a worker that ended, or None if the worker has recorded it itself."""
     if status in (0, FAILED):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
@@ -48,7 +48,7 @@ class WorkerExits:
         self._ending: dict[str, float] = {}  # worker process -> deadline for ending by itself, monotonic
 
     def begins(self, child: Child) -> Mapping[str, str]:
-        """Return the environment variables that identify the life of a process that is about to start."""
+        """Return the environment variables that identify the instances of a process that is about to start."""
         if child.role != "worker":
             return {}
         instance = new_id()

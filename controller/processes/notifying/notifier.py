@@ -94,7 +94,7 @@ def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str
 
 
 async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
-    """Deliver until `stop` is set, then finish what is under way. Raise the error that ended a delivery."""
+    """Deliver until `stop` is set, then finish the tries in progress. Raise the error that ended a delivery."""
     running = [asyncio.create_task(delivery.run()) for delivery in deliveries]
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
     try:

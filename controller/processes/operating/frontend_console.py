@@ -38,8 +38,8 @@ def make(
     ended: ReadEnded | None,
     acts_in: Path | None,
 ) -> Console:
-    """Return the console of a frontend, fed by its view. `ended` reads from the state store. `acts_in` is the fleet's directory,
-    if the console may send operator commands."""
+    """Return a frontend's console, which follows the frontend's fleet view. `ended` reads ended incidents from the state store.
+    `acts_in` is the fleet's directory, if the console may send operator commands."""
     sources = ConsoleSources(
         name=name,
         names=own_hosts(),
@@ -65,12 +65,12 @@ def history_reader(data: Path, nats_url: str, database_url: str | None) -> Histo
 
 
 def _streams(plane: RequestPlaneClient, worker: str) -> int:
-    """Return the number of a worker's streams, of all frontends, without its canaries."""
+    """Return the number of a worker's streams from all frontends, without canaries."""
     return sum(load.running + load.waiting - load.canaries for load in plane.load_by_rank(worker))
 
 
 def _running(director: Director, request: str) -> Sequence[str]:
-    """Return a line for each worker of this frontend that answers the request now."""
+    """Return a line for each worker that is generating an answer to the request for this frontend now."""
     endpoints, at = director.table.endpoints, director.running.at
     return [
         f"is answered now, by {endpoint.worker}: {count(len(one.accepted), 'token')} so far"
@@ -87,13 +87,13 @@ def _fault(view: FleetView, bus: Bus) -> str:
 
 
 async def _earlier(journal: Journal, until: int) -> Sequence[Recorded]:
-    """Return the last events up to a sequence, as far as the journal retains them. Raise JournalUnavailable."""
+    """Return the latest events up to a sequence that the journal still holds. Raise JournalUnavailable."""
     after = max(0, until - EARLIER_EVENTS)
     return [event async for batch in held(journal, after, until) for event in batch]
 
 
 async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
-    """Return the incidents that ended last, as far as the state store has them. Raise StoreUnavailable."""
+    """Return the latest ended incidents that the state store has. Raise StoreUnavailable."""
     return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
 
 
@@ -103,7 +103,7 @@ def _incident(row: Mapping[str, Any]) -> EndedIncident:
 
 
 async def _act(data: Path, verb: str, body: dict[str, Any]) -> str:
-    """Run one operator command. Raise HoldfastError with the reason if it was not done."""
+    """Run one operator command. Raise HoldfastError with the reason if the command failed."""
     operator = await Operator.connect(data)
     try:
         answer = await operator.ask(verb, body)

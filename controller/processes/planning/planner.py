@@ -60,7 +60,7 @@ async def run_planner(
 
 
 def hook_of(settings: PlannerSettings) -> ScaleHook | None:
-    """Return the hook that carries out proposals, or None if the supervisor does. Raise BadSetting."""
+    """Return the hook that applies proposals, or None if the supervisor applies them. Raise BadSetting."""
     if settings.by == "command":
         from controller.adapters.scaling.command_hook import CommandScaleHook
 

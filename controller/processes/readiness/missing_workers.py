@@ -9,8 +9,8 @@ NAMED_MAX = 3  # workers named per line; the others with the same reason are cou
 
 
 def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) -> dict[str, str]:
-    """Return which of these workers neither serve requests nor are ready spares, with the reason. `outside`: only workers that
-    wait for something outside of the fleet, because the fleet handles everything else itself."""
+    """Return those of these workers that neither serve requests nor are ready spares, each with the reason. `outside`: only
+    workers that wait for something outside of the fleet, because the fleet handles all other causes itself."""
     known = {worker["id"]: worker for worker in status["workers"]}
     waiting = {one["id"]: str(one["reason"]) for one in status.get("awaited", ())}
     found: dict[str, str] = {}

@@ -48,7 +48,7 @@ class ReadinessTimes:
 
 
 class ReadinessWatch:
-    """The start of one fleet, as its supervisor follows it."""
+    """Follows the start of one fleet for its supervisor."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class ReadinessWatch:
         spares: Sequence[str] = (),
         times: ReadinessTimes = ReadinessTimes(),
     ) -> None:
-        """Follow the start of these workers and `spares`, which may take `timeout_s`. `patient`: the workers wait for something
-        outside of the fleet, so the watch continues after the fleet serves."""
+        """Follow the start of the workers `names` and `spares`, within `timeout_s`. `patient`: workers may wait for something
+        outside of the fleet (a server, a model), so the watch continues after the fleet serves."""
         self.timeout_s = timeout_s
         self._ask = ask
         self._names = [*names, *spares]
@@ -125,7 +125,7 @@ class ReadinessWatch:
         return now - self._serving_since > self._times.status_s
 
     async def verdict(self) -> str:
-        """Return which workers are missing in a fleet that did not become ready in time."""
+        """Return a text about the workers that are missing in a fleet that did not become ready in time."""
         await self.look()
         return "; ".join(lines(self._missing)) or "a worker is ready, but no frontend reaches it"
 
@@ -138,7 +138,7 @@ class ReadinessWatch:
             self._missing = dict.fromkeys(self._names, UNASKED)
 
     def report(self) -> None:
-        """Print the missing workers, or once that none is missing any more."""
+        """Print the missing workers. When none is missing any more, print that once."""
         before, self._reported = self._reported, list(lines(self._missing))
         if self._reported != before or not self.late:
             for line in self._reported:

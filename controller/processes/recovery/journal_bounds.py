@@ -1,4 +1,4 @@
-"""Sets the journal stream's retention bounds once a snapshot lies within what they retain, not before."""
+"""Sets the journal stream's retention bounds as soon as the events to be retained include a snapshot."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ class JournalBounding:
             await asyncio.sleep(wait_s)
 
     async def _try(self) -> float:
-        """Set the bounds if that loses nothing. Return the seconds until the next try, 0 if they are set."""
+        """Set the bounds if no event without a snapshot is lost. Return the seconds until the next try, 0 if they are set."""
         usage = await self._journal.usage(growth=False)
         if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
             return 0.0
@@ -63,7 +63,7 @@ class JournalBounding:
 
 
 def words(wanted: JournalBounds) -> str:
-    """Return in words what a journal with these bounds keeps."""
+    """Return a text about the events that a journal with these bounds keeps."""
     limits = [] if wanted.bytes is None else [f"at most {wanted.bytes / (1 << 20):,.0f} MiB"]
     limits += (
         [] if wanted.age is None else [f"events of the last {wanted.age.total_seconds() / 86400:g} days"]

@@ -1,8 +1,8 @@
 """Checks, when `holdfast up` starts, that the broker's journal belongs to this data directory.
 
-Processes store in files which event the broker acknowledged last, and the database stores which event it folded last. A broker
-that lacks such an event, or has another event in its place, has lost events or is another broker. Continuing would invent a
-history. Only the operator can know which of the two is right, so `up` stops with the choices.
+Processes store in files which event the broker acknowledged last, and the database stores the last event in its projection. A
+broker that lacks such an event, or has another event at that sequence, has lost events or is another broker. Continuing would
+create an inconsistent history. Only the operator can know which of the two is right, so `up` stops and prints the choices.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class JournalLost(HoldfastError):
 
 
 async def open_journal(url: str, spools: Path) -> NatsJournal:
-    """Return the supervisor's connection to the journal, if it is the one of this directory. Raise JournalLost.
+    """Return the supervisor's connection to the journal. Raise JournalLost if it is not the journal of this directory.
 
     The stream is created if no process has seen one before.
     """
@@ -48,8 +48,8 @@ async def open_journal(url: str, spools: Path) -> NatsJournal:
 
 
 async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = None) -> None:
-    """Raise JournalLost if the stream lacks an acknowledged event, or the event that the database (its `place`) has folded. A
-    broker that does not answer proves neither."""
+    """Raise JournalLost if the stream lacks an acknowledged event, or the last event in the database (`place`). A broker that
+    does not answer is no proof of a loss."""
     with contextlib.suppress(JournalUnavailable):
         newest = max(remembered(spools).values(), key=lambda event: event.seq, default=None)
         if lost := await _lost(journal, newest):
@@ -59,7 +59,7 @@ async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = 
 
 
 async def accept(url: str, spools: Path, database: FleetDatabase, place: Place | None) -> None:
-    """Accept the journal as it is: forget acknowledged events of another journal, and put their projection aside."""
+    """Accept the journal as it is: delete the records of another journal's acknowledged events, and set its projection aside."""
     journal = await NatsJournal.connect(url, "supervisor:accept", None)
     try:
         last = await journal.last_seq()
@@ -76,7 +76,7 @@ async def accept(url: str, spools: Path, database: FleetDatabase, place: Place |
 
 
 async def _lost(journal: NatsJournal, seen: AcknowledgedEvent | None) -> str:
-    """Return in words which part of an event's history is lost, or "" if none is."""
+    """Return why the journal does not hold the event `seen`, or "" if it does."""
     if seen is None:
         return ""
     try:

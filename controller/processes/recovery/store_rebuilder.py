@@ -21,7 +21,7 @@ FINDING = 3
 
 
 class StoreRebuilder:
-    """Rebuilds one fleet's store whenever its projector finds rows missing."""
+    """Rebuilds one fleet's store whenever its projector finds that rows are missing."""
 
     def __init__(self, data: Path, rebuild: Callable[[Path], Awaitable[str]] | None = None) -> None:
         self._data = data
@@ -31,7 +31,7 @@ class StoreRebuilder:
         self._reported = ""
 
     def ended(self, child: Child, status: int) -> None:
-        """Handle the end of a process. A projector that has found a loss is not restarted before the rebuild."""
+        """Handle the end of a process. A projector that has found missing rows is restarted only after the rebuild."""
         if child.role != "projector" or status != FINDING or self._task is not None:
             return
         child.restart = False

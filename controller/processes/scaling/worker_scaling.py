@@ -3,8 +3,8 @@
     ScaleProposed ─▶ more: start w3, w4 …               ─▶ ScaleApplied
                   └▶ fewer: SIGTERM, the newest first   ─▶ ScaleApplied; the worker drains (its streams end or move) and exits
 
-A worker name is never used twice in the life of a fleet. At least one worker stays, whatever is proposed. Spares are not
-counted, even if roles have been swapped; with `--spares auto` their number follows the number of workers.
+A worker name is never used twice while the fleet runs. At least one worker remains, whatever is proposed. Spares are not counted;
+a spare that replaces a worker counts as a worker. With `--spares auto` the number of spares follows the number of workers.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class WorkerScaling:
         self._children, self._start, self._say = children, start, say
         self._model = ""  # model of the own workers, known once one has joined
         self._used = {"w": -1, "s": -1}
-        self._kept: set[str] = set()  # workers that are spares
+        self._kept: set[str] = set()  # workers that are spares now
         self._known: set[str] = set()  # workers that are known to be spares or not
         self._wanted: dict[str, Recorded] = {}  # the last proposal, by model
         self._until: dict[str, float] = {}  # deadline of each stopping worker, by name

@@ -1,7 +1,7 @@
 """The broker of a fleet: the embedded one with its users and permissions, or an external one.
 
-The embedded broker has a user for each role and for each process of workers, authenticated by nkeys; their seeds are in
-DIR/secrets/nats. A process that joins later puts its own seed there and is admitted a moment later. Refusals of the broker are
+The embedded broker has a user for each role and for each worker process, authenticated by nkeys. Their seeds are in
+DIR/secrets/nats. A process that joins later writes its own seed there and is admitted a moment later. The broker's refusals are
 reported on the console and on the journal. An external broker has the users that its operator configured.
 """
 

@@ -1,7 +1,7 @@
 """The Prometheus of `holdfast up --observability`: scrapes every process and loads alert rules.
 
-It reads the targets from a file that is rewritten when processes start or stop. The fleet does not depend on it: if it is not
-installed or does not start, that is reported and has no other effect.
+Prometheus reads its targets from a file that is rewritten when processes start or stop. The fleet does not depend on Prometheus:
+if it is not installed or does not start, that is reported and has no other effect.
 """
 
 import json

@@ -24,7 +24,7 @@ class KeepingPolicy:
     """Intervals of checks and restarts, in seconds."""
 
     look_s: float = 0.05
-    looks_per_checkup: int = 40  # a running server is checked for being stuck once per this many looks
+    looks_per_checkup: int = 40  # one check in so many also tests whether a running server is stuck
     wait_min_s: float = 0.2  # delay between two attempts to start it; doubles after each failure
     wait_max_s: float = 10.0
 
@@ -41,7 +41,7 @@ class KeptServer:
     ) -> None:
         self._policy = policy
         self._start = start
-        self._stuck = stuck  # whether it runs but only a restart helps
+        self._stuck = stuck  # returns whether a running server must be restarted
         self._announce = announce  # called after each start
         self._server: EmbeddedServer | None = None
         self._keeping: asyncio.Task[None] | None = None
