@@ -1,4 +1,4 @@
-"""Catalogue of event kinds, fields and emitters, derived from the dataclasses, so never stale.
+"""Catalogue of event kinds, fields and emitters, derived from the dataclasses, so never outdated.
 
 `controller.commands.write_docs` generates the documents from it.
 """
@@ -139,7 +139,7 @@ def _type_text(annotation: object) -> str:
 
 
 def notes_of(shape: type) -> dict[str, str]:
-    """Return the comment of each field of the class and its bases: behind it, whatever lines it takes, or above it."""
+    """Return the comment of each field of the class and its bases: trailing (also after several lines), or above the field."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
         source = inspect.getsource(cls)

@@ -23,7 +23,7 @@ FINDING = 3
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "planner", "notifier", "frontend", "worker")
 DRAWING = ("up", "demo", "top", "status", "plan")  # move the cursor, and escape untrusted text themselves
-PRINTING = ("settings", "completion")  # these log nothing
+PRINTING = ("settings", "completion")  # commands that log nothing
 CONFIGURED = (*ROLES, "up", "settings")  # commands with --config
 CONFIG = "TOML file with settings, and for `up` its flags; environment and flags override it (docs/reference/commands.md)"
 CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
@@ -106,7 +106,7 @@ def _main(arguments: list[str]) -> int:
     if wanted not in PRINTING:
         with without("rich", "greenlet"):  # structlog imports both if they are installed
             from events.process import logs
-        if wanted not in ROLES:  # they set up their own logs
+        if wanted not in ROLES:  # roles set up their own logs
             logs.quiet()
     if wanted in CLOSED:
         os.umask(0o077)  # files that they and their children create are private to the user
@@ -125,7 +125,7 @@ def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[st
 
     if wanted in ROLES:
         config_file.apply(path, os.environ, (wanted,))
-        return parser_for({wanted}), arguments  # its defaults come from the environment
+        return parser_for({wanted}), arguments  # the file's settings are now in the environment
     from controller.processes.up_flags import VARIABLES, flags_by_key, setting_of
 
     given = [*arguments, *(flag for flag, variable in VARIABLES.items() if variable in os.environ)]
@@ -246,8 +246,8 @@ def completion(args: argparse.Namespace) -> int:
 
 
 class CliCommand(NamedTuple):
-    """One command: its help, and the functions that add its flags and run it, as `module:function`. They are imported when they
-    are needed, so that `--help` imports nothing heavy."""
+    """One command: its help, and the functions that add its flags and run it, as `module:function`. The functions are imported
+    when they are needed, so that `--help` imports no slow module."""
 
     help: str
     flags: str

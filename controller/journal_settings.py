@@ -1,7 +1,7 @@
 """Retention bounds of the journal.
 
-`holdfast up`, which has the same flags, sets the bounds on the stream. A controller writes a snapshot of the fleet to the
-journal before these bounds drop the events that it replaces."""
+`holdfast up`, which has the same flags, sets the bounds on the stream. Before the bounds drop events, a controller writes a
+snapshot of the fleet to the journal that replaces them."""
 
 from datetime import timedelta
 

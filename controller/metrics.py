@@ -181,7 +181,7 @@ class ControllerMetrics(MetricTable):
         self.gpu_seconds.labels(self._worker(worker)).inc(gpu_seconds)
 
     def late(self, seconds: float) -> None:
-        """Set the delay of the last probe's start."""
+        """Record by how many seconds the last probe started late."""
         self.lateness.set(seconds)
 
     def _worker(self, worker: str) -> str:
@@ -192,7 +192,7 @@ class ControllerMetrics(MetricTable):
     def know(self, fleet: Fleet) -> None:
         """Create the series of new workers with every reason at 0, and remove those of workers that left the fleet.
 
-        A counter that first appears at 1 would lose that increase (B26)."""
+        Prometheus would miss the first increase of a counter that first appears at 1 (B26)."""
         for worker in fleet.workers.keys() - self._known:
             self._begin(worker)
         for worker in self._known - fleet.workers.keys():
@@ -214,7 +214,7 @@ class ControllerMetrics(MetricTable):
             if isinstance(
                 fact, CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
             ):
-                if fact.worker in self._known:  # otherwise it is late: the series are removed
+                if fact.worker in self._known:  # else the fact came late: the worker's series are removed
                     self._found(fact)
             elif isinstance(fact, RequestMigrated):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)

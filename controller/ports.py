@@ -74,7 +74,7 @@ class ReadPosition:
     """The position of the read model: its rows are the fold of all events up to `seq`."""
 
     seq: int = 0
-    id: str = ""  # the ce-id of that event: a recreated stream has another id there
+    id: str = ""  # the ce-id of the event at `seq`: a recreated stream has another id at that sequence
     at: datetime | None = None  # the stream's timestamp of that event
     settled: Position = Position()
     deciders_version: int = 0
@@ -116,8 +116,8 @@ class StateStore(Protocol):
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        `after` is the position that the store must have: the one directly before `events`, or the initial one if the store is
-        empty. If the store has another position, raise AnotherProjector and write nothing. Raise StoreUnavailable.
+        `after` must be the store's current position: right before `events`, or before any event if the store is empty. Otherwise
+        raise AnotherProjector and write nothing. Raise StoreUnavailable.
         """
         ...
 
@@ -143,7 +143,8 @@ class StateStore(Protocol):
 
 
 class Archive(Protocol):
-    """Finds stored events by worker, incident or request. The journal is authoritative; the archive is an index of it."""
+    """Reads the events in the store, selected by incident, worker or request. The journal is authoritative; the store is its
+    index."""
 
     async def locate(self, reference: str) -> int | None:
         """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
@@ -231,7 +232,7 @@ class Sink(Protocol):
         ...
 
     def flush(self) -> None:
-        """Write out what was buffered: this loop turn has no more chunks for the stream."""
+        """Write out buffered output: this turn of the event loop has no more chunks for the stream."""
         ...
 
     def lost(self, cause: LostCause, detail: str) -> None:
@@ -271,19 +272,19 @@ class RequestPlane(ConnectedWorkers, Protocol):
         ...
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is connected and has signalled that it accepts no new requests."""
+        """Return whether this instance is connected and has announced that it drains."""
         ...
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
-        """Ask a worker to reserve room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
+        """Request that a worker reserve `room` tokens for a request; return the new stream. Raise WorkerUnreachable."""
         ...
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
-        """Command a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        """Instruct a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
         ...
 
     def stay(self, worker: str, stream: int) -> None:
-        """Command a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
+        """Instruct a worker to stop a stream's transfer and to continue decoding. Unknown streams are ignored."""
         ...
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
@@ -327,7 +328,8 @@ class CommandGate(Protocol):
     """Decides whether a command is carried out by this controller."""
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Return the answer; None if another controller answers or the outcome is unknown. `act` refuses by a HoldfastError."""
+        """Run `act` and return the answer; None if another controller answers, or if the outcome is unknown. A HoldfastError that
+        `act` raises is the reason of a refusal."""
         ...
 
     async def ours_to_answer(self) -> bool:
@@ -342,7 +344,7 @@ class Control(Protocol):
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Drain a worker: let it finish what it runs within `deadline_s` seconds (None: the policy's wait)."""
+        """Drain a worker: its running requests may finish within `deadline_s` seconds (None: the policy's wait)."""
         ...
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
@@ -354,7 +356,7 @@ class Control(Protocol):
         ...
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Command a worker to shut down gracefully."""
+        """Instruct a worker to shut down gracefully."""
         ...
 
     async def status(self) -> dict[str, Any]:
@@ -393,6 +395,6 @@ class ScaleHook(Protocol):
     async def scale(self, wanted: ScaleRequest) -> HookResult:
         """Scale the workers of a model to `wanted.after`.
 
-        It returns within the hook's deadline and raises nothing when the other side fails. Success does not mean that the new
-        workers serve already. The call is idempotent."""
+        The call is idempotent, returns within the hook's deadline, and raises nothing if the other side fails. Success does not
+        mean that the new workers serve already."""
         ...

@@ -1,8 +1,8 @@
 """Escapes text for terminals: names and reasons may come from a compromised worker or a client.
 
 Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`. Unescaped, they
-could clear the screen, reorder what is shown, answer for the operator, or set the terminal's title. In JSON that escape means
-the same character.
+could clear the screen, reorder the displayed text, send input as if from the operator, or set the terminal's title. In JSON the
+escape denotes the same character.
 """
 
 import re

@@ -110,7 +110,7 @@ def failing(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> float:
-    """Return the seconds until a new group serves: reading its weights, plus the measured rest of its start (N19)."""
+    """Return the seconds until a new group serves: reading its weights, plus the measured remainder of its start (N19)."""
     return weights_gb / storage_gbps + start_s
 
 
@@ -150,7 +150,7 @@ def _number(text: str) -> float:
 
 
 def _below(limit: float, text: str, what: str) -> float:
-    """Return a number between 0 and `limit`. Raise ArgumentTypeError, naming `what` was expected."""
+    """Parse a number between 0 and `limit`. Raise ArgumentTypeError, which names `what` was expected."""
     try:
         found = float(text)
     except ValueError:

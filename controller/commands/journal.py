@@ -1,7 +1,7 @@
 """`holdfast journal inspect | quarantine`: lists messages that are not events, and excludes events.
 
-Both read the stream directly, so they work when every process that folds it has stopped: at an event that only a newer version
-knows, or at a decision out of turn. The next decision number follows from the start of the stream, so they read from there.
+Both read the stream directly. So they also work when every process that folds it has stopped at an event that only a newer
+version knows, or at a decision out of turn. They read from the start of the stream, to compute the expected decision numbers.
 """
 
 import argparse
@@ -110,7 +110,7 @@ async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Rec
 
 
 def _place(event: Recorded, turns: DecisionNumbering) -> Place | None:
-    """Return the entry for an event that is not folded; None for one that every reader folds."""
+    """Return the entry for an event that is not folded; None for an event that every reader folds."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
         state: Literal["stops", "quarantined", "skipped"] = (
@@ -155,8 +155,8 @@ def _printable(text: str) -> str:
 
 
 async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Print = print) -> int:
-    """Record that an event does not count. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
-    JournalUnavailable if it is not recorded."""
+    """Record the quarantine of an event. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
+    JournalUnavailable if the quarantine is not recorded."""
     last = await journal.last_seq()
     if seq > last:
         raise UsageError(f"event {seq} does not exist: the journal ends at {last}")
@@ -196,7 +196,7 @@ async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> No
 
 
 async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int, last: int) -> None:
-    """Refuse if a newer controller, which knew the event, has read past it.
+    """Refuse if a newer controller, which knew the event, has made a decision after reading it.
 
     A controller reads past an unknown observation without folding it. No observation is folded before its kind is in force.
     """

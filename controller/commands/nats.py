@@ -1,6 +1,6 @@
 """`holdfast nats permissions | reader`: users of an external broker, and access for event readers.
 
-`permissions` prints them as nats-server's configuration. `reader` prints how a program of yours connects."""
+`permissions` prints the users as nats-server's configuration. `reader` prints the URL with which a program of yours connects."""
 
 import argparse
 import json

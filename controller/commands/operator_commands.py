@@ -77,8 +77,8 @@ async def _first(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s: float = LOOK_S) -> None:
-    """Print when the broker disconnects and reconnects, so that an outage is not mistaken for calm. Raise NoFleet or
-    Unreachable if the broker is gone for good."""
+    """Print when the broker disconnects and reconnects, so that an outage is not mistaken for a time without events. Raise
+    NoFleet or Unreachable if the broker is gone for good."""
     disconnected = False
     while True:
         await asyncio.sleep(look_s)
@@ -93,7 +93,7 @@ async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s
 
 
 def is_wanted(event: Recorded, args: argparse.Namespace) -> bool:
-    """Return whether `--kind` and `--worker` select an event."""
+    """Return whether an event matches `--kind` and `--worker`."""
     fact = event.fact
     if isinstance(fact, Skipped) or (args.kind and fact.kind() != args.kind):
         return False

@@ -139,7 +139,7 @@ def rehearse(
     gpus: int,
     report_progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Return the results of a day with the planner, a fixed fleet and perfect knowledge. Hours are GPU hours."""
+    """Return the results of a day with the planner, with a fixed fleet and with perfect foresight. Hours are GPU hours."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
     report_progress("perfect knowledge")
     perfect = with_perfect_knowledge(fleet, arrivals)

@@ -102,7 +102,7 @@ def _console(processes: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _spares(workers: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield how many spares are ready, per model that has spares."""
+    """Yield the number of ready spares of each model that has spares."""
     for model in sorted({w["model"] for w in workers if w.get("spare")}):
         spares = [w for w in workers if w["model"] == model and w.get("spare")]
         yield f"spares       {sum(map(_well, spares))} of {len(spares)} ready for {model}"
@@ -133,7 +133,7 @@ def _stored(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _growth(journal: dict[str, Any]) -> str:
-    """Return how fast the journal grows and how long its space will last."""
+    """Return a text on how fast the journal grows and how long its space will last."""
     most = f" of {_size(journal['bytes_max'])}" if journal["bytes_max"] else ""
     if journal["bytes_a_day"] is None:
         return f"{most}, growth not known yet"
@@ -164,7 +164,7 @@ def _canary(last: Any) -> str:
 
 
 def print_processes(living: Sequence[Presence], output: str) -> None:
-    """Print what is known without a controller: the processes of this host."""
+    """Print the processes of this host: the only status that is known without a controller."""
     processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in living]
     if output == "json":
         empty: dict[str, Any] = {

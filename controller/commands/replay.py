@@ -45,7 +45,7 @@ async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> in
 
 
 async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> PostgresStore | None:
-    """Return the store if it answers within `within_s` seconds, else None: the journal suffices, only slower."""
+    """Return the store if it answers within `within_s` seconds, else None: the journal suffices, but is slower."""
     if store is None:
         return None
     try:

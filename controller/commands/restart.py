@@ -3,9 +3,9 @@
     others routable? ──▶ stop (drains first) ──▶ a new instance has joined ──▶ it is routable ──▶ the next worker
                                                                              (a spare: healthy)
 
-Workers that serve no requests (hung, dead, drained) come first, and need no other worker to replace them. The next worker is
-stopped only when the successor of the last one serves requests, so a fleet of two always has one that serves. `holdfast up`,
-systemd or the orchestrator starts the workers again; this command only waits for that.
+Workers that serve no requests (hung, dead, drained) are restarted first, without waiting for another worker to be routable. The
+next worker is stopped only when the new instance of the previous one serves requests, so a fleet of two always has one that
+serves. `holdfast up`, systemd or the orchestrator starts the workers again; this command only waits for that.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ async def all_of(operator: Operator) -> list[str]:
 
 
 async def _spared(operator: Operator, name: str, within_s: float) -> str:
-    """Wait until another worker of its model serves requests, unless this one serves none itself. Return its instance. Raise
-    NotRestarted."""
+    """Wait until another worker of the same model serves requests, unless this worker serves none itself. Return this worker's
+    instance. Raise NotRestarted."""
 
     def found(status: Status) -> Status | None:
         worker = _found(status, name)

@@ -1,6 +1,6 @@
 """`holdfast route`: shows which worker a frontend would choose for a prompt, and why.
 
-A running frontend chooses as it would for a request, and sends nothing to the worker.
+A running frontend chooses the worker as it would for a request, and sends nothing to that worker.
 """
 
 import argparse

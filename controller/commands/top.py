@@ -22,7 +22,7 @@ from events.journal.nats import NatsJournal
 
 AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
 ONCE_LINES = 40  # height of the screen with --once
-CATCH_UP_S = 0.5  # existing events arrive within this time
+CATCH_UP_S = 0.5  # time within which the events that exist already arrive
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
         try:
             async with _journal(args) as journal:
                 last = await journal.last_seq()
-                after = seen.last if seen.last <= last else 0  # otherwise it is another journal
+                after = seen.last if seen.last <= last else 0  # a shorter journal is another one
                 async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX, after)):
                     seen.take(batch)
         except HoldfastError as error:

@@ -27,7 +27,7 @@ class FleetSeen(RecentEvents):
     """The status and events known so far."""
 
     status: Mapping[str, Any] | None = None
-    fault: str = ""  # why the status is missing or old
+    fault: str = ""  # why the status is missing or outdated
 
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:

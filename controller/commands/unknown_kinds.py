@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from controller.terminal_text import escape_controls
 from events.fact import Recorded, Skipped
 
-UNKNOWN_KINDS_MAX = 100  # kinds counted by name; further kinds are counted together
+UNKNOWN_KINDS_MAX = 100  # kinds that are counted separately; further kinds are counted together
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ def version_text() -> str:
 
 
 def commit_of_checkout(root: Path) -> str:
-    """Return the abbreviated commit of the git checkout at `root`; empty if it is none, or git does not answer within GIT_S."""
+    """Return the abbreviated commit of the git checkout at `root`; empty if `root` is none, or git exceeds GIT_S seconds."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
@@ -32,7 +32,7 @@ def commit_of_checkout(root: Path) -> str:
 
 
 def commit_of_installation(package: Distribution) -> str:
-    """Return the abbreviated commit that pip installed the package from; empty if it was not a repository (PEP 610)."""
+    """Return the abbreviated commit that pip installed the package from; empty if pip's source was no repository (PEP 610)."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(package.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"])[:7]
     return ""

@@ -1,6 +1,6 @@
 """`holdfast webhooks test | dead | resend`: tests a webhook, lists dead letters, and sends them again.
 
-`resend` requires the URL, because the events may have been sent to a wrong one.
+`resend` requires the URL, because the letters may be undelivered because of a wrong URL.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from controller.ports import Clock
 from events.errors import HoldfastError
 from events.fact import Recorded
 
-EARLIER_S = 1.5  # per query for the time before this frontend's start, once
+EARLIER_S = 1.5  # timeout of each query for the time before this frontend's start; made once
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
@@ -35,8 +35,8 @@ class ConsoleSources:
     fleet: Callable[[], Fleet]
     seq: Callable[[], int]  # sequence of the last folded event
     streams: Callable[[], Mapping[str, int]]  # streams by worker, for workers that this frontend reaches
-    fault: Callable[[], str]  # why the data may be old; empty if it is current
-    running: Callable[[str], Sequence[str]]  # lines about the workers that answer a request here now
+    fault: Callable[[], str]  # why the data may be outdated; empty if it is current
+    running: Callable[[str], Sequence[str]]  # lines about workers that are generating a request's answer now
     earlier: Callable[[int], Awaitable[Sequence[Recorded]]]  # the latest events up to a sequence
     ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # the incidents that ended last
 
@@ -102,7 +102,7 @@ class Console:
         return at + timedelta(seconds=self._clock.monotonic() - heard)
 
     async def _begin(self) -> None:
-        """Load, once, incidents and events from before this frontend's start. Without them the page starts from there."""
+        """Load, once, incidents and events from before this frontend's start. If that fails, the page shows only later ones."""
         if self._loaded_earlier:
             return
         self._loaded_earlier = True

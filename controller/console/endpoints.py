@@ -27,7 +27,7 @@ from controller.replay.report.figure import COLORS
 from events.errors import HoldfastError
 
 PATH = "/console"
-WRITE_S = 20.0  # deadline for a viewer to read any data
+WRITE_S = 20.0  # a viewer that reads no data for this long is disconnected
 ACT_S = 15.0
 BODY_S = 5.0
 BODY_BYTES_MAX = 4096
@@ -68,7 +68,7 @@ class ConsoleEndpoints:
 
     feed: ConsoleFeed
     history: HistoryReader
-    running: Callable[[str], Sequence[str]]  # lines about the workers that answer a request here now
+    running: Callable[[str], Sequence[str]]  # lines about workers that are generating a request's answer now
     name: str  # name of this frontend
     names: frozenset[str]  # names of its host
     act: WorkerAct | None = None  # None: read-only

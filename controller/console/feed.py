@@ -1,7 +1,7 @@
 """The viewers of the console and their data: one full snapshot, then only changes, once a second.
 
-A snapshot is taken once for all viewers, and none without viewers. Recent changes are kept as encoded bytes; each viewer has a
-position in them. A viewer that falls behind the kept changes gets a new snapshot, so no data queues up for any viewer.
+One snapshot is taken for all viewers, and none while there are no viewers. Recent changes are kept as encoded bytes; each viewer
+has a position in them. A viewer that falls behind the kept changes gets a new snapshot, so no data queues up for any viewer.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class ConsoleFeed:
         beat_s: float = BEAT_S,
         again_s: float = AGAIN_S,
     ) -> None:
-        """`take` creates the sections of a snapshot, and `times` its times. `begin` is awaited when the first viewer arrives."""
+        """`take` creates a snapshot's sections, and `times` its times. `begin` is awaited when the first viewer arrives."""
         self._take, self._times, self._begin = take, times, begin
         self._beat_s, self._again_s = beat_s, again_s
         self._taken: NumberedPicture | None = None

@@ -1,6 +1,6 @@
 """Access control of the console: the admin port's checks, and for actions the page's own token.
 
-A request for an action must come from a page of this origin that knows a token drawn at the frontend's start.
+A request for an action must come from a page of this origin that has the token, which is drawn at random at the frontend's start.
 """
 
 import hmac

@@ -1,6 +1,6 @@
 """Reads the journal for the console with a command in a separate process.
 
-A post-mortem takes a core for a second, and the event loop of this process relays tokens."""
+A post-mortem uses a core for a second, which would block this process's event loop, which relays tokens."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class HistoryUnavailable(HoldfastError):
 
 
 class RunningCommand:
-    """One command. It runs in a thread, because forking a large process would block the loop, and is ended from the loop."""
+    """One command. A thread starts it, because forking a large process would block the event loop. The loop can end it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], within_s: float) -> None:
         self._command, self._environment, self._within_s = command, environment, within_s

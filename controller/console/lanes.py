@@ -51,7 +51,7 @@ class LaneMemory:
             self._step(now)
 
     def _place(self, name: str, place: tuple[int, float] | None) -> bool:
-        """Set what a worker contributes to the fleet. Return whether that has changed."""
+        """Set a worker's contribution to the fleet: its GPUs, and how many of them serve. Return whether it has changed."""
         before = self._places.get(name)
         if before == place:
             return False

@@ -1,7 +1,7 @@
 """Events that the console keeps while it has no viewers, so that a new viewer sees the recent past.
 
-It receives every event of the fleet on the loop that relays tokens. It therefore only stores events and counts those with user
-impact. Everything else is computed when there is a viewer.
+It receives every event of the fleet on the event loop that relays tokens. Therefore it only stores events, and counts those with
+user impact. Everything else is computed when there is a viewer.
 """
 
 from collections import Counter, deque

@@ -1,7 +1,7 @@
 """The rows that the console shows, computed from the fold, the latest events and frontends' counts.
 
-A worker that has not changed is the same object in the next fold and keeps its row. A refresh of a thousand workers therefore
-checks each one, but recomputes only about one in thirty.
+A worker that has not changed is the same object in the next fold, so its row is reused. A refresh of a thousand workers
+therefore checks each one, but recomputes only about one row in thirty.
 """
 
 from collections import Counter, defaultdict
@@ -37,13 +37,13 @@ CRITICAL_LEVEL = 3  # degradation level from which users are affected
 
 @dataclass(slots=True)
 class FleetMoment:
-    """The inputs of a console snapshot besides the events."""
+    """The inputs of one console snapshot, besides the events."""
 
     fleet: Fleet
     seq: int  # sequence of the last folded event
     now: datetime  # by the stream's clock
     streams: Mapping[str, int]  # streams by worker, for workers that this frontend reaches
-    fault: str = ""  # why the data may be old
+    fault: str = ""  # why the data may be outdated
 
 
 class FleetPicture:
@@ -60,7 +60,7 @@ class FleetPicture:
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> Sections:
-        """Return the sections at a moment. Moments must be in order of time."""
+        """Return the snapshot's sections at a moment. Successive calls must be in order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
         self._recent.forget(moment.now)

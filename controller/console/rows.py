@@ -41,7 +41,7 @@ class WorkerRow(PageRow, frozen=True):
     canary_at: str = ""
     canary_ms: int = 0
     spare: bool = False
-    place: str = ""  # the worker that it replaces
+    place: str = ""  # the worker that this spare replaces
     incident: str = ""
     since: str = ""  # when this instance joined
 
@@ -54,7 +54,7 @@ class ModelRow(PageRow, frozen=True):
     spares: int = 0
     share: float = 0.0  # share of capacity that serves: weights by GPUs
     level: int = 0  # degradation level
-    given_up: str = ""  # what the level costs
+    given_up: str = ""  # restrictions of the degradation level
     capacity_rps: float | None = None  # capacity within the objective; None: no objective
     promised_rps: float | None = None
     answers: float = 0.0  # per second, as are the next two
@@ -134,7 +134,7 @@ def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
 
 
 def given_up(state: Degradation) -> str:
-    """Return what a degradation level costs, in words; empty if nothing."""
+    """Return the restrictions of a degradation level as text; empty without any."""
     knobs, parts = state.knobs, []
     if knobs.batch_size < 1:
         parts.append(f"batches at {100 * knobs.batch_size:.0f} %")

@@ -6,8 +6,8 @@
                                ├─▶ given up ─▶ dead letter ─▶ the next one
                                └─▶ 410 ─▶ stopped
 
-The broker remembers the position: an event counts as delivered when the next one is requested. So an event that was
-delivered just before a crash is delivered again, with the same id.
+The broker stores the position: an event counts as delivered when the next one is requested. So an event that was delivered just
+before a crash is delivered again, with the same id.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ FOLLOW_AGAIN_S = 2.0
 SETTLED_S = 30.0  # following the journal this long without an error counts as healthy
 BURY_AGAIN_S = 2.0
 LAST_S = 5.0  # seconds for the current try to finish when the process stops
-TAKEN_S = 1.0  # seconds to acknowledge it to the broker afterwards
+TAKEN_S = 1.0  # seconds to acknowledge that event to the broker afterwards
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ class Sending(Protocol):
 
 
 class Burying(Protocol):
-    """Stores events that were given up: `events.dead_letters.DeadLetters`."""
+    """Stores undeliverable events as dead letters: `events.dead_letters.DeadLetters`."""
 
     async def bury(self, letter: DeadLetter) -> None: ...
 
@@ -85,7 +85,7 @@ class Delivery:
         self._began_s = 0.0  # when following it last began
         self._at: datetime | None = None  # time of the current event
         self._last = ""  # id of the last delivered event
-        self._since = clock.now()  # start of a stream on which the broker has no position for this webhook
+        self._since = clock.now()  # where to start if the broker has no position for this webhook
         self._answered = False  # the last try before the end was accepted
         metrics.begin(webhook.called)
 
@@ -115,7 +115,7 @@ class Delivery:
         async for event in following:
             self._reason, self._at = "", event.at
             self._metrics.pending.labels(name).set(event.pending + 1)
-            if event.id != self._last:  # a repetition: the broker missed the acknowledgement
+            if event.id != self._last:  # else a redelivery: the broker missed the acknowledgement
                 await self._deliver(event)
             if self.stopped:
                 return
@@ -156,7 +156,7 @@ class Delivery:
                     return self._succeeded()
 
     async def _try(self, event: FollowedEvent) -> Answer | None:
-        """Return the response to one try; None if the template has nothing for this event."""
+        """Return the response to one try; None if the template has no message for this event."""
         now = int(self._clock.now().timestamp())
         try:
             secret = ""

@@ -1,4 +1,4 @@
-"""Severity, thread and runbook of an event, shared by the templates for people.
+"""Severity, thread and runbook of an event, shared by the templates of messages for people.
 
 A `Thread` groups events that belong together: a trigger opens it, a resolve ends it. Events of an incident belong to the
 incident's thread, and only the end of the incident resolves it.
@@ -64,7 +64,7 @@ class FleetWording:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """The group that an event belongs to, and its effect on it."""
+    """The group that an event belongs to, and the event's effect on the group."""
 
     key: str
     action: Literal["trigger", "resolve"] | None  # None: it neither begins nor ends the thread
@@ -89,7 +89,7 @@ def severity(event: FollowedEvent) -> Severity:
 
 
 def thread(event: FollowedEvent) -> Thread:
-    """Return the thread of an event. One that belongs to nothing else is its own thread."""
+    """Return the thread of an event. An event that belongs to no other thread has its own."""
     fact = event.fact
     incident = event.correlation or (fact.incident if isinstance(fact, Decision) else "")
     if incident:

@@ -5,9 +5,10 @@
     none, 3xx, 401, 403, 404 …     away (`is_away`): the event is retried until it is `hold_s` old
     everything else: 400, 500 …    refused: tried `tries_max` times, because the cause may be this event alone
 
-An event that is given up goes to the dead letters, and the webhook continues with the next one. There are two limits on
-purpose. A receiver that is away, or does not know us, accepts nothing: continuing would bury everything that happens
-meanwhile. A receiver that answers with an error may fail on this event only, and would never get another.
+An event that is given up goes to the dead letters, and the webhook continues with the next one. There are two limits for two
+causes. A receiver that is away, or does not accept our credentials, accepts no event: continuing would turn all events of that
+time into dead letters. A receiver that answers with an error may fail on this event only: without continuing it would never get
+another.
 
 Waits double, with jitter. A receiver that sends Retry-After is not contacted before then.
 """

@@ -41,8 +41,8 @@ class WebhookSender:
     async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
         """Return a sender.
 
-        It makes its own TLS context: aiohttp's is made at import, possibly without any trusted certificates. Without
-        `allow_link_local` it rejects link-local and metadata addresses.
+        The sender creates its own TLS context: aiohttp's is created at import, possibly without any trusted certificates. Without
+        `allow_link_local` the sender rejects link-local and metadata addresses.
         """
         resolver: AbstractResolver = aiohttp.DefaultResolver()
         trust: Any = await asyncio.to_thread(ssl.create_default_context)
@@ -88,7 +88,8 @@ class WebhookSender:
 
 
 class GuardedResolver(AbstractResolver):
-    """Rejects names that resolve to such an address. A URL is checked once, but its name may later resolve differently."""
+    """Rejects names that resolve to a link-local or metadata address. A URL is checked once, but its name may later resolve
+    differently."""
 
     def __init__(self, resolver: AbstractResolver) -> None:
         self._resolver = resolver

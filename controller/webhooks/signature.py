@@ -1,6 +1,6 @@
 """Signs webhook requests by Standard Webhooks (standardwebhooks.com): HMAC-SHA256 in three headers.
 
-webhook-id         the event's id: the same for every repetition
+webhook-id         the event's id: the same for every try and redelivery
 webhook-timestamp  Unix seconds of this try
 webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one per key, separated by spaces
 """

@@ -19,7 +19,7 @@ class WebhookRequest:
 def request(
     template: TemplateName, event: FollowedEvent, wording: FleetWording, secret: str, timestamp: int
 ) -> WebhookRequest | None:
-    """Return the request for an event; None if the template has nothing for it. Raise ValueError for an invalid secret.
+    """Return the request for an event; None if the template has no message for it. Raise ValueError for an invalid secret.
 
     `secret`: the text of the secret file, empty without one; `timestamp`: Unix seconds.
     """

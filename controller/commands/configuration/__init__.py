@@ -1,1 +1,1 @@
-"""What `holdfast settings` prints besides values: a commented configuration file, and its JSON Schema."""
+"""The configuration file: reads it, and generates its commented template and its JSON Schema."""

@@ -2,8 +2,8 @@
 
     defaults < file < environment (HOLDFAST_*) < flags
 
-Settings become the environment variables that say the same, unless the environment sets them already, so that child processes
-inherit them. Entries of `[up]` become flags in front of the user's own.
+Settings become the equivalent environment variables, unless the environment sets them already, so that child processes inherit
+them. Entries of `[up]` become flags in front of the user's own.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from workers.config.settings_check import convert_settings
 WORKER, UP = "worker", "up"
 TOP = {place.removeprefix(PREFIX).lower(): place for place in PLACES}
 TABLES = (*SECTIONS, WORKER)
-SHARED = ("nats_url", "data", "fleet_key_file")  # a worker's own setting goes before the one of all processes
+SHARED = ("nats_url", "data", "fleet_key_file")  # a worker's own setting overrides the shared one
 OF_ONE_WORKER = (*SHARED, "name", "port")  # `up` sets them for each worker
 SECRET = ("nats_url", "database_url", "worker.nats_url", "worker.upstream_key")
 
@@ -114,7 +114,7 @@ def _worker(path: Path, table: Mapping[str, Any]) -> Variables:
 
 
 def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
-    """Return a value as a variable has it. `plain`: lists have commas, otherwise they are JSON."""
+    """Return a value as an environment variable's text. `plain`: lists are comma-separated; otherwise they are JSON."""
     if name in TOP:
         value = ",".join(map(str, value)) if name == "admin_hosts" and isinstance(value, list) else value
         if not isinstance(value, str):
@@ -142,8 +142,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _check(path: Path, name: str, variables: Mapping[str, str]) -> None:
-    """Raise BadConfigFile for values of a wrong type. What settings must satisfy together is checked by the process that reads
-    them, because the environment and flags may set some."""
+    """Raise BadConfigFile for values of a wrong type. The process that reads the settings checks constraints between them,
+    because the environment and flags may set some."""
     try:
         if name == WORKER:
             start = f"{PREFIX}WORKER_"

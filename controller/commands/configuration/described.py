@@ -47,7 +47,7 @@ def of_worker() -> Iterator[tuple[str, Any, str]]:
 
 @cache
 def of_up() -> Mapping[str, argparse.Action]:
-    """Return the flags of `up` that are no settings, by key."""
+    """Return the flags of `up` that are not settings, by key."""
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     found = up_flags.flags_by_key(parser)

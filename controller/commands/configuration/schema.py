@@ -1,4 +1,4 @@
-"""The JSON Schema of the configuration file, made of the settings models and the flags of `up`."""
+"""The JSON Schema of the configuration file, generated from the settings models and the flags of `up`."""
 
 import argparse
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class _InSeconds(GenerateJsonSchema):
         return {"type": "number"}
 
     def encode_default(self, dft: Any) -> Any:
-        """Return a default as the file has it."""
+        """Return a default in the form that the file uses."""
         return dft.total_seconds() if isinstance(dft, timedelta) else super().encode_default(dft)
 
 

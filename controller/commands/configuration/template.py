@@ -1,4 +1,4 @@
-"""The file of `holdfast settings --write`: every key, commented out, with description and default."""
+"""The file of `holdfast settings --write`: all keys, commented out, with descriptions and defaults."""
 
 import json
 import textwrap

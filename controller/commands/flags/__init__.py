@@ -1,1 +1,1 @@
-"""Flags of the operator's commands, without the imports that running them needs."""
+"""Flags of the operator's commands, apart from the commands so that `--help` imports only flags."""

@@ -80,7 +80,7 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
-    """Add the flags. `only_with_trace` stores the defaults of those that need --trace."""
+    """Add the flags. `only_with_trace` stores the defaults of the flags that require --trace."""
     for flag, options in FLAGS.items():
         parser.add_argument(flag, **options)
     defaults = PlannerPolicy()

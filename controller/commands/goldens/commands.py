@@ -77,7 +77,7 @@ def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golde
 
 
 def _filters(args: argparse.Namespace) -> str:
-    """Return what --model and --key select, as the end of a sentence; empty without them."""
+    """Return the selection by --model and --key as the end of a sentence; empty without them."""
     named = ((" of model", args.model), (" under canary key", args.key))
     return "".join(f"{what} {escape_controls(value)!r}" for what, value in named if value)
 
