@@ -25,7 +25,6 @@ from events.nats.urls import account, addresses, check_url, inbox, masked, user
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 2
-PINGS_MAX = 2  # a broker that is silent for 4-6 s is taken for dead
 PINGS_MAX = 2  # a broker that is silent for 4-6 s is considered dead
 PENDING_MSGS_MAX = 65536  # per subscription; nats-py drops messages beyond it, and readers notice the gap
 FORBIDDEN = "permissions violation"
