@@ -399,6 +399,24 @@ async def test_a_request_that_hangs_engines_takes_down_two_of_four_and_silent_wo
             assert len(kit.said(RequestPoisonous)) == (2 if how == "stall" else 0)
 
 
+async def test_a_worker_that_died_under_a_running_stream_lets_a_request_survive_two_deaths_more() -> None:
+    """The first worker gets stuck under a stream that has tokens; two more under a request that has none."""
+    second = {
+        "s0": Act(after=3, how="stall"),
+        "s2": Act(after=0, how="stall"),
+        "s3": Act(after=0, how="stall"),
+    }
+    workers = [ScriptedWorker(n, acts=deque([Act(), second.get(n, Act())])) for n in ("s0", "s1", "s2", "s3")]
+    async with frontend(*workers, router={"mode": "round-robin"}) as kit:
+        for n in range(4):  # each has worked recently
+            await kit.complete([*PROMPT, 300 + n], 2)
+        await kit.complete([*PROMPT, 400], 6)  # begins on s0, continues on s1
+        status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert status == 200, body
+        assert [len(worker.requests) for worker in workers] == [2, 3, 2, 2]
+        assert len(kit.said(RequestSuspected)) == 2 and not kit.said(RequestPoisonous)
+
+
 # --- errors
 
 
