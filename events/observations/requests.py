@@ -245,7 +245,7 @@ class FrontendBreakersMoved(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicBegan(FrontendObservation):
-    """Less than half of a model's weight was routable: this frontend ignores its own breakers for the model."""
+    """This frontend ignores its own breakers for a model: less than half of its weight, or no reachable worker, was routable."""
 
     model: str
     routable_share: float  # of the model's weight, 0 to 1
