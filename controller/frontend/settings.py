@@ -208,7 +208,7 @@ class LocalBreakerSettings(Strict):
     wait_s: Positive = 5.0  # from opening to the first trial
     wait_s_max: Positive = 60.0  # upper limit of that wait, which grows
     trial_timeout_s: Positive = 30.0  # a trial without a result has failed after this
-    panic_share: Share = 0.5  # below this routable share, or with no usable worker left, local breakers are ignored; 0: never
+    panic_share: Share = 0.5  # below it, or without usable workers, local breakers are ignored; 0: never
     stalled_share: Share = 0.05  # stalled streams of a worker, as a share; more count as failures
 
 

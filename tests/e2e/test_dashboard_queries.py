@@ -111,6 +111,7 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
         shown = await printed(fleet.data, all_shown(), await first_incident(fleet.data))
         for command, (code, output, errors) in shown.items():
             assert code == 0 and output.strip() and not errors, (command, code, output, errors)
+        await fleet.until(lambda status: not any(w["health"] == "DEAD" for w in status["workers"]))
         for command in all_named():  # one after another: some move workers
             ((code, output, errors),) = (await printed(fleet.data, [command], "")).values()
             assert code == 0 and "Traceback" not in errors, (command, code, output, errors)

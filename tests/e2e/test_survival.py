@@ -144,7 +144,7 @@ async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChan
     def of(facts: Sequence[Fact]) -> list[HealthChanged]:
         return [f for f in facts[since:] if isinstance(f, HealthChanged) and f.worker == worker]
 
-    return of(await said(fleet, lambda facts: bool(of(facts))))
+    return of(await said(fleet, lambda facts: bool(of(facts)), within_s=60.0))
 
 
 @pytest_asyncio.fixture(
@@ -215,7 +215,7 @@ async def test_an_engine_that_raises_loses_nothing(fleet: DemoFleet) -> None:
 @whatever_the_plane
 @pytest.mark.parametrize(
     ("verb", "argument", "status", "reason"),
-    [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 5, HealthStatus.SUSPICIOUS, "slow")],
+    [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 8, HealthStatus.SUSPICIOUS, "slow")],
 )
 async def test_correct_tokens_stay_correct_while_their_worker_is_convicted(
     fleet: DemoFleet, verb: str, argument: float, status: HealthStatus, reason: str
