@@ -18,11 +18,12 @@ html_show_copyright = False
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 NAVIGATION = {  # the sidebar, by page: captions and their pages. GitHub would show a toctree in the page as code.
     "docs/index": {
-        "Start": ("../README", "../CHANGELOG", "../SECURITY", "../CONTRIBUTING", "../benchmarks/README"),
+        "Getting started": ("../README", "getting-started/*"),
         "Guides": ("guides/*",),
         "Operations": ("operations/*",),
         "Reference": ("reference/*",),
         "Concepts": ("concepts/*",),
+        "Project": ("../CHANGELOG", "../SECURITY", "../CONTRIBUTING", "../benchmarks/README"),
     },
     "docs/operations/runbooks": {"Runbooks": ("runbooks/*",)},
 }
