@@ -2,10 +2,9 @@
 
 import asyncio
 import gc
-import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -14,6 +13,7 @@ import first_database
 import hypothesis
 import pytest
 import structlog
+from waits import until
 from xdist.scheduler import LoadScopeScheduling
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
@@ -25,10 +25,7 @@ TOGETHER = (  # on one xdist worker: they share a fleet, parsed files, or anothe
     *("test_house.py", "test_kv_feed.py"),
     *("test_replay_cli.py", "test_trace_chat.py", "test_trace_synthesis.py"),
 )
-Condition = Callable[[], object | Awaitable[object]]
-Eventually = Callable[..., Awaitable[None]]
-POLL_S = 0.005
-POLL_S_MAX = 0.02  # after 0.2 s: the check itself may be most of the work
+Eventually = Callable[..., Awaitable[object]]
 # No test trusts an external certificate, and each of hundreds of processes would load this machine's trusted ones (45 ms).
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 # rich's tracebacks, with the sources and all variables in colours, cost 100 ms, and tests do not use them.
@@ -121,6 +118,13 @@ class Background:
         self._loop.close()
 
 
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the asynchronous tests of a file on the loop that it names, such as `LOOP = VirtualLoop`."""
+    return {"loop": getattr(item.module, "LOOP", asyncio.new_event_loop)}  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def own_settings() -> Iterator[None]:
     """Reset logging and the umask after each test, also when a command that it ran in this process changed them."""
@@ -179,19 +183,5 @@ def postgres_server(
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """`await eventually(condition, deadline_s=20)`: wait until a condition (sync or async) holds, or fail."""
-
-    async def wait(condition: Condition, deadline_s: float = 20.0, what: str = "") -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        while True:
-            found = condition()
-            if await found if inspect.isawaitable(found) else found:
-                return
-            if (waited := loop.time() - began) > deadline_s:
-                pytest.fail(
-                    f"{what or inspect.getsource(condition).strip()} did not hold within {deadline_s:g} s"
-                )
-            await asyncio.sleep(min(max(POLL_S, waited / 10), POLL_S_MAX))
-
-    return wait
+    """`waits.until`, which new tests import."""
+    return until

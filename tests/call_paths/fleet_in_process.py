@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from real_worker import RealWorker
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.worker_links import Address

@@ -27,9 +27,10 @@ from call_recorder import CallRecorder, Way
 from canary_world import CountingMeter, FakePlane, FakeWorker, joined
 from fleet_history import History
 from fleet_in_process import FleetInProcess, fleet_in_process
-from frontend_kit import keep_busy, until
+from frontend_kit import keep_busy
 from real_worker import RealWorker
 from simulated_frontend import simulated
+from waits import until
 
 from controller.adapters.clock import VirtualClock
 from controller.adapters.postgres.store import PostgresStore

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import Act, ScriptedWorker
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transports import Road
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
@@ -212,14 +212,6 @@ def check_slot_counts(director: Director) -> None:
         if live.dispatch is not None
     }
     assert counted == there, "the slot tracker does not count exactly the requests on workers"
-
-
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition, with a deadline."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        await asyncio.sleep(0.005)
 
 
 async def _ticks(director: Director) -> None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
+from frontend_kit import Kit, first_goes_to, frontend, keep_busy
 from real_worker import SLOW_S, RealWorker
 from scripted_worker import Act, ScriptedWorker
 from transports import Road
+from waits import until
 
 from controller.frontend.openai.text.tokenizer import load_tokens
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, canary, convict, frontend, joined, text_of, until
+from frontend_kit import TOKENS, Kit, canary, convict, frontend, joined, text_of
 from scripted_worker import Act, ScriptedWorker, next_token, undisturbed
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, ServedUntil

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, convict, frontend, sentencepiece_like, text_of, until
+from frontend_kit import TOKENS, convict, frontend, sentencepiece_like, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.frontend.settings import FactSettings

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from canary_world import World
 from test_operations import OperationsOverDoubles
+from waits import until
 
 from controller.runtime.command_errors import NotPossible
 from controller.runtime.host_processes import CLOCKS_S, HostProcesses, began_at
@@ -169,12 +170,6 @@ async def test_heal_resumes_a_hung_worker_and_waits_until_it_answers() -> None:
 
 
 # --- a hang of limited duration
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (a signal sets no flag here)
-            await asyncio.sleep(0.01)
 
 
 async def test_a_hang_with_a_duration_ends_by_itself() -> None:

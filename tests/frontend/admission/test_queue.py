@@ -13,6 +13,7 @@ from frontend_kit import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_worker import ScriptedWorker
+from waits import turns
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
@@ -76,12 +77,6 @@ class Workers:
         return asyncio.create_task(self.queue.admit(model, "standard"))
 
 
-async def turns(count: int = 4) -> None:
-    """Run a few turns of the event loop."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 @contextmanager
 def no_request_left(workers: Workers, places: int) -> Iterator[None]:
     """Check that in the end no request waits and no slot is lost."""
@@ -95,19 +90,19 @@ async def test_requests_are_served_in_order_of_arrival_even_if_several_slots_bec
     with no_request_left(w, 2):
         one, two = await w.enter(), await w.enter()
         waiting = [w.enter() for _ in range(3)]
-        await turns()
+        await turns(4)
         assert w.queue.queued("m") == 3
         one.free()
         two.free()
         assert not any(task.done() for task in waiting), (
             "in this turn the room may still be used by the admitted request"
         )
-        await turns()
+        await turns(4)
         assert [task.done() for task in waiting] == [True, True, False]
         late = w.enter()
-        await turns()
+        await turns(4)
         waiting[0].result().free()
-        await turns()
+        await turns(4)
         assert waiting[2].done()
         assert not late.done(), "no request overtakes"
         waiting[1].result().free()
@@ -120,10 +115,10 @@ async def test_room_used_in_the_same_turn_is_not_granted_again() -> None:
     w = Workers(1)
     one = await w.enter()
     waiting = w.enter()
-    await turns()
+    await turns(4)
     one.free()
     w.places -= 1  # its generations are launched
-    await turns()
+    await turns(4)
     assert not waiting.done()
     w.places += 1
     w.queue.wake()
@@ -135,7 +130,7 @@ async def test_a_full_queue_and_an_expired_wait_are_refused() -> None:
     with no_request_left(w, 1):
         one = await w.enter()
         waiting = [w.enter() for _ in range(3)]
-        await turns()
+        await turns(4)
         with pytest.raises(ApiError, match="3 requests are already waiting for a worker") as full:
             await w.enter()
         assert full.value.code == "queue_full"
@@ -153,7 +148,7 @@ async def test_a_client_that_disconnects_leaves_the_queue_even_after_its_turn_ha
     with no_request_left(w, 1):
         one = await w.enter()
         first, second, third = (w.enter() for _ in range(3))
-        await turns()
+        await turns(4)
         second.cancel()
         one.free()
         await asyncio.sleep(0)  # the first has its slot but has not been notified yet
@@ -167,7 +162,7 @@ async def test_requests_in_a_queue_without_workers_are_refused_at_once() -> None
     w = Workers(1)
     one = await w.enter()
     waiting = [w.enter(), w.enter()]
-    await turns()
+    await turns(4)
     w.dead = True
     w.queue.wake()
     for task in waiting:
@@ -180,10 +175,10 @@ async def test_requests_in_a_queue_without_workers_are_refused_at_once() -> None
 async def test_models_do_not_wait_for_each_other() -> None:
     w = Workers(0)
     busy = w.enter("a")
-    await turns()
+    await turns(4)
     w.places = 1
     (await w.enter("b")).free()
-    await turns()
+    await turns(4)
     assert not busy.done(), "the room was for the other model"
     w.queue.wake("a")
     (await busy).free()
@@ -194,14 +189,14 @@ async def test_a_sent_back_request_comes_before_the_others() -> None:
     with no_request_left(w, 1):
         one = await w.enter()
         waiting = w.enter()
-        await turns()
+        await turns(4)
         back = [w.again(), w.again()]
         late = w.enter()
         assert w.queue.waiting() == {"m": 3}, "the last one does not wait yet"
         for first in back:
             one.free()
             one = await first
-            await turns()
+            await turns(4)
             assert not waiting.done()
         one.free()
         (await waiting).free()
@@ -212,14 +207,14 @@ async def test_a_sent_back_request_comes_before_the_others() -> None:
 async def test_a_sent_back_request_bound_to_a_busy_worker_blocks_no_other() -> None:
     w = Workers(0)
     back, waiting = w.again(without=ELSEWHERE), w.enter()
-    await turns()
+    await turns(4)
     w.places = 1
     w.queue.wake("m")
     (await waiting).free()
     (await w.enter()).free()
     assert not back.done()
     back.cancel()
-    await turns()
+    await turns(4)
     assert w.queue.waiting() == {}
     assert w.ended == [("m", "admitted"), ("m", "admitted"), ("m", "gone")]
 
@@ -238,18 +233,18 @@ async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_
         w.queue.refuse_all()
         with pytest.raises(WaitedTooLong, match="before this frontend shut down"):
             await back
-        await turns()
+        await turns(4)
     assert w.ended == [("m", "timeout"), ("m", "no_worker"), ("m", "timeout")]
 
 
 async def test_many_sent_back_requests_without_room_cost_little_at_a_time() -> None:
     w = Workers(0)
     back = [w.again() for _ in range(100)]
-    await turns()
+    await turns(4)
     assert w.looks == LOOKS_MAX
     for turn in back:
         turn.cancel()
-    await turns()
+    await turns(4)
     assert w.queue.waiting() == {}
 
 
@@ -271,7 +266,7 @@ async def play(steps: list[str]) -> None:
         elif step == "cancel" and tasks:
             tasks[-1].cancel()
         else:
-            await turns()
+            await turns(4)
         done = [task for task in tasks if task.done()]
         granted = [n for n, task in enumerate(tasks) if task in done and not failed(task)]
         waiting = [n for n, task in enumerate(tasks) if task not in done and not task.cancelling()]
@@ -283,7 +278,7 @@ async def play(steps: list[str]) -> None:
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     for place in held + [one for one in ended if isinstance(one, Reservation)]:
         place.free()
-    await turns()
+    await turns(4)
     assert w.free == 2
     assert w.queue.queued("m") == 0
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from frontend_kit import Kit, frontend, text_of, until
+from frontend_kit import Kit, frontend, text_of
 from real_worker import RealWorker
+from waits import until
 
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Ship

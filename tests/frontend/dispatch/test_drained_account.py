@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from frontend_kit import first_goes_to, frontend, until
+from frontend_kit import first_goes_to, frontend
 from real_worker import RealWorker
+from waits import until
 
 from events.decisions import DrainStarted
 from events.observations import DrainFinished, RequestMigrated

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from frontend_kit import Kit, frontend, joined, until
+from frontend_kit import Kit, frontend, joined
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World

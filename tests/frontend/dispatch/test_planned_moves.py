@@ -11,10 +11,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of, until
+from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
 from moving_worker import MovingWorker
 from scripted_worker import Act, undisturbed
 from structlog.testing import capture_logs
+from waits import until
 
 from controller.frontend.dispatch.kv_move import HELD_MAX
 from controller.frontend.errors import unavailable

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, joined, text_of, until
+from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, joined, text_of
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.frontend.driver import RequestSink
 from controller.frontend.errors import CODES

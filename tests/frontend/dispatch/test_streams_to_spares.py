@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of, until
+from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
 from moving_worker import MovingWorker
 from scripted_worker import undisturbed
+from waits import until
 
 from events.decisions import HealthStatus, SpareActivated
 from events.observations import DeviceFaulted, KvLayout, RequestMigrated

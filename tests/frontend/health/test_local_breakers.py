@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from frontend_kit import Kit, frontend, joined, until
+from frontend_kit import Kit, frontend, joined
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
+from waits import until
 
 from controller.frontend.health.local_breakers import MOVES_MAX, AnswerDraw, LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings

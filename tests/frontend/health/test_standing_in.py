@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
-from frontend_kit import TOKENS, Kit, convict, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, convict, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from test_suspect_serving import HEADER, adopt, keep
+from waits import until
 
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned

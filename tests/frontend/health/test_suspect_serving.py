@@ -6,8 +6,9 @@ Its answers are marked and reported.
 import asyncio
 from datetime import UTC, datetime
 
-from frontend_kit import TOKENS, Kit, canary, convict, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, canary, convict, frontend, text_of
 from scripted_worker import ScriptedWorker, undisturbed
+from waits import until
 
 from controller.deciders.fleet import DECIDERS_VERSION, FleetPolicy
 from events.decisions import HealthStatus, PolicyAdopted, WeightCapped

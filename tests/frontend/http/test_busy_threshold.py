@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from events.observations import BusyThresholdsSet
 

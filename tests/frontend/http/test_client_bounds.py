@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, until
+from frontend_kit import TOKENS, Kit, frontend
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.frontend.openai.text.long_texts import LONG_TEXT
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, until
+from frontend_kit import TOKENS, Kit, frontend
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_worker import ScriptedWorker, undisturbed
+from waits import until
 
 PROMPT = [300, 301, 302]
 EXACT = TOKENS.decode(undisturbed(PROMPT, 12))

@@ -11,8 +11,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from controller.frontend.openai.text.tokenizer import Tokens, ready_tokens
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from controller.deciders.tiers import Tiers
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection

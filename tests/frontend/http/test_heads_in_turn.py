@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from controller.frontend.http.client_handler import BodyEnd
 

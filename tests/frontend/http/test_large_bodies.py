@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from frontend_kit import frontend, until
+from frontend_kit import frontend
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.body_parsers import COMMAND

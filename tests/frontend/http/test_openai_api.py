@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.frontend import driver
 from controller.frontend.errors import ApiError

@@ -6,8 +6,9 @@ The client gets the shortest of the times.
 import asyncio
 from collections import deque
 
-from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
+from frontend_kit import Kit, first_goes_to, frontend, keep_busy
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from events.observations import RequestAbandoned, RequestFailed
 

@@ -11,8 +11,9 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.frontend.driver import RequestSink
 from controller.frontend.errors import FAULTS

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from frontend_kit import until
 from hypothesis import given
 from hypothesis import strategies as st
 from transports import Road
+from waits import until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.worker_links import Address

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import Kit, first_goes_to, frontend, text_of, until
+from frontend_kit import Kit, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import through
+from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.adapters.request_plane.client import RequestPlaneClient

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from frontend_kit import until
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name

@@ -10,6 +10,7 @@ import pytest
 from move_random_walk import Connections, Model
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import Road
+from waits import until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import TcpDialer
@@ -49,13 +50,6 @@ class RecordingSink:
 def question(count: int = 8, rank: int = 0) -> Generate:
     sampling = Sampling(max_tokens=count)
     return Generate(stream=0, request="r", tokens=list(PROMPT), prompt_tokens=3, sampling=sampling, rank=rank)
-
-
-async def until(condition: object, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "not in time"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

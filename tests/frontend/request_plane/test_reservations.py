@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import pytest
-from frontend_kit import joined, until
+from frontend_kit import joined
 from moving_worker import MovingWorker
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import Road
+from waits import until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.worker_links import Address

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes.router_feeds import RouterFeeds

@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of, until
+from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.adapters.request_plane.reported_load import without
 from controller.frontend.settings import AdmissionSettings

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-from frontend_kit import PROFILE, TOKENS, Kit, failing, frontend, joined, until
+from frontend_kit import PROFILE, TOKENS, Kit, failing, frontend, joined
 from move_random_walk import Clock
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.commands.route import COLUMNS

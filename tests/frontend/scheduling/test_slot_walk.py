@@ -8,8 +8,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from frontend_kit import Kit, check_slot_counts, frontend, until
+from frontend_kit import Kit, check_slot_counts, frontend
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from controller.frontend.errors import internal
 from controller.router.load.active_sequences import ActiveSequences, RankWork, RequestId

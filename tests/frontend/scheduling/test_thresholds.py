@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, frontend, text_of
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import until
 
 from controller.config.flags import gather
 from controller.deciders.thresholds import NEVER, BusyThresholds

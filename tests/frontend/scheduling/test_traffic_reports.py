@@ -5,10 +5,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from frontend_kit import PROFILE, Kit, frontend, joined, until
+from frontend_kit import PROFILE, Kit, frontend, joined
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_worker import Act, ScriptedWorker
+from waits import until
 
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.request_metrics import RequestMetrics

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import shim
 from structlog.testing import capture_logs
-from watch_kit import Reports, Watching, until
+from waits import block_until
+from watch_kit import Reports, Watching
 
 from workers.devices.fault_store import Memory
 from workers.devices.faults import FaultChange
@@ -31,7 +32,7 @@ def begun(gpus: shim.State, reported: Reports) -> None:
     """Wait until GPU 0 was read: then the watch has started."""
     for temperature in (95, 50):
         gpus.gpu[0].temperature = temperature
-        until(lambda: bool(reported) and reported[-1][1].over is (gpus.gpu[0].temperature < 90))
+        block_until(lambda: bool(reported) and reported[-1][1].over is (gpus.gpu[0].temperature < 90))
     reported.clear()
 
 
@@ -56,10 +57,10 @@ def test_a_fault_repaired_between_two_watches_is_reported_as_over(
         begun(gpus, reported)
         gpus.gpu[1].remap_pending = 1  # belongs to another worker
         gpus.gpu[0].set(**fault)
-        until(lambda: len(reported) == len(expected))
+        block_until(lambda: len(reported) == len(expected))
     gpus.gpu[0].set(**repaired)
     with watch(watching, tmp_path, "0") as reported:
-        until(lambda: sum(change.over for _, change in reported) == len(expected))
+        block_until(lambda: sum(change.over for _, change in reported) == len(expected))
         assert sorted(change.fault_class for _, change in reported if change.over) == expected
     assert not kept(tmp_path)
 
@@ -71,9 +72,9 @@ def test_a_fault_that_is_still_active_is_reported_again_by_the_next_watch(
     with watch(watching, tmp_path, "0", "1") as first:
         begun(gpus, first)
         gpus.gpu[0].set(**fault)
-        until(lambda: len(first) == 1)
+        block_until(lambda: len(first) == 1)
     with watch(watching, tmp_path, "0", "1") as again:
-        until(lambda: len(again) == 1)
+        block_until(lambda: len(again) == 1)
         assert again == first
         assert again[0][1].found, "no worker has to end for it a second time"
 
@@ -88,7 +89,7 @@ def test_an_xid_ends_if_the_driver_asks_for_no_reset_and_is_forgotten_if_unknown
     gpus.gpu[0].recovery = recovery
     with watch(watching, tmp_path, "0") as reported:
         gpus.gpu[0].temperature = 95
-        until(lambda: len(reported) == len(expected) + 1)
+        block_until(lambda: len(reported) == len(expected) + 1)
     assert sorted((c.over, c.code) for _, c in reported if c.fault_class != "temperature") == expected
 
 
@@ -98,9 +99,9 @@ def test_the_same_xid_is_reported_again_in_the_next_life(
     Memory(tmp_path, "w0").keep({"GPU-0000": [XID]})
     gpus.gpu[0].recovery = 1
     with watch(watching, tmp_path, "0") as reported:
-        until(lambda: len(reported) == 2)
+        block_until(lambda: len(reported) == 2)
         gpus.gpu[0].raise_xid(48)
-        until(lambda: len(reported) == 3)
+        block_until(lambda: len(reported) == 3)
     assert (reported[2][1], reported[2][1].found) == (XID, False)
 
 
@@ -110,7 +111,7 @@ def test_stored_faults_of_gpus_that_are_not_watched_yet_are_kept(
     memory = Memory(tmp_path, "w0")
     memory.keep({"GPU-0000": [XID], "GPU-0001": [XID]})
     with watch(watching, tmp_path, "0") as reported:
-        until(lambda: len(reported) == 1)
+        block_until(lambda: len(reported) == 1)
     assert memory.recall() == {"GPU-0001": [XID]}
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import shim
 from structlog.testing import capture_logs
-from watch_kit import QUICK, Reports, Watching, until
+from waits import block_until
+from watch_kit import QUICK, Reports, Watching
 
 from workers.devices.faults import DeviceReading, FaultChange
 from workers.devices.mapping import UnknownGpus
@@ -25,10 +26,10 @@ def last(reported: Reports) -> FaultChange:
 def test_a_fatal_xid_is_reported_once_and_immediately(gpus: shim.State, watching: Watching) -> None:
     _, reported = watching("0")
     gpus.gpu[0].raise_xid(79)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     gpus.gpu[0].raise_xid(79)
     gpus.gpu[0].raise_xid(119)
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert reported == [
         ("GPU-0000", FaultChange(fault_class="xid", code="79", fatal=True)),
         ("GPU-0000", FaultChange(fault_class="xid", code="119", fatal=True)),
@@ -47,7 +48,7 @@ def test_an_xid_does_not_wait_for_a_driver_that_hangs_otherwise(gpus: shim.State
     _, reported = watching("0", driver=Hanging)
     hangs.wait(10)
     gpus.gpu[0].raise_xid(79)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert not over.is_set()
     over.set()
 
@@ -63,7 +64,7 @@ def test_another_workers_gpu_is_not_reported(gpus: shim.State, watching: Watchin
     _, reported = watching("GPU-0001")
     gpus.gpu[0].raise_xid(79)
     gpus.gpu[1].raise_xid(31)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert reported == [("GPU-0001", FaultChange(fault_class="xid_warning", code="31"))]
 
 
@@ -72,15 +73,15 @@ def test_a_lost_gpu_that_returns_is_repaired_with_all_that_a_reset_repairs(
 ) -> None:
     _, reported = watching("0")
     gpus.gpu[0].raise_xid(79)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     gpus.gpu[0].lost = 1
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert last(reported) == FaultChange(fault_class="lost", fatal=True)
     gpus.gpu[0].lost = 0
-    until(lambda: len(reported) == 4)
+    block_until(lambda: len(reported) == 4)
     assert [(c.fault_class, c.over) for _, c in reported[2:]] == [("lost", True), ("xid", True)]
     gpus.gpu[0].raise_xid(48)  # its Xids are received again
-    until(lambda: len(reported) == 5)
+    block_until(lambda: len(reported) == 5)
     assert last(reported).code == "48"
 
 
@@ -105,12 +106,12 @@ def test_a_level_is_reported_when_it_begins_and_when_it_ends(
 ) -> None:
     gpus.gpu[1].pcie_width = 8
     _, reported = watching("0", "1")
-    until(lambda: len(reported) == 1)  # both were read once: then the watch has started
+    block_until(lambda: len(reported) == 1)  # both were read once: then the watch has started
     gpus.gpu[0].set(**fault)
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert last(reported) == expected
     gpus.gpu[0].set(**well)
-    until(lambda: len(reported) == 3)
+    block_until(lambda: len(reported) == 3)
     assert last(reported) == FaultChange(fault_class=expected.fault_class, code=expected.code, over=True)
 
 
@@ -122,10 +123,10 @@ def test_the_weight_of_a_throttled_gpu_follows_its_peers_clocks(
 ) -> None:
     _, reported = watching("0")
     gpus.gpu[0].set(reasons=reasons, clock=900)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert last(reported) == FaultChange(fault_class="throttle", code=code, weight=0.5)
     gpus.gpu[0].set(reasons=0, clock=1800)
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert last(reported).over
 
 
@@ -138,7 +139,7 @@ def test_values_that_a_gpu_does_not_support_are_not_reported(gpus: shim.State, w
     gpus.gpu[0].set(**nothing, links=0)
     _, reported = watching("0")
     gpus.gpu[0].raise_xid(48)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     time.sleep(5 * QUICK.read_s)
     assert [change.fault_class for _, change in reported] == ["xid"]
 
@@ -148,17 +149,17 @@ def test_an_old_driver_is_called_with_its_own_functions(gpus: shim.State, watchi
     watch, reported = watching()
     assert watch.gpus == ("GPU-0000",)
     gpus.gpu[0].set(reasons=0x20, clock=900)
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert last(reported) == FaultChange(fault_class="throttle", code="thermal", weight=0.5)
 
 
 def test_a_gpu_that_does_not_answer_and_gives_no_reason_is_lost(gpus: shim.State, watching: Watching) -> None:
     _, reported = watching("0")
     gpus.gpu[0].mute = 1
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert last(reported) == FaultChange(fault_class="lost", fatal=True)
     gpus.gpu[0].mute = 0
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert last(reported) == FaultChange(fault_class="lost", over=True)
 
 
@@ -166,9 +167,9 @@ def test_a_gpu_without_a_known_limit_is_judged_by_its_margin(gpus: shim.State, w
     gpus.gpu[0].slowdown = -1
     _, reported = watching("0")
     gpus.gpu[0].margin = 0
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     gpus.gpu[0].margin = 20
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert [(c.fault_class, c.over) for _, c in reported] == [("temperature", False), ("temperature", True)]
 
 
@@ -176,7 +177,7 @@ def test_an_xid_without_a_device_counts_for_every_watched_gpu(gpus: shim.State, 
     gpus.anonymous = 1
     _, reported = watching("0", "1")
     gpus.gpu[1].raise_xid(48)
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert sorted(uuid for uuid, _ in reported) == ["GPU-0000", "GPU-0001"]
 
 
@@ -187,15 +188,15 @@ def test_a_lost_gpu_is_reported_immediately_and_the_others_stay_subscribed(
     gpus: shim.State, watching: Watching
 ) -> None:
     watch, reported = watching("0", "1", policy=replace(SELDOM, wait_ms=50))
-    until(lambda: watch.hears == {"GPU-0000", "GPU-0001"})
+    block_until(lambda: watch.hears == {"GPU-0000", "GPU-0001"})
     opened = gpus.opened
     gpus.gpu[0].lost = 1  # a wait that includes its Xids receives no others either
     gpus.ring()
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     assert reported == [("GPU-0000", FaultChange(fault_class="lost", fatal=True))]
-    until(lambda: watch.hears == {"GPU-0001"})
+    block_until(lambda: watch.hears == {"GPU-0001"})
     gpus.gpu[1].raise_xid(119)
-    until(lambda: len(reported) == 2)
+    block_until(lambda: len(reported) == 2)
     assert reported[1] == ("GPU-0001", FaultChange(fault_class="xid", code="119", fatal=True))
     assert gpus.opened == opened  # Xids that occur while the driver is reopened would be missed
 
@@ -220,9 +221,9 @@ def test_faults_from_before_the_watch_are_reported_when_it_begins(
 ) -> None:
     gpus.gpu[0].set(remap_failed=1, ecc=7)
     _, reported = watching("0")
-    until(lambda: len(reported) == 1)
+    block_until(lambda: len(reported) == 1)
     gpus.gpu[0].ecc = 8
-    until(lambda: len(reported) == 2)  # the first seven occurred before the watch; the eighth counts
+    block_until(lambda: len(reported) == 2)  # the first seven occurred before the watch; the eighth counts
     assert [change.fault_class for _, change in reported] == ["row_remap_failure", "ecc"]
 
 
@@ -269,4 +270,4 @@ def test_a_stopped_watch_ends_its_threads(gpus: shim.State, watching: Watching) 
     watch, _ = watching("0")
     watch.stop()
     watch.join(5)
-    until(lambda: not any(thread.name.startswith("device-") for thread in threading.enumerate()))
+    block_until(lambda: not any(thread.name.startswith("device-") for thread in threading.enumerate()))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import shim
 from structlog.testing import capture_logs
-from watch_kit import QUICK, until
+from waits import block_until
+from watch_kit import QUICK
 from worker_process import START_S, Process, Spawn
 
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -137,9 +138,9 @@ def test_links_matter_once_the_process_uses_a_second_gpu(gpus: shim.State) -> No
     watch.begin(lambda uuid, change: changes.append(change))
     gpus.gpu[1].pid = 7
     try:
-        until(lambda: len(watch.gpus) == 2)
+        block_until(lambda: len(watch.gpus) == 2)
         gpus.gpu[0].raise_xid(74)
-        until(lambda: bool(changes))
+        block_until(lambda: bool(changes))
     finally:
         watch.stop()
         watch.join(5)
