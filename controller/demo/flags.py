@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="factor by which the trace is replayed faster (default: 3)",
     )
-    parser.add_argument("--engine", choices=("simulated", "transformers"), default="simulated")
+    parser.add_argument(
+        "--engine",
+        choices=("simulated", "transformers"),
+        default="simulated",
+        help="engine of the workers (default: simulated)",
+    )
     parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for --engine transformers")
     add_router_flags(parser)
     parser.add_argument(
