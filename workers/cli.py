@@ -65,9 +65,8 @@ def exit_code(run: Callable[[], int]) -> int:
 def _run(flags: Mapping[str, Any]) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     settings = with_broker_user(load_settings(flags))
-    with without(
-        "rich", "greenlet", "aiohttp"
-    ):  # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)
+    # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)
+    with without("rich", "greenlet", "aiohttp"):
         import uvloop
 
         from events.process import logs

@@ -55,9 +55,8 @@ class BufferLimits:
     """Limits on what is buffered for a frontend that does not read, in bytes and seconds."""
 
     buffer_bytes: int = 256 * 1024  # unsent bytes above which steps accumulate
-    backlog_bytes_max: int = (
-        8 * 1024 * 1024
-    )  # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
+    # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
+    backlog_bytes_max: int = 8 * 1024 * 1024
     stalled_s_max: float = 10.0  # without reading anything
     burst_s: float = 0.001  # steps closer together than this are sent together; no useful model is that fast
 

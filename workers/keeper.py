@@ -97,18 +97,16 @@ def start(libc: Any = None) -> int:
 
 
 def _start(libc: Any, worker: int) -> int:
-    _check(
-        libc.close_range(ctypes.c_uint(1 << 30), ctypes.c_uint(1 << 30), 0), "close_range"
-    )  # needs kernel 5.9
+    # needs kernel 5.9
+    _check(libc.close_range(ctypes.c_uint(1 << 30), ctypes.c_uint(1 << 30), 0), "close_range")
     ready, unready = os.pipe()
     try:
         try:
             pid = _clone(libc, worker)
         finally:
             os.close(unready)
-        ready_to_read, _, _ = select.select(
-            [ready], [], [], READY_WITHIN_S
-        )  # at the end of file: the keeper has closed its copy
+        # at the end of file: the keeper has closed its copy
+        ready_to_read, _, _ = select.select([ready], [], [], READY_WITHIN_S)
     finally:
         os.close(ready)
     if ready_to_read and os.waitpid(pid, os.WNOHANG | _WALL) == (0, 0):

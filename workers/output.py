@@ -36,9 +36,8 @@ def layout(shards: Sequence[Description]) -> KvLayout | None:
     if not shards:
         return None
     one, heads = shards[0], sum(shard.heads for shard in shards)
-    numbers = (
-        2 * one.layers * one.heads * one.head_size * one.block_size
-    )  # keys and values, in one block of one shard
+    # keys and values, in one block of one shard
+    numbers = 2 * one.layers * one.heads * one.head_size * one.block_size
     return KvLayout(
         layers=one.layers,
         kv_heads=heads,

@@ -206,9 +206,8 @@ class WorkerServer:
         connection.used_at = asyncio.get_running_loop().time()
         if not self.connections.greeted(connection):
             return
-        identity = (
-            self.engine.identity
-        )  # an engine that is not exact sends text to users and tokens to canaries
+        # an engine that is not exact sends text to users and tokens to canaries
+        identity = self.engine.identity
         connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
@@ -216,9 +215,8 @@ class WorkerServer:
     def strange(self, why: str) -> None:
         """Count a connection that is refused because it does not know the fleet's key."""
         count = self.counters.strangers = self.counters.strangers + 1
-        if (
-            str(count).strip("0") == "1"
-        ):  # log only the first, the tenth, the hundredth ...: there may be many
+        # log only the first, the tenth, the hundredth ...: there may be many
+        if str(count).strip("0") == "1":
             log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:

@@ -108,9 +108,8 @@ async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hur
         waiting.cancel()
         hurry.cancel()
     server.refuse(LEAVING)
-    server.output.end_all(
-        TIME_UP if cut else LEAVING.reason
-    )  # canaries too: their end must not look like a failure
+    # canaries too: their end must not look like a failure
+    server.output.end_all(TIME_UP if cut else LEAVING.reason)
     return server.drained()
 
 

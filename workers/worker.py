@@ -247,9 +247,8 @@ class InferenceWorker:
         )
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
         self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
-        graceful = (
-            self.config.graceful_shutdown or self.config.migration_limit == 0
-        )  # with a migration limit of 0 they could not move
+        # with a migration limit of 0 they could not move
+        graceful = self.config.graceful_shutdown or self.config.migration_limit == 0
         drained = await shut_down(self.server, grace_s, graceful=graceful, hurried=hurried)
         self._journal.observe(DrainFinished(**self._about, **asdict(drained)))
         await self._end()

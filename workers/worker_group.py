@@ -67,9 +67,8 @@ class Many:
                 lives.append(group.create_task(self._run_lives(number)))
                 if self._stagger_s and await self._stopped_within(self._stagger_s):
                     break
-                if (
-                    number % START_BATCH == 0
-                ):  # workers that serve must not fall silent while the others start
+                # workers that serve must not fall silent while the others start
+                if number % START_BATCH == 0:
                     await asyncio.sleep(0)
             await asyncio.wait(lives)
             bound.cancel()

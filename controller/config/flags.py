@@ -114,9 +114,8 @@ def gather(
             where: Any = values
             for part in inner:
                 where = where.setdefault(part, {}) if isinstance(where, dict) else None
-            if isinstance(
-                where, dict
-            ):  # otherwise the environment sets the whole section: validation rejects it
+            # otherwise the environment sets the whole section: validation rejects it
+            if isinstance(where, dict):
                 where[name] = _value(field.annotation, args[place])
     values = renamed(section, values)
     try:

@@ -67,9 +67,8 @@ class Nvml:
         self._handles: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by handle address, which is how events identify their device
         self._events: Any = None
-        self._pending_xids: deque[tuple[str, int]] = (
-            deque()
-        )  # Xids that arrived while no call waited for them
+        # Xids that arrived while no call waited for them
+        self._pending_xids: deque[tuple[str, int]] = deque()
         self._unspecific_error = (
             False  # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
         )

@@ -28,9 +28,8 @@ class XidListener:
         self._stopped = stopped
         self._told = told
         self._deaf = deaf
-        self._may_wait = (
-            threading.Event()
-        )  # a flag: the session is open, and Xids of some GPUs can be waited for
+        # a flag: the session is open, and Xids of some GPUs can be waited for
+        self._may_wait = threading.Event()
         self._waiting = threading.Lock()  # held while the thread is inside the driver
         self.deafened = False  # the driver refused to wait any longer
         self.gpus: frozenset[str] = frozenset()  # GPUs subscribed to

@@ -57,9 +57,8 @@ from workers.listen_socket import listening
 
 ROOT = Path("/dev/shm")
 PREFIX = "holdfast-kv-"
-NAME = re.compile(
-    r"[A-Za-z0-9._-]{1,64}"
-)  # with the prefix and `socket`, a path stays below a Unix socket's 108 bytes
+# with the prefix and `socket`, a path stays below a Unix socket's 108 bytes
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLAIM_TRIES = 5
 SPARE_BYTES_MAX = 256 << 20  # kept for the next transfer
 SPARES_MAX = 16  # each has a file descriptor
@@ -134,9 +133,8 @@ class Regions:
     def _create_region(self, path: Path, size: int) -> Region:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(
-                held, 0, size
-            )  # otherwise a full /dev/shm would cause SIGBUS at the first write
+            # otherwise a full /dev/shm would cause SIGBUS at the first write
+            os.posix_fallocate(held, 0, size)
             return Region(mmap.mmap(held, size), str(path))
         except BaseException:
             path.unlink(missing_ok=True)

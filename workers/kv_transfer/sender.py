@@ -112,9 +112,8 @@ class Mappings:
         memory = self._mapped.pop(key, None)
         if memory is None:
             self._mapped = {one: kept for one, kept in self._mapped.items() if Path(one[0]).exists()}
-            flags = (
-                mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )  # populating page by page, at the first write, takes twice as long
+            # populating page by page, at the first write, takes twice as long
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = np.frombuffer(mmap.mmap(held, found.st_size, flags=flags), np.uint8)
         if len(memory) <= self._bytes_max:
             self._mapped[key] = memory
@@ -405,9 +404,8 @@ class Shipment:
                 running.exception()  # retrieve the error: the await was cancelled, so no other caller does
             raise
         finally:
-            del (
-                running
-            )  # otherwise it and its error would keep each other alive, and all data that was to be sent
+            # otherwise it and its error would keep each other alive, and all data that was to be sent
+            del running
 
     def _in_turn(self, call: Callable[[], None]) -> None:
         with self._turn:

@@ -53,9 +53,8 @@ class KvEvents:
         """`ask_s`: timeout of a query. `limit`: the traffic that one worker may publish."""
         self.view = view or KvView()
         self.bad = 0  # invalid messages
-        self.flooded: Callable[[str], None] = lambda worker: (
-            None
-        )  # called with the name of a worker that exceeds its limit
+        # called with the name of a worker that exceeds its limit
+        self.flooded: Callable[[str], None] = lambda worker: None
         self._budgets = SubjectBudgets(limit, SENDERS_MAX)
         self._connection = connection
         self._ask_s = ask_s

@@ -86,9 +86,8 @@ class TcpConnection(WorkerConnection):
     """A connection to a worker's own port."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(
-            CoalescingTransport(cast(asyncio.Transport, transport))
-        )  # uvloop's is not a subclass
+        # uvloop's is not a subclass
+        super().connection_made(CoalescingTransport(cast(asyncio.Transport, transport)))
 
 
 class TcpDialer:

@@ -3,9 +3,8 @@
 from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
 
 FRAMES = TrafficLimit(
-    messages=Rate(
-        per_s=20_000.0, burst=100_000.0
-    ),  # a step is one frame; those of one millisecond leave together
+    # a step is one frame; those of one millisecond leave together
+    messages=Rate(per_s=20_000.0, burst=100_000.0),
     size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
 )
 
