@@ -124,9 +124,8 @@ class DrainState:
     def __init__(self, counters: WorkerCounters) -> None:
         """Accept every request. `counters` count how streams end."""
         self.refusal: Refusal | None = None
-        self.deregistered = (
-            False  # frontends are told to send no new requests; requests already in transit are accepted
-        )
+        # frontends are told to send no new requests; requests already in transit are accepted
+        self.deregistered = False
         self._counters = counters
         self._before: Ends | None = None  # at the start of the drain, or at its last report
         self._drained_by: set[str] = set()  # frontends that drained it before it received the command

@@ -197,9 +197,8 @@ class FrontendLimits:
     """Limits on the connections of one worker. Each frontend and each controller has one connection."""
 
     total_max: int = 512  # 0: unlimited
-    per_address_max: int = (
-        256  # per address: half of the total; does not apply through the broker. 0: unlimited
-    )
+    # per address: half of the total; does not apply through the broker. 0: unlimited
+    per_address_max: int = 256
 
 
 class FrontendConnections:
@@ -448,9 +447,8 @@ class Stream:
     begun: float  # loop time, in seconds
     asked: RequestOrigin
     turn: int = 0  # the value of `Trust.turns` when the stream began
-    held: list[tuple[int, Chunk]] | None = (
-        None  # held-back output, not yet allowed to its frontend; None: output is not held back
-    )
+    # held-back output, not yet allowed to its frontend; None: output is not held back
+    held: list[tuple[int, Chunk]] | None = None
     decodes: bool = False  # its prompt is computed, and it has output
     leaving: bool = False  # it is moving away with its KV cache
 

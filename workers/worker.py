@@ -50,13 +50,11 @@ log = structlog.get_logger(__name__)
 class WorkerDeadlines:
     """Deadlines of one worker, in seconds, for things that may never happen."""
 
-    start_s: float = (
-        1860.0  # loading weights: longer than the engine's own deadline, because its error carries the reason
-    )
+    # loading weights: longer than the engine's own deadline, because its error carries the reason
+    start_s: float = 1860.0
     check_s: float = 10.0  # an engine that does not answer its check in this time is dead
-    stop_s: float = (
-        2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it adds up to the cleanup's 5 s
-    )
+    # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it adds up to the cleanup's 5 s
+    stop_s: float = 2.0
     cleanup_s: float = CLEANUP_S
 
 

@@ -25,9 +25,8 @@ from events.nats.urls import account, addresses, inbox, masked
 from events.observations import GoldenAnswer
 from events.subjects import CONTROL
 
-AT_ONCE = (
-    64  # requests per subject that wait for a leader or their outcome; others wait in the client's queue
-)
+# requests per subject that wait for a leader or their outcome; others wait in the client's queue
+AT_ONCE = 64
 RECONNECT_WAIT_S = 0.2
 STOP_WITHIN_S = 2.0
 NAME_MAX = 200

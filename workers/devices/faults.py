@@ -69,9 +69,8 @@ class FaultChange:
     fault_class: str
     code: str = ""
     fatal: bool = False
-    weight: float | None = (
-        None  # the share of the worker's traffic that remains; None: all of it, or none if the fault is fatal
-    )
+    # the share of the worker's traffic that remains; None: all of it, or none if the fault is fatal
+    weight: float | None = None
     over: bool = False
     found: bool = field(default=False, compare=False)  # the fault was already present when the watch began
 

@@ -69,9 +69,8 @@ class Nvml:
         self._events: Any = None
         # Xids that arrived while no call waited for them
         self._pending_xids: deque[tuple[str, int]] = deque()
-        self._unspecific_error = (
-            False  # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
-        )
+        # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
+        self._unspecific_error = False
         self.devices: tuple[Device, ...] = ()
         try:
             pynvml.nvmlInit()

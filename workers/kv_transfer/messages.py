@@ -85,9 +85,8 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     seconds: float  # its duration
     description: Description  # of the blocks that the target accepts
     region: str = ""
-    first_block: int = (
-        0  # of the sequence; the target has the blocks before it, and the region begins with it
-    )
+    # of the sequence; the target has the blocks before it, and the region begins with it
+    first_block: int = 0
     offer: Words = b""  # how a `Transport` writes into the region, in its own encoding
 
 

@@ -46,9 +46,8 @@ Bytes = npt.NDArray[np.uint8]
 CONNECT_S = 2.0
 REASON_S = 0.5  # to receive the reason why the target closed the connection
 MAPPINGS_MAX = 4
-SHIPPERS = (
-    2  # threads that hash and copy into shared memory: one takes a third longer, if processors are free
-)
+# threads that hash and copy into shared memory: one takes a third longer, if processors are free
+SHIPPERS = 2
 QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
 
 

@@ -32,9 +32,8 @@ class Writer:
         self._link = link
         self._snapshot_every = snapshot_every
         self._kept: int | None = None  # sequence that the newest snapshot contains; None: unknown
-        self._decided: tuple[int, datetime] | None = (
-            None  # the last decision's sequence and the stream's time
-        )
+        # the last decision's sequence and the stream's time
+        self._decided: tuple[int, datetime] | None = None
         self._written: Fleet | None = None  # the fleet in the rows; None: unknown, so all rows are due
 
     async def project(
