@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from events.errors import HoldfastError, UsageError
 from events.process.imports import without
-from workers.config.settings import WorkerSettings, annotations
+from workers.config.settings import WorkerSettings, annotations, groups
 from workers.config.settings_check import load_settings, with_broker_user
 from workers.config.simulated_settings import FLAGS
 from workers.exits import BROKE, FAILED, USAGE
@@ -20,22 +20,19 @@ GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and al
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, plus the alias that Dynamo's mocker uses for some of them."""
+    """Add one flag for each setting, in its group, plus the alias that Dynamo's mocker uses for some of them."""
     defaults = WorkerSettings()
-    for name, annotation in annotations().items():
-        flag, text = "--" + name.replace("_", "-"), get_args(annotation)[-1].description.replace("%", "%%")
-        # argparse can list the flags that a parser already has only through a private attribute
-        if any(flag in action.option_strings for action in parser._actions):
-            continue
-        flags = [flag, *FLAGS.get(name, ())]
-        value = getattr(defaults, name)
-        if isinstance(value, bool):
-            parser.add_argument(
-                *flags, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
-            )
-        else:
-            default = "" if value in (None, "") else f" (default: {value})"
-            parser.add_argument(*flags, dest=name, default=None, metavar="X", help=text + default)
+    for title, settings in groups().items():
+        group = parser.add_argument_group(title)
+        for name, description in settings.items():
+            flags = ["--" + name.replace("_", "-"), *FLAGS.get(name, ())]
+            text, value = description.replace("%", "%%"), getattr(defaults, name)
+            if isinstance(value, bool):
+                action = argparse.BooleanOptionalAction
+                group.add_argument(*flags, dest=name, action=action, default=None, help=text)
+            else:
+                default = "" if value in (None, "") else f" (default: {value})"
+                group.add_argument(*flags, dest=name, default=None, metavar="X", help=text + default)
 
 
 def run_cli(args: argparse.Namespace) -> int:

@@ -1,12 +1,13 @@
-"""Groups of the flags of `up` and of the roles: a short `--help`, and an ordered `--help-all`."""
+"""Groups of the flags of `up` and of the roles: a short `--help`, and an ordered `--help-all`.
+
+A worker's flags have the groups of its settings (`workers.config.settings`).
+"""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-Groups = Mapping[str, Sequence[str]]
-
-FLEET: Groups = {
+FLEET: Mapping[str, Sequence[str]] = {
     "Fleet": (
         *("--config", "--data", "--workers*", "--ready-timeout", "--request-plane", "--name", "--nats-url"),
         *("--fleet-key-file", "--static", "--grace-s"),
@@ -36,31 +37,6 @@ FLEET: Groups = {
     "Rehearsal (fault injection)": ("--chaos",),
 }
 """Each group's flags as patterns. The first group that matches gets the flag."""
-
-WORKER: Groups = {
-    "Fleet": (
-        *("--config", "--data", "--nats-url", "--fleet-key-file", "--name*", "--instance", "--count"),
-        *("--stagger-delay", "--spare", "--watch-only", "--die-with-parent", "--migration-limit"),
-    ),
-    "Engine and upstreams": (
-        *("--engine", "--engine-pid", "--model", "--revision", "--upstream*", "--ready-timeout", "--device"),
-        *("--gpus", "--dtype", "--threads", "--tp", "--fatal-tokens"),
-    ),
-    "Request plane": ("--host", "--advertise", "--port", "--request-plane", "--connections-*"),
-    "KV cache and transfer": (
-        *("--kv-*", "--block-tokens", "--prefix-caching", "--host-kv-blocks", "--disk-kv-blocks"),
-        *("--host-gb-per-s", "--disk-gb-per-s", "--nvlink-domain", "--rail", "--evictor"),
-    ),
-    "Simulated engine": (
-        *("--itl-ms", "--prefill-*", "--context-tokens", "--batch-max", "--waiting-max", "--*-limit"),
-        *("--adaptive-batch", "--extra-engine-args", "--engine-type", "--perf-model", "--startup-s"),
-        *("--planner-profile-data", "--*speedup-ratio", "--dp-size", "--chunked-prefill", "--watermark"),
-        *("--preemption", "--reasoning"),
-    ),
-    "Shutdown": ("--*grace-s", "--pre-stop", "--second-signal", "--graceful-shutdown"),
-    "Observability": ("--admin-port",),
-    "Rehearsal (fault injection)": ("--chaos",),
-}
 
 COMMON: Mapping[str, Sequence[str]] = {
     "up": (
@@ -92,16 +68,17 @@ class HelpAllAction(argparse.Action):
 
 
 def group_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --help-all, and move the flags of a parser into their groups."""
+    """Add --help-all, and move the flags of a parser that have no group into theirs."""
     parser.usage = "%(prog)s [OPTIONS]"
     text = "show all flags by group, and exit"
     parser.add_argument("--help-all", action=HelpAllAction, nargs=0, help=text)
-    # argparse exposes a group's flags only in private attributes, here and below
+    # argparse exposes groups and their flags only in private attributes, here and below
     ungrouped = parser._optionals._group_actions
-    for title, patterns in (WORKER if parser.get_default("command") == "worker" else FLEET).items():
+    known = {group.title: group for group in parser._action_groups}
+    for title, patterns in FLEET.items():
         found = [a for a in ungrouped if any(fnmatchcase(a.option_strings[0], one) for one in patterns)]
         if found:
-            parser.add_argument_group(title)._group_actions.extend(found)  # as above
+            (known.get(title) or parser.add_argument_group(title))._group_actions.extend(found)
             ungrouped[:] = [action for action in ungrouped if action not in found]
 
 

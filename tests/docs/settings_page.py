@@ -4,7 +4,7 @@ python tests/docs/settings_page.py
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
 from controller.processes import up_flags
 from controller.processes.up_flags import SETTINGS
 from workers.cli import add_arguments
-from workers.config.settings import WorkerSettings, annotations
+from workers.config.settings import WorkerSettings, groups
 from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
@@ -44,9 +44,6 @@ class Entry:
 
 def entries(role: str) -> Iterator[Entry]:
     """Yield the settings of a role."""
-    if role == "worker":
-        yield from _of_worker()
-        return
     model = section(role)
     flags = {place: " ".join(f"`{name}`" for name in names) for place, names, _ in flagged(model)}
     offered = _offered(up_flags.add_arguments)
@@ -56,15 +53,14 @@ def entries(role: str) -> Iterator[Entry]:
         yield Entry(variable, _shown(value), flags.get(place, ""), _code(of_up), says)
 
 
-def _of_worker() -> Iterator[Entry]:
+def _of_worker(names: Iterable[str]) -> Iterator[Entry]:
+    """Yield the settings of a worker in one group."""
     flags = _offered(add_arguments)
-    for name in annotations():
-        field = WorkerSettings.__struct_fields__.index(name)
-        names, says = flags[name]
-        default = WorkerSettings.__struct_defaults__[field]
-        yield Entry(
-            f"{WORKER_PREFIX}{name.upper()}", _shown(default), " ".join(f"`{n}`" for n in names), "", says
-        )
+    defaults = WorkerSettings()
+    for name in names:
+        own, says = flags[name]
+        shown = " ".join(f"`{flag}`" for flag in own)
+        yield Entry(f"{WORKER_PREFIX}{name.upper()}", _shown(getattr(defaults, name)), shown, "", says)
 
 
 def _offered(add: Any) -> dict[str, tuple[list[str], str]]:
@@ -101,20 +97,24 @@ def _shown(value: Any) -> str:
     )
 
 
+def _table(found: Iterable[Entry]) -> Iterator[str]:
+    """Yield the lines of one table, and an empty line."""
+    yield "| variable | default | flag | flag of `up` | what it says |"
+    yield "|---|---|---|---|---|"
+    for e in found:
+        cells = (f"`{e.variable}`", f"`{e.default}`" if e.default else "", e.role_flag, e.up_flag, e.says)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
 def tables() -> str:
     """Return the page's generated part."""
     lines = []
-    for role in (*SECTIONS, "worker"):
-        lines += [
-            f"### {role.capitalize()}",
-            "",
-            "| variable | default | flag | flag of `up` | what it says |",
-        ]
-        lines += ["|---|---|---|---|---|"]
-        for e in entries(role):
-            cells = (f"`{e.variable}`", f"`{e.default}`" if e.default else "", e.role_flag, e.up_flag, e.says)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
+    for role in SECTIONS:
+        lines += [f"### {role.capitalize()}", "", *_table(entries(role))]
+    lines += ["### Worker", ""]
+    for title, settings in groups().items():
+        lines += [f"#### {title}", "", *_table(_of_worker(settings))]
     lines += ["### The seeds' names", "", "| in a seed | here |", "|---|---|"]
     for place, own in ALIASES.items():
         lines.append(f"| `{place}` | `{place.rpartition('.')[0]}.{own}` |")

@@ -11,92 +11,64 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST = 2**31  # of anything that is counted; as a limit it means unlimited
-Blocks = Annotated[int, Meta(ge=0, le=MOST)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Factor = Annotated[float, Meta(gt=0)]
 
 
 class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated engine's own settings. None means the engine's own default."""
+    """The simulated engine's own settings, by group. None means the engine's own default.
 
-    extra_engine_args: Annotated[
-        Path | None,
-        Meta(description="simulated: JSON file with arguments of Dynamo's mocker; wins over flags"),
-    ] = None
-    engine_type: Annotated[
-        Literal["vllm", "sglang", "trtllm"] | None,
-        Meta(description="simulated: start with the defaults of Dynamo's mocker of this engine"),
-    ] = None
-    perf_model: Annotated[
-        Literal["constant", "polynomial", "polynomial-v2"] | None,
-        Meta(description="simulated: step time model: constant (--itl-ms), or a published polynomial"),
-    ] = None
-    planner_profile_data: Annotated[
-        Path | None,
-        Meta(description="simulated: NPZ file with step times, from `holdfast profile`"),
-    ] = None
-    speedup_ratio: Annotated[
-        float, Meta(ge=0, description="simulated: speed factor of all steps; 0: steps take no time")
-    ] = 1.0
-    decode_speedup_ratio: Annotated[
-        float, Meta(gt=0, description="simulated: additional speed factor of decoding")
-    ] = 1.0
-    dp_size: Annotated[
-        int,
-        Meta(ge=1, le=64, description="simulated: number of DP ranks, each with its own queue and KV cache"),
-    ] = 1
-    startup_s: Annotated[
-        float, Meta(ge=0, le=3600, description="simulated: seconds until the engine has started")
-    ] = 0.0
-    prefix_caching: Annotated[
-        bool, Meta(description="keep and share full KV blocks (openai: the upstream decides)")
-    ] = True
-    chunked_prefill: Annotated[
-        bool, Meta(description="simulated: a long prompt takes several steps, next to decoding requests")
-    ] = True
-    watermark: Annotated[
-        Share, Meta(description="simulated: share of the KV blocks that new requests may not use")
-    ] = 0.01
-    preemption: Annotated[
-        Literal["newest", "oldest"],
-        Meta(description="simulated: which request is preempted when KV blocks run out"),
-    ] = "newest"
-    evictor: Annotated[
-        Literal["lru", "multi-lru", "lineage"],
-        Meta(description="simulated: which unused KV block is evicted first"),
-    ] = "lru"
-    host_kv_blocks: Annotated[Blocks, Meta(description="simulated: number of KV blocks in host memory")] = 0
-    disk_kv_blocks: Annotated[Blocks, Meta(description="simulated: number of KV blocks on disk")] = 0
-    kv_bytes_per_token: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST)] | None,
-        Meta(
-            description="simulated: KV bytes per token on the tiers (default: from the model's config.json, or of an 8B model)"
-        ),
-    ] = None
-    kv_transfer_bandwidth: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="simulated: GB/s at which a moving request's KV cache arrives (0: as fast as possible)"
-        ),
-    ] = None
-    reasoning: Annotated[
-        str,
-        Meta(
-            description="simulated: reasoning before answers: start_thinking_token_id, end_thinking_token_id, thinking_ratio"
-        ),
-    ] = ""
-    fatal_tokens: Annotated[
-        str,
-        Meta(
-            description="simulated: comma-separated token ids; a prompt that contains this sequence crashes the process"
-        ),
-    ] = ""
-    host_gb_per_s: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="simulated: GB/s between device and host memory")
-    ] = 32.0
-    disk_gb_per_s: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="simulated: GB/s to and from the disk")
-    ] = 5.0
+    Simulated engine
+        extra_engine_args: simulated: JSON file with arguments of Dynamo's mocker; wins over flags
+        engine_type: simulated: start with the defaults of Dynamo's mocker of this engine
+        perf_model: simulated: step time model: constant (--itl-ms), or a published polynomial
+        planner_profile_data: simulated: NPZ file with step times, from `holdfast profile`
+        speedup_ratio: simulated: speed factor of all steps; 0: steps take no time
+        decode_speedup_ratio: simulated: additional speed factor of decoding
+        dp_size: simulated: number of DP ranks, each with its own queue and KV cache
+        startup_s: simulated: seconds until the engine has started
+        chunked_prefill: simulated: a long prompt takes several steps, next to decoding requests
+        watermark: simulated: share of the KV blocks that new requests may not use
+        preemption: simulated: which request is preempted when KV blocks run out
+        reasoning: simulated: reasoning before answers: start_thinking_token_id, end_thinking_token_id, thinking_ratio
+        fatal_tokens: simulated: comma-separated token ids; a prompt that contains this sequence crashes the process
+    KV cache and transfer
+        prefix_caching: keep and share full KV blocks (openai: the upstream decides)
+        evictor: simulated: which unused KV block is evicted first
+        host_kv_blocks: simulated: number of KV blocks in host memory
+        disk_kv_blocks: simulated: number of KV blocks on disk
+        kv_bytes_per_token: simulated: KV bytes per token on the tiers (default: from the model's
+            config.json, or of an 8B model)
+        kv_transfer_bandwidth: simulated: GB/s at which a moving request's KV cache arrives (0: as fast as possible)
+        host_gb_per_s: simulated: GB/s between device and host memory
+        disk_gb_per_s: simulated: GB/s to and from the disk
+    """
+
+    # Simulated engine
+    extra_engine_args: Path | None = None
+    engine_type: Literal["vllm", "sglang", "trtllm"] | None = None
+    perf_model: Literal["constant", "polynomial", "polynomial-v2"] | None = None
+    planner_profile_data: Path | None = None
+    speedup_ratio: Annotated[float, Meta(ge=0)] = 1.0
+    decode_speedup_ratio: Factor = 1.0
+    dp_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    startup_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    chunked_prefill: bool = True
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    preemption: Literal["newest", "oldest"] = "newest"
+    reasoning: str = ""
+    fatal_tokens: str = ""
+    # KV cache and transfer
+    prefix_caching: bool = True
+    evictor: Literal["lru", "multi-lru", "lineage"] = "lru"
+    host_kv_blocks: CountOrZero = 0
+    disk_kv_blocks: CountOrZero = 0
+    kv_bytes_per_token: Count | None = None
+    kv_transfer_bandwidth: Annotated[float, Meta(ge=0)] | None = None
+    host_gb_per_s: Factor = 32.0
+    disk_gb_per_s: Factor = 5.0
 
 
 # Argument names of Dynamo's mocker that differ from ours. Others have the same name, or are not simulated.
@@ -114,12 +86,13 @@ MOCKER_NAMES = {
 SAME = ("watermark", "speedup_ratio", "decode_speedup_ratio", "dp_size", "planner_profile_data", "kv_bytes_per_token",
         "kv_transfer_bandwidth", "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks",
         "host_gb_per_s", "disk_gb_per_s", "perf_model")  # fmt: skip
+_OURS = {**MOCKER_NAMES, **{name: name for name in SAME}}
 # Arguments that are not simulated, each with the value that has no effect. Any value is accepted for arguments that only matter
 # between prefill and decode workers, which do not exist here.
-NOT_SIMULATED: Mapping[str, Any] = {
+NOT_SIMULATED: Mapping[str, object] = {
     "worker_type": "aggregated", "is_prefill": False, "is_decode": False, "aic_nextn": None, "aic_nextn_accept_rates": None,
 }  # fmt: skip
-SGLANG: Mapping[str, Any] = {
+SGLANG: Mapping[str, object] = {
     "schedule_policy": "fifo", "page_size": 1, "max_prefill_tokens": 16_384, "chunked_prefill_size": 8192,
     "clip_max_new_tokens": 4096, "schedule_conservativeness": 1.0,
 }  # fmt: skip
@@ -142,8 +115,26 @@ _PREEMPTION = {"lifo": "newest", "fifo": "oldest"}
 _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 
 
-def read_extra(path: Path) -> dict[str, Any]:
+def read_extra(path: Path) -> dict[str, object]:
     """Return the settings that a file of Dynamo's arguments stands for. Raise ValueError with the reason."""
+    found = _arguments(path)
+    settings: dict[str, object] = {"engine_type": "vllm"}
+    for name, value in found.items():
+        if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
+            settings[_OURS[name]] = MOST
+        elif value is not None and name in _OURS:
+            settings[_OURS[name]] = value
+    if (mode := settings.get("preemption")) is not None:
+        if mode not in [*_PREEMPTION]:
+            raise ValueError(f"preemption_mode = {mode!r}: expected one of {', '.join(_PREEMPTION)}")
+        settings["preemption"] = _PREEMPTION[str(mode)]
+    if "reasoning" in settings:
+        settings["reasoning"] = json.dumps(settings["reasoning"])
+    return settings
+
+
+def _arguments(path: Path) -> dict[str, object]:
+    """Return the arguments in a file, all of which are known and simulated here. Raise ValueError."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -152,29 +143,15 @@ def read_extra(path: Path) -> dict[str, Any]:
         raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("the file does not contain a JSON object")
-    known = {*MOCKER_NAMES, *SAME, *NOT_SIMULATED, *MEANINGLESS, "sglang"}
+    known = {*_OURS, *NOT_SIMULATED, *MEANINGLESS, "sglang"}
     if unknown := [name for name in found if name not in known]:
-        raise ValueError(
-            f"{', '.join(unknown)}: unknown arguments; valid are {', '.join((*MOCKER_NAMES, *SAME))}"
-        )
+        raise ValueError(f"{', '.join(unknown)}: unknown arguments; valid are {', '.join(_OURS)}")
     if refused := _not_simulated(found):
         raise ValueError(f"{', '.join(refused)}: not simulated here")
-    settings: dict[str, Any] = {"engine_type": "vllm"}
-    for name, value in found.items():
-        if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
-            settings[MOCKER_NAMES[name]] = MOST
-        elif value is not None and name in {*MOCKER_NAMES, *SAME}:
-            settings[MOCKER_NAMES.get(str(name), str(name))] = value
-    if (mode := settings.get("preemption")) is not None:
-        if mode not in [*_PREEMPTION]:
-            raise ValueError(f"preemption_mode = {mode!r}: expected one of {', '.join(_PREEMPTION)}")
-        settings["preemption"] = _PREEMPTION[mode]
-    if "reasoning" in settings:
-        settings["reasoning"] = json.dumps(settings["reasoning"])
-    return settings
+    return found
 
 
-def _not_simulated(found: Mapping[str, Any]) -> list[str]:
+def _not_simulated(found: Mapping[str, object]) -> list[str]:
     """Return the arguments that ask for behaviour that is not simulated."""
     sglang = found.get("sglang") or {}
     if not isinstance(sglang, dict):
@@ -186,7 +163,7 @@ def _not_simulated(found: Mapping[str, Any]) -> list[str]:
 
 def their_name(name: str) -> str:
     """Return the name that Dynamo's mocker uses for one of our settings."""
-    return next((theirs for theirs, ours in MOCKER_NAMES.items() if ours == name), name)
+    return next((theirs for theirs, ours in _OURS.items() if ours == name), name)
 
 
 def defaults(engine_type: str, given: Mapping[str, Any]) -> dict[str, Any]:

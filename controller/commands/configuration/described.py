@@ -4,14 +4,14 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
 from controller.catalogue import notes_of
 from controller.config.flags import fields_of, is_section
 from controller.processes import up_flags
-from workers.config.settings import WorkerSettings, annotations
+from workers.config.settings import WorkerSettings, groups
 
 TOP: Mapping[str, tuple[str, str]] = {
     "nats_url": ("URL of the broker; without it `up` starts one", ""),
@@ -41,8 +41,9 @@ def below(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
 def of_worker() -> Iterator[tuple[str, Any, str]]:
     """Yield (name, default, description) of every setting of a worker."""
     defaults = WorkerSettings()
-    for name, annotation in annotations().items():
-        yield name, getattr(defaults, name), get_args(annotation)[-1].description
+    for settings in groups().values():
+        for name, text in settings.items():
+            yield name, getattr(defaults, name), text
 
 
 @cache

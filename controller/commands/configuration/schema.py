@@ -90,8 +90,9 @@ def _plain(shape: Any) -> Any:
 
 def _of_worker() -> dict[str, Any]:
     properties = {}
-    for (name, default, _), annotation in zip(of_worker(), annotations().values(), strict=True):
-        properties[name] = msgspec.json.schema(annotation, schema_hook=lambda kind: {"type": "string"})
+    for name, default, text in of_worker():
+        shape = msgspec.json.schema(annotations()[name], schema_hook=lambda kind: {"type": "string"})
+        properties[name] = {**shape, "description": text}
         if default is not None:
             properties[name]["default"] = str(default) if isinstance(default, Path) else default
     return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -11,6 +11,7 @@ from events.errors import BadSetting
 from events.nats import keys
 from events.nats.urls import BadBrokerUrl, with_keys
 from events.process.presence import announce
+from workers.config.settings import WorkerSettings, groups
 from workers.config.settings_check import load_settings, with_broker_user
 from workers.engines.build import build_engine
 
@@ -170,3 +171,9 @@ def test_no_seed_is_created_for_a_broker_outside_the_fleet(tmp_path: Path) -> No
     with pytest.raises(BadBrokerUrl, match=r"/nowhere has no seed for the account 'worker-w9'"):
         with_broker_user(settings)
     assert with_broker_user(load_settings({}, {"HOLDFAST_NATS_URL": "nats://c:1"})).nats_url == "nats://c:1"
+
+
+def test_every_setting_is_described_in_one_group() -> None:
+    described = [name for settings in groups().values() for name in settings]
+    assert sorted(described) == sorted(WorkerSettings.__struct_fields__)
+    assert all(text for settings in groups().values() for text in settings.values())
