@@ -3,11 +3,13 @@
 They come from flags, and from `HOLDFAST_WORKER_*` in the environment. Flags win.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -30,40 +32,48 @@ DYNAMO = {
 }  # Dynamo's names; Holdfast's names take precedence
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
+_PLAIN = SimulatedSettings()
 
 
 def load_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, *, to_show: bool = False
+    flags: Mapping[str, object], environment: Mapping[str, str] | None = None, *, to_show: bool = False
 ) -> WorkerSettings:
     """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected.
 
     `to_show`: the settings are only displayed, so another worker may have the same name.
     """
-    known = os.environ if environment is None else environment
-    given: dict[str, Any] = {}
-    for name in ("nats_url", "data", "fleet_key_file"):  # settings of the whole fleet
-        if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
-            given[name] = known[f"HOLDFAST_{name.upper()}"]
-    given |= {name: known[variable] for variable, name in DYNAMO.items() if known.get(variable)}
-    for variable, text in known.items():
-        name = variable.removeprefix(PREFIX).lower()
-        if variable.startswith(PREFIX) and name not in annotations():
-            raise BadSetting(f"{variable} is not a setting of a worker; `holdfast worker --help` lists them")
-        if variable.startswith(PREFIX) and text:
-            given[name] = text
+    given: dict[str, object] = _from_environment(os.environ if environment is None else environment)
     given |= {name: value for name, value in flags.items() if value is not None}
-    extra = _extra(Path(given["extra_engine_args"])) if given.get("extra_engine_args") else {}
+    extra: Mapping[str, object] = {}
+    if path := given.get("extra_engine_args"):
+        with _named(f"extra_engine_args = {str(path)!r}"):
+            extra = read_extra(Path(str(path)))
     given |= extra
     joins = "data" in given and not given.get("nats_url")
     if joins:
-        given["nats_url"] = _of_fleet(Path(given["data"]), "nats_url")
-        given.setdefault("fleet_key_file", _of_fleet(Path(given["data"]), "fleet_key_file"))
+        fleet = _fleet(Path(str(given["data"])))
+        given["nats_url"] = str(fleet.get("nats_url", ""))
+        given.setdefault("fleet_key_file", str(fleet.get("fleet_key_file", "")))
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
     settings = WorkerSettings(**convert_settings(given, called))
     check(settings)
     if joins and not settings.watch_only and not to_show:
         _check_name(settings)
     return settings
+
+
+def _from_environment(known: Mapping[str, str]) -> dict[str, object]:
+    """Return the settings that variables set: the whole fleet's, then Dynamo's, then the worker's own. Raise BadSetting."""
+    given: dict[str, object] = {}
+    for name in ("nats_url", "data", "fleet_key_file"):  # settings of the whole fleet
+        if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
+            given[name] = known[f"HOLDFAST_{name.upper()}"]
+    given |= {name: known[variable] for variable, name in DYNAMO.items() if known.get(variable)}
+    own = {v.removeprefix(PREFIX).lower(): (v, text) for v, text in known.items() if v.startswith(PREFIX)}
+    for name, (variable, _) in own.items():
+        if name not in annotations():
+            raise BadSetting(f"{variable} is not a setting of a worker; `holdfast worker --help` lists them")
+    return given | {name: text for name, (_, text) in own.items() if text}
 
 
 def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
@@ -79,20 +89,20 @@ def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
     return replace(settings, nats_url=urls.as_user(settings.nats_url, name))
 
 
-def _extra(path: Path) -> dict[str, Any]:
-    """Return the settings from a file of Dynamo's arguments. Raise BadSetting."""
+@contextlib.contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Turn a ValueError into a BadSetting that names the setting."""
     try:
-        return read_extra(path)
+        yield
     except ValueError as error:
-        raise BadSetting(f"extra_engine_args = {str(path)!r}: {error}") from error
+        raise BadSetting(f"{setting}: {error}") from error
 
 
-def _of_fleet(data: Path, what: str) -> str:
-    """Return a value from the file of the fleet in this data directory; empty if there is none."""
-    try:
-        return str(json.loads((data / "fleet.json").read_text()).get(what, ""))
-    except (OSError, ValueError):
-        return ""
+def _fleet(data: Path) -> dict[str, object]:
+    """Return what the file of the fleet in this data directory says; nothing if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((data / "fleet.json").read_text()))
+    return {}
 
 
 def _check_name(settings: WorkerSettings) -> None:
@@ -107,7 +117,7 @@ def _check_name(settings: WorkerSettings) -> None:
             )
 
 
-def convert_settings(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+def convert_settings(given: Mapping[str, object], called: Mapping[str, str]) -> dict[str, Any]:
     """Return the values converted to their settings' types. Raise BadSetting with all errors.
 
     `called`: the names under which the user gave some of the settings.
@@ -124,130 +134,110 @@ def convert_settings(given: Mapping[str, Any], called: Mapping[str, str]) -> dic
     return values
 
 
-def _convert_other(kind: type, text: Any) -> Any:
+def _convert_other(kind: Callable[[object], object], text: object) -> object:
     """Build a value that msgspec cannot: a path."""
     return kind(text)
 
 
-def _expected(kind: Any, message: str) -> str:
-    plain = get_args(kind)[0]
-    for choice in (plain, *get_args(plain)):
-        if get_origin(choice) is Literal:
-            return f"expected one of {', '.join(get_args(choice))}"
+def _expected(kind: object, message: str) -> str:
+    for choices in (kind, *get_args(kind)):
+        if get_origin(choices) is Literal:
+            return f"expected one of {', '.join(get_args(choices))}"
     return f"{message[0].lower()}{message[1:]}"
 
 
 def check(settings: WorkerSettings) -> None:
     """Raise BadSetting, naming the setting, its value and what is wrong."""
-    if settings.gpus:
-        _check_gpus(settings)
-    if settings.watch_only:
-        return _check_watch(settings)
-    if settings.engine_pid is not None:
-        raise BadSetting(f"engine_pid = {settings.engine_pid}: only valid with watch_only")
-    if settings.host in WILDCARDS and not settings.advertise:
-        raise BadSetting(f"host = {settings.host!r}: set advertise to the address that frontends connect to")
-    if settings.kv_transport == "nixl" and find_spec("nixl") is None:
-        raise BadSetting("kv_transport = 'nixl': requires the extra [nixl]: pip install -e '.[nixl]'")
-    if settings.request_plane == "nats" and not settings.nats_url:
-        raise BadSetting(
-            "request_plane = 'nats': requires nats_url, or the data directory of a running fleet"
-        )
-    if settings.count > 1 and settings.engine != "simulated":
-        raise BadSetting(f"count = {settings.count}: only simulated engines can share a process")
-    if settings.port and settings.port + settings.count - 1 > PORT_MAX:
-        raise BadSetting(
-            f"port = {settings.port}: {settings.count} workers need consecutive ports up to {PORT_MAX}"
-        )
-    if (settings.tp or 1) > 1 and settings.engine != "simulated":
-        raise BadSetting(f"tp = {settings.tp}: only simulated engines have ranks")
-    _check_simulated(settings)
-    if settings.engine == "openai" and not settings.upstream.startswith(("http://", "https://")):
-        raise BadSetting(
-            f"upstream = {settings.upstream!r}: the openai engine requires the URL of a server (http://...)"
-        )
-    if settings.engine == "openai" and not Path(settings.model).joinpath("tokenizer.json").is_file():
-        raise BadSetting(
-            f"model = {settings.model!r}: the openai engine requires the directory of its model's tokenizer (tokenizer.json)"
-        )
-    _check_key_file(settings)
-    _check_kv_events(settings)
-    if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
-        raise BadSetting(
-            f"model = {settings.model!r}: the transformers engine requires a model directory (config.json)"
-        )
+    kinds = (_gpus, _watch) if settings.watch_only else (_gpus, _network, _simulated, _openai, _transformers)
+    for wrong, why in chain.from_iterable(rules(settings) for rules in kinds):
+        if wrong:
+            raise BadSetting(why)
 
 
-_PLAIN = SimulatedSettings()
+Rules = Iterator[tuple[object, str]]
+"""Whether a setting is wrong, and why. Each rule applies only if those before it are kept."""
 
 
-def _check_simulated(settings: WorkerSettings) -> None:
-    if settings.engine != "simulated":
+def _gpus(s: WorkerSettings) -> Rules:
+    if not s.gpus:
+        return
+    from workers.devices.mapping import parse
+
+    with _named(f"gpus = {s.gpus!r}"):
+        parse(s.gpus)
+    yield s.count > 1, f"gpus = {s.gpus!r}: the {s.count} workers of one process cannot have separate GPUs"
+
+
+def _watch(s: WorkerSettings) -> Rules:
+    selected = (s.engine_pid is None) is bool(s.gpus)
+    yield not selected, "watch_only: set either gpus or engine_pid to select the GPUs to watch"
+    yield s.count > 1, f"count = {s.count}: watch_only watches the GPUs of one worker"
+    yield not s.nats_url, "watch_only: requires nats_url, or the data directory of a running fleet"
+
+
+def _network(s: WorkerSettings) -> Rules:
+    yield s.engine_pid is not None, f"engine_pid = {s.engine_pid}: only valid with watch_only"
+    unreachable = s.host in WILDCARDS and not s.advertise
+    yield unreachable, f"host = {s.host!r}: set advertise to the address that frontends connect to"
+    no_nixl = s.kv_transport == "nixl" and find_spec("nixl") is None
+    yield no_nixl, "kv_transport = 'nixl': requires the extra [nixl]: pip install -e '.[nixl]'"
+    brokerless = s.request_plane == "nats" and not s.nats_url
+    yield brokerless, "request_plane = 'nats': requires nats_url, or the data directory of a running fleet"
+    not_shared = s.count > 1 and s.engine != "simulated"
+    yield not_shared, f"count = {s.count}: only simulated engines can share a process"
+    too_high = s.port and s.port + s.count - 1 > PORT_MAX
+    yield too_high, f"port = {s.port}: {s.count} workers need consecutive ports up to {PORT_MAX}"
+
+
+def _simulated(s: WorkerSettings) -> Rules:
+    if s.engine != "simulated":
+        yield (s.tp or 1) > 1, f"tp = {s.tp}: only simulated engines have ranks"
         for name in SimulatedSettings.__struct_fields__:
-            value, default = getattr(settings, name), getattr(_PLAIN, name)
-            if value != default and name != "prefix_caching":
-                raise BadSetting(f"{name} = {value!s}: only valid for simulated engines")
-    if settings.perf_model and settings.planner_profile_data:
-        raise BadSetting(
-            f"perf_model = {settings.perf_model!r}: planner_profile_data already defines the step times"
+            value, default = getattr(s, name), getattr(_PLAIN, name)
+            foreign = value != default and name != "prefix_caching"
+            yield foreign, f"{name} = {value!s}: only valid for simulated engines"
+    measured = s.planner_profile_data
+    yield (
+        s.perf_model and measured,
+        f"perf_model = {s.perf_model!r}: planner_profile_data already defines the step times",
+    )
+    varying = measured or s.perf_model not in (None, "constant")
+    yield s.itl_ms and varying, f"itl_ms = {s.itl_ms:g}: only valid if steps take a constant time"
+
+
+def _openai(s: WorkerSettings) -> Rules:
+    only, key_file = "only the openai engine has an upstream", s.upstream_key_file
+    if s.engine == "openai":
+        url = s.upstream.startswith(("http://", "https://"))
+        yield (
+            not url,
+            f"upstream = {s.upstream!r}: the openai engine requires the URL of a server (http://...)",
         )
-    if settings.itl_ms and (settings.planner_profile_data or settings.perf_model not in (None, "constant")):
-        raise BadSetting(f"itl_ms = {settings.itl_ms:g}: only valid if steps take a constant time")
+        needed = "the openai engine requires the directory of its model's tokenizer (tokenizer.json)"
+        yield not Path(s.model, "tokenizer.json").is_file(), f"model = {s.model!r}: {needed}"
+    else:
+        yield key_file, f"upstream_key_file = {key_file!r}: {only}"
+    if key_file:
+        two = "upstream_key is set too; set only one of them"
+        yield s.upstream_key, f"upstream_key_file = {key_file!r}: {two}"
+        with _named("upstream_key_file"):
+            read_key(Path(key_file))
+    events, replays = endpoints(s.upstream_kv_events), endpoints(s.upstream_kv_replay)
+    yield events and s.engine != "openai", f"upstream_kv_events = {s.upstream_kv_events!r}: {only}"
+    for one in (*events, *replays):
+        found = _ENDPOINT.fullmatch(one)
+        wrong = found is None or int(found["port"] or 1) not in range(1, PORT_MAX + 1)
+        yield wrong, f"upstream_kv_events, upstream_kv_replay: {one!r} is not an endpoint (tcp://host:5557)"
+    counts = f"upstream_kv_replay has {len(replays)} endpoints, upstream_kv_events {len(events)}"
+    yield replays and len(replays) != len(events), f"{counts}: set one for each"
 
 
-def _check_key_file(settings: WorkerSettings) -> None:
-    given = settings.upstream_key_file
-    if given and settings.engine != "openai":
-        raise BadSetting(f"upstream_key_file = {given!r}: only the openai engine has an upstream")
-    if given and settings.upstream_key:
-        raise BadSetting(f"upstream_key_file = {given!r}: upstream_key is set too; set only one of them")
-    if given:
-        try:
-            read_key(Path(given))
-        except ValueError as error:
-            raise BadSetting(f"upstream_key_file: {error}") from error
+def _transformers(s: WorkerSettings) -> Rules:
+    if s.engine == "transformers":
+        needed = "the transformers engine requires a model directory (config.json)"
+        yield not Path(s.model, "config.json").is_file(), f"model = {s.model!r}: {needed}"
 
 
 def endpoints(text: str) -> list[str]:
     """Return the ZeroMQ endpoints of a setting."""
     return [one.strip() for one in text.split(",") if one.strip()]
-
-
-def _check_kv_events(settings: WorkerSettings) -> None:
-    events, replays = endpoints(settings.upstream_kv_events), endpoints(settings.upstream_kv_replay)
-    if events and settings.engine != "openai":
-        raise BadSetting(
-            f"upstream_kv_events = {settings.upstream_kv_events!r}: only the openai engine has an upstream"
-        )
-    for one in (*events, *replays):
-        found = _ENDPOINT.fullmatch(one)
-        if found is None or int(found["port"] or 1) not in range(1, 65_536):
-            raise BadSetting(
-                f"upstream_kv_events, upstream_kv_replay: {one!r} is not an endpoint (tcp://host:5557)"
-            )
-    if replays and len(replays) != len(events):
-        raise BadSetting(
-            f"upstream_kv_replay has {len(replays)} endpoints, upstream_kv_events {len(events)}: set one for each"
-        )
-
-
-def _check_gpus(settings: WorkerSettings) -> None:
-    from workers.devices.mapping import parse
-
-    try:
-        parse(settings.gpus)
-    except ValueError as error:
-        raise BadSetting(f"gpus = {settings.gpus!r}: {error}") from error
-    if settings.count > 1:
-        raise BadSetting(
-            f"gpus = {settings.gpus!r}: the {settings.count} workers of one process cannot have separate GPUs"
-        )
-
-
-def _check_watch(settings: WorkerSettings) -> None:
-    if (settings.engine_pid is None) is not bool(settings.gpus):
-        raise BadSetting("watch_only: set either gpus or engine_pid to select the GPUs to watch")
-    if settings.count > 1:
-        raise BadSetting(f"count = {settings.count}: watch_only watches the GPUs of one worker")
-    if not settings.nats_url:
-        raise BadSetting("watch_only: requires nats_url, or the data directory of a running fleet")
