@@ -74,11 +74,12 @@ def group_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--help-all", action=HelpAllAction, nargs=0, help=text)
     # argparse exposes groups and their flags only in private attributes, here and below
     ungrouped = parser._optionals._group_actions
-    known = {group.title: group for group in parser._action_groups}
+    known = {group.title: group for group in parser._action_groups}  # as above
     for title, patterns in FLEET.items():
         found = [a for a in ungrouped if any(fnmatchcase(a.option_strings[0], one) for one in patterns)]
         if found:
-            (known.get(title) or parser.add_argument_group(title))._group_actions.extend(found)
+            group = known.get(title) or parser.add_argument_group(title)
+            group._group_actions.extend(found)  # as above
             ungrouped[:] = [action for action in ungrouped if action not in found]
 
 
