@@ -18,7 +18,7 @@ from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
 from controller.processes import up_flags
 from controller.processes.up_flags import SETTINGS
 from workers.cli import add_arguments
-from workers.config.settings import WorkerSettings, groups
+from workers.config.settings import WorkerSettings, annotations, groups
 from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
@@ -44,6 +44,9 @@ class Entry:
 
 def entries(role: str) -> Iterator[Entry]:
     """Yield the settings of a role."""
+    if role == "worker":
+        yield from _of_worker(annotations())
+        return
     model = section(role)
     flags = {place: " ".join(f"`{name}`" for name in names) for place, names, _ in flagged(model)}
     offered = _offered(up_flags.add_arguments)
