@@ -2,7 +2,7 @@
 
 import re
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -35,6 +35,14 @@ Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
 Age = Annotated[timedelta, BeforeValidator(_age, json_schema_input_type=float | str)]
 """A duration: seconds, or text such as "30d"."""
 Share = Annotated[float, Field(ge=0, le=1)]
+T = TypeVar("T")
+
+
+def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
+    """Return the field of a setting. `flag`: its flag, if that does not follow from its name. `more`: arguments of `Field`."""
+    if flag:
+        more["json_schema_extra"] = {"flag": flag}
+    return Field(default, description=description, **more)  # type: ignore[no-any-return]
 
 
 class Strict(BaseModel):

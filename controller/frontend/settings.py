@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from controller.deciders.thresholds import BusyThresholds
 from controller.migration.cost import MovingPolicy
-from controller.setting_types import NotNegative, Positive, Share, Strict
+from controller.setting_types import NotNegative, Positive, Share, Strict, setting
 from events.intrusion.send_budget import TrafficLimit, traffic
 
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
@@ -31,79 +31,64 @@ class RouterSettings(Strict):
     The names are NVIDIA Dynamo's. docs/concepts/router.md explains the effect of each on the cost, and which defaults differ.
     """
 
-    mode: Mode = Field(
-        default="kv",
-        description="routing mode: kv, round-robin, random, least-loaded, power-of-two",
+    mode: Mode = setting("kv", "routing mode: kv, round-robin, random, least-loaded, power-of-two")
+    temperature: NotNegative = setting(
+        0.0,
+        "randomness of the choice: 0 always chooses the worker of least cost, higher values also choose others",
     )
-    temperature: NotNegative = Field(
-        default=0.0,
-        description="randomness of the choice: 0 always chooses the worker of least cost, higher values also choose others",
+    kv_overlap_score_credit: NotNegative = setting(
+        5.0, "cost reduction for each block of the prompt that the worker has cached"
     )
-    kv_overlap_score_credit: NotNegative = Field(
-        default=5.0, description="cost reduction for each block of the prompt that the worker has cached"
+    kv_overlap_score_credit_decay: NotNegative = setting(
+        0.0, "how fast that credit shrinks on workers with more prompt tokens to prefill than others"
     )
-    kv_overlap_score_credit_decay: NotNegative = Field(
-        default=0.0,
-        description="how fast that credit shrinks on workers with more prompt tokens to prefill than others",
+    prefill_load_scale: NotNegative = setting(
+        20.0, "cost of a prompt block still to be prefilled, relative to a block in use"
     )
-    prefill_load_scale: NotNegative = Field(
-        default=20.0, description="cost of a prompt block still to be prefilled, relative to a block in use"
+    decode_active_request_weight: NotNegative = setting(
+        0.0, "cost of each request in flight on the worker, in blocks"
     )
-    decode_active_request_weight: NotNegative = Field(
-        default=0.0, description="cost of each request in flight on the worker, in blocks"
+    active_request_tokens: NotNegative = setting(
+        512.0, "cost of each request in flight on the worker, in prompt tokens to prefill"
     )
-    active_request_tokens: NotNegative = Field(
-        default=512.0, description="cost of each request in flight on the worker, in prompt tokens to prefill"
+    recent_prefill_weight: NotNegative = setting(
+        0.1,
+        "cost of a prompt block sent to the worker in the last 10 s, relative to one still to be prefilled",
     )
-    recent_prefill_weight: NotNegative = Field(
-        default=0.1,
-        description="cost of a prompt block sent to the worker in the last 10 s, relative to one still to be prefilled",
+    host_cache_hit_weight: NotNegative = setting(
+        0.75, "value of a block cached in host memory, relative to one on the device"
     )
-    host_cache_hit_weight: NotNegative = Field(
-        default=0.75, description="value of a block cached in host memory, relative to one on the device"
+    disk_cache_hit_weight: NotNegative = setting(
+        0.25, "value of a block cached on disk, relative to one on the device"
     )
-    disk_cache_hit_weight: NotNegative = Field(
-        default=0.25, description="value of a block cached on disk, relative to one on the device"
-    )
-    kv_events: bool = Field(
-        default=True,
-        description="learn from KV events what workers have cached; otherwise guess it from the requests sent to them",
+    kv_events: bool = setting(
+        True,
+        "learn from KV events what workers have cached; otherwise guess it from the requests sent to them",
         json_schema_extra={"also": ["--kv-events"]},
     )
-    ttl_secs: Positive = Field(
-        default=120.0, description="seconds that a prompt is assumed to stay cached, without KV events"
+    ttl_secs: Positive = setting(120.0, "seconds that a prompt is assumed to stay cached, without KV events")
+    replica_sync: bool = setting(
+        False, "share the requests in flight with the other frontends, and count theirs too"
     )
-    replica_sync: bool = Field(
-        default=False,
-        description="share the requests in flight with the other frontends, and count theirs too",
+    track_active_blocks: bool = setting(True, "include the blocks in use in the cost")
+    track_output_blocks: bool = setting(False, "include the blocks of growing answers in the cost")
+    track_prefill_tokens: bool = setting(True, "include the prompt tokens still to be prefilled in the cost")
+    prefill_load_model: Literal["none", "profile"] = setting(
+        "none",
+        "profile: estimate the prefill progress of a request by the worker's registered rate until its first token",
     )
-    track_active_blocks: bool = Field(default=True, description="include the blocks in use in the cost")
-    track_output_blocks: bool = Field(
-        default=False, description="include the blocks of growing answers in the cost"
-    )
-    track_prefill_tokens: bool = Field(
-        default=True, description="include the prompt tokens still to be prefilled in the cost"
-    )
-    prefill_load_model: Literal["none", "profile"] = Field(
-        default="none",
-        description="profile: estimate the prefill progress of a request by the worker's registered rate until its first token",
-    )
-    assume_kv_reuse: bool = Field(
-        default=True, description="count a block that several requests of a worker share only once"
-    )
-    queue_prefill_s: Positive | None = Field(
-        default=None,
-        description="seconds of queued prefill: requests wait in the frontend while every worker has more than this",
+    assume_kv_reuse: bool = setting(True, "count a block that several requests of a worker share only once")
+    queue_prefill_s: Positive | None = setting(
+        None, "seconds of queued prefill: requests wait in the frontend while every worker has more than this"
     )
 
 
 class AdmissionSettings(Strict):
     """Limits of admission, queueing and request bodies. A degradation level's knobs scale these."""
 
-    inflight_per_batch: Positive | None = Field(
-        default=None,
-        description="requests in flight per worker, over all frontends, as a multiple of its max_batch; none: 4, or 1 with "
-        "deadlines",
+    inflight_per_batch: Positive | None = setting(
+        None,
+        "requests in flight per worker, over all frontends, as a multiple of its max_batch; none: 4, or 1 with deadlines",
     )
     inflight_max: int | None = Field(default=None, ge=1)  # requests in flight per worker, as a plain number
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
@@ -112,15 +97,11 @@ class AdmissionSettings(Strict):
     fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")
     retry_budget: Share = 0.2  # with deadlines: retries of refused requests, as a share of first tries
     # From dispatch to the first token. A full server can queue a request for minutes; OpenAI's client gives up after 600 s.
-    first_token_s: Positive = Field(
-        default=300.0,
-        description="seconds that a request may wait for its first token",
-        json_schema_extra={"flag": "--first-token-timeout"},
+    first_token_s: Positive = setting(
+        300.0, "seconds that a request may wait for its first token", flag="--first-token-timeout"
     )
-    first_token_s_per_1k: NotNegative = Field(  # slow prefills read 1,000 tokens a second
-        default=1.0,
-        description="additional seconds for each 1,000 tokens of its prompt",
-        json_schema_extra={"flag": "--first-token-timeout-per-1k"},
+    first_token_s_per_1k: NotNegative = setting(  # slow prefills read 1,000 tokens a second
+        1.0, "additional seconds for each 1,000 tokens of its prompt", flag="--first-token-timeout-per-1k"
     )
     body_mb_max: int = Field(default=45, ge=1)  # of one body, decompressed
     bodies_mb_max: int = Field(default=512, ge=1)  # of all bodies being read
@@ -169,28 +150,25 @@ class StreamSettings(Strict):
     write_deadline_s: Positive = 30.0  # for a client to read anything at all
     # Load balancers close connections that are idle for 60 s, some after 30 s. Errors before the early head keep their HTTP
     # status.
-    early_head_s: NotNegative = Field(
-        default=15.0,
-        description="seconds without a token until a streaming client receives the response head, and between SSE comments; 0: "
+    early_head_s: NotNegative = setting(
+        15.0,
+        "seconds without a token until a streaming client receives the response head, and between SSE comments; 0: "
         "never",
-        json_schema_extra={"flag": "--early-head"},
+        flag="--early-head",
     )
 
 
 class StallSettings(Strict):
     """When a stream counts as stalled although its worker is running: it moves to another worker."""
 
-    pace_factor: Annotated[float, Field(gt=1)] = Field(
-        default=20.0, description="a stream has stalled after this many times its own mean time per token"
+    pace_factor: Annotated[float, Field(gt=1)] = setting(
+        20.0, "a stream has stalled after this many times its own mean time per token"
     )
-    floor_s: Positive = Field(
-        default=10.0, description="minimum seconds without a token until a stream has stalled"
+    floor_s: Positive = setting(10.0, "minimum seconds without a token until a stream has stalled")
+    ceiling_s: Positive = setting(
+        60.0, "maximum seconds without a token; also the limit while requests wait in the worker's queue"
     )
-    ceiling_s: Positive = Field(
-        default=60.0,
-        description="maximum seconds without a token; also the limit while requests wait in the worker's queue",
-    )
-    sweep_s: Positive = Field(default=0.25, description="seconds between two checks of all streams")
+    sweep_s: Positive = setting(0.25, "seconds between two checks of all streams")
 
     @model_validator(mode="after")
     def _ordered(self) -> "StallSettings":
@@ -269,113 +247,87 @@ class FrontendSettings(Strict):
     if the client has already received some. `error` always ends with an error.
     """
 
-    host: str = Field(default="127.0.0.1", description="address that the API listens on")
-    port: int = Field(
-        default=8000,
-        ge=0,
-        le=65_535,
-        description="port of the API, shared by the frontends of a host; 0: any free port",
+    host: str = setting("127.0.0.1", "address that the API listens on")
+    port: int = setting(
+        8000, "port of the API, shared by the frontends of a host; 0: any free port", ge=0, le=65_535
     )
-    api_key_file: str = Field(
-        default="",
-        description="file of the API keys for clients, `key` or `name:key` on each line; reloaded when it changes; "
+    api_key_file: str = setting(
+        "",
+        "file of the API keys for clients, `key` or `name:key` on each line; reloaded when it changes; "
         "empty: no key is required",
     )
-    insecure: bool = Field(default=False, description="allow addresses other than loopback without API keys")
-    tls_cert: str = Field(
-        default="",
-        description="file of the certificate chain (PEM) for TLS on both ports; reloaded when it changes; empty: no TLS",
+    insecure: bool = setting(False, "allow addresses other than loopback without API keys")
+    tls_cert: str = setting(
+        "",
+        "file of the certificate chain (PEM) for TLS on both ports; reloaded when it changes; empty: no TLS",
     )
-    tls_key: str = Field(
-        default="", description="file of the certificate's private key (PEM), without a password"
+    tls_key: str = setting("", "file of the certificate's private key (PEM), without a password")
+    admin_host: str = setting("127.0.0.1", "address of the admin port: metrics, readiness, console")
+    admin_port: int = setting(0, "admin port; 0: any free port", ge=0, le=65_535)
+    admin_key_file: str = setting(
+        "",
+        "file of the keys with which other hosts may change settings on the admin port, in the format of "
+        "--api-key-file; empty: only this host may change them",
     )
-    admin_host: str = Field(
-        default="127.0.0.1", description="address of the admin port: metrics, readiness, console"
+    admin_api: bool = setting(False, "serve /busy_threshold on the API port too")
+    console: bool = setting(
+        True, "serve the operators' console at /console on the admin port (docs/guides/console.md)"
     )
-    admin_port: int = Field(default=0, ge=0, le=65_535, description="admin port; 0: any free port")
-    admin_key_file: str = Field(
-        default="",
-        description="file of the keys with which other hosts may change settings on the admin port, in the format of "
-        "--api-key-file; "
-        "empty: only this host may change them",
+    console_actions: bool = setting(
+        False, "allow the console to drain, resume, empty and restart workers; otherwise it is read-only"
     )
-    admin_api: bool = Field(default=False, description="serve /busy_threshold on the API port too")
-    console: bool = Field(
-        default=True,
-        description="serve the operators' console at /console on the admin port (docs/guides/console.md)",
+    cors_origins: tuple[str, ...] = setting(
+        (), "origins of web pages that may use the API, such as https://app.example.com; *: all; empty: none"
     )
-    console_actions: bool = Field(
-        default=False,
-        description="allow the console to drain, resume, empty and restart workers; otherwise it is read-only",
+    model_aliases: dict[str, str] = setting(
+        {}, "alias=model,...: additional names of a model in client requests"
     )
-    cors_origins: tuple[str, ...] = Field(
-        default=(),
-        description="origins of web pages that may use the API, such as https://app.example.com; *: all; empty: none",
+    migration_limit: int = setting(
+        3, "maximum moves of a request to another worker; 0: never", ge=0, le=2**32 - 1
     )
-    model_aliases: dict[str, str] = Field(
-        default={},
-        description="alias=model,...: additional names of a model in client requests",
+    migration_max_seq_len: int | None = setting(None, "requests with more tokens than this do not move", ge=1)
+    on_corruption: OnCorruption = setting(
+        "continue",
+        "policy for streams that received tokens from a convicted worker: continue, restart, error",
     )
-    migration_limit: int = Field(
-        default=3, ge=0, le=2**32 - 1, description="maximum moves of a request to another worker; 0: never"
-    )
-    migration_max_seq_len: int | None = Field(
-        default=None, ge=1, description="requests with more tokens than this do not move"
-    )
-    on_corruption: OnCorruption = Field(
-        default="continue",
-        description="policy for streams that received tokens from a convicted worker: continue, restart, error",
-    )
-    reroute_s: Positive = Field(
-        default=10.0, description="seconds that a stream without a worker waits for one"
-    )
-    grace_s: Positive = Field(default=30.0, description="seconds that streams may continue after SIGTERM")
-    retry_after_s: int = Field(
-        default=30, ge=1, description="seconds in the Retry-After of a rejected request"
-    )
-    admission_control: AdmissionControl = Field(
-        default="none",
-        description="refuse requests for load: token-capacity: while every worker exceeds a threshold; deadline: if the first "
+    reroute_s: Positive = setting(10.0, "seconds that a stream without a worker waits for one")
+    grace_s: Positive = setting(30.0, "seconds that streams may continue after SIGTERM")
+    retry_after_s: int = setting(30, "seconds in the Retry-After of a rejected request", ge=1)
+    admission_control: AdmissionControl = setting(
+        "none",
+        "refuse requests for load: token-capacity: while every worker exceeds a threshold; deadline: if the first "
         "token would be late; none: never",
     )
-    ttft_deadlines: dict[str, Positive] = Field(
-        default={},
-        description="with deadline: tier=milliseconds,...: time to first token for requests that state none; otherwise the "
-        "model's "
-        "objective applies",
+    ttft_deadlines: dict[str, Positive] = setting(
+        {},
+        "with deadline: tier=milliseconds,...: time to first token for requests that state none; otherwise the "
+        "model's objective applies",
     )
-    park: bool = Field(
-        default=False,
-        description="with deadline: preempt running answers of the lowest tier when the highest tier would wait too long",
+    park: bool = setting(
+        False,
+        "with deadline: preempt running answers of the lowest tier when the highest tier would wait too long",
     )
-    park_s: Positive = Field(default=30.0, description="maximum total seconds that one answer is preempted")
-    active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=0.85, description="share of KV blocks in use above which a worker is busy; none: no limit"
+    park_s: Positive = setting(30.0, "maximum total seconds that one answer is preempted")
+    active_decode_blocks_threshold: Share | None = setting(
+        0.85, "share of KV blocks in use above which a worker is busy; none: no limit"
     )
-    active_prefill_tokens_threshold: Annotated[int, Field(ge=0)] | None = Field(
-        default=10_000,
-        description="prompt tokens still to be prefilled above which a worker is busy; none: no limit",
+    active_prefill_tokens_threshold: Annotated[int, Field(ge=0)] | None = setting(
+        10_000, "prompt tokens still to be prefilled above which a worker is busy; none: no limit"
     )
-    active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="the same limit as a multiple of the tokens of one engine step; none: no limit",
+    active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = setting(
+        None, "the same limit as a multiple of the tokens of one engine step; none: no limit"
     )
-    overload_status_code: OverloadStatus | None = Field(
-        default=None,
-        description="HTTP status for rejected requests: 503, 429 or 529; none: 503, or 429 with --admission-control deadline",
+    overload_status_code: OverloadStatus | None = setting(
+        None,
+        "HTTP status for rejected requests: 503, 429 or 529; none: 503, or 429 with --admission-control deadline",
     )
-    request_plane: Literal["tcp", "nats"] = Field(
-        default="tcp", description="nats: also reach workers through the broker"
-    )
-    static: str = Field(default="", description="host:port,...: workers to use directly, without a broker")
-    static_tokenizer: str = Field(
-        default="builtin:sim", description="tokenizer of the workers given by --static"
-    )
-    model_folders: str = Field(
-        default="",
-        description="comma-separated folders from which, with their subfolders, workers' tokenizers and chat templates may be "
-        "loaded; "
-        "others are refused",
+    request_plane: Literal["tcp", "nats"] = setting("tcp", "nats: also reach workers through the broker")
+    static: str = setting("", "host:port,...: workers to use directly, without a broker")
+    static_tokenizer: str = setting("builtin:sim", "tokenizer of the workers given by --static")
+    model_folders: str = setting(
+        "",
+        "comma-separated folders from which, with their subfolders, workers' tokenizers and chat templates may be "
+        "loaded; others are refused",
     )
     router: RouterSettings = Field(default=RouterSettings(), json_schema_extra={"flags": "--router-"})
     admission: AdmissionSettings = AdmissionSettings()

@@ -34,9 +34,9 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a token id")]
 
 
-def option(description: str, **bounds: Any) -> Any:
+def option(description: str, default: Any = None, **bounds: Any) -> Any:
     """Return an optional field."""
-    return Field(default=None, description=description, **bounds)
+    return Field(default, description=description, **bounds)
 
 
 def _no_more(most: int, what: str) -> BeforeValidator:
@@ -68,10 +68,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    include_usage: bool = Field(default=False, description="add a final event with the usage")
-    continuous_usage_stats: bool = Field(
-        default=False, description="add the usage so far to every event; needs include_usage"
-    )
+    include_usage: bool = option("add a final event with the usage", False)
+    continuous_usage_stats: bool = option("add the usage so far to every event; needs include_usage", False)
 
 
 class RequestBody(BaseModel):
@@ -80,9 +78,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
     model: str = Field(description="a name listed by /v1/models")
-    stream: bool = Field(
-        default=False, description="send an event for each token instead of the whole answer"
-    )
+    stream: bool = option("send an event for each token instead of the whole answer", False)
     stream_options: StreamOptions | None = option(
         "include_usage, continuous_usage_stats; only with stream: true"
     )
@@ -102,7 +98,7 @@ class RequestBody(BaseModel):
     )
     stop_token_ids: list[Token] | None = option("tokens that end the answer", max_length=STOP_IDS_MAX)
     n: int | None = option("number of answers to each prompt", ge=1, le=N_MAX)
-    ignore_eos: bool = Field(default=False, description="continue after the end-of-sequence token")
+    ignore_eos: bool = option("continue after the end-of-sequence token", False)
     cache_salt: str | None = option(
         "share cached prefixes only with requests that have the same salt",
         min_length=1,
@@ -235,9 +231,7 @@ class TokenizePromptBody(TokenizerBody):
     """POST /tokenize with a text."""
 
     prompt: str = Field(max_length=TEXT_CHARS_MAX, description="the text")
-    add_special_tokens: bool = Field(
-        default=True, description="include the special tokens that the tokenizer adds to a prompt"
-    )
+    add_special_tokens: bool = option("include the special tokens that the tokenizer adds to a prompt", True)
     return_token_strs: bool | None = option("return each token's name in the vocabulary")
 
 
@@ -247,12 +241,8 @@ class TokenizeChatBody(TokenizerBody):
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
     )
-    add_generation_prompt: bool = Field(
-        default=True, description="include what the chat template adds before an answer"
-    )
-    add_special_tokens: bool = Field(
-        default=False, description="include the special tokens that the tokenizer adds to a prompt"
-    )
+    add_generation_prompt: bool = option("include what the chat template adds before an answer", True)
+    add_special_tokens: bool = option("include the special tokens that the tokenizer adds to a prompt", False)
     return_token_strs: bool | None = option("return each token's name in the vocabulary")
     chat_template_kwargs: dict[str, Any] | None = option("variables for the chat template")
     tools: list[dict[str, Any]] | None = option("for the chat template", max_length=TOOLS_MAX)
