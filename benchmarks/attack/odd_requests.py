@@ -15,8 +15,7 @@ from functools import cache
 from random import Random
 from typing import Any, Literal
 
-from controller.frontend.http.openapi import document
-from controller.frontend.http.routes import ROUTES
+from controller.frontend.http.routes import document
 
 Kind = Literal["head", "bytes", "value", "values", "left"]
 ROUND: Sequence[Kind] = (
@@ -138,7 +137,7 @@ def odd_request(seed: int, number: int) -> Odd:
 @cache
 def fields() -> Sequence[tuple[str, str]]:
     """Return each field of the API, with the name of its schema."""
-    schemas = document(ROUTES)["components"]["schemas"]
+    schemas = json.loads(document())["components"]["schemas"]
     return [(name, field) for name in _GOOD for field in schemas[name]["properties"]]
 
 

@@ -25,7 +25,7 @@ from controller.frontend.health.exposure import MARGIN, ServedSpans
 from controller.frontend.health.local_breakers import LocalBreakers, Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
-from controller.frontend.openai.text.allowed_folders import ModelFolders
+from controller.frontend.openai.text.tokenizer import ModelFolders
 from controller.frontend.planned_moves import PlannedMoves
 from controller.frontend.request.events import Exposed, WorkerUnhealthy
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker

@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 from controller.config.flags import gather
 from controller.config.variables import PREFIX
-from controller.frontend.http.api_keys import ApiKeys
-from controller.frontend.http.tls import Tls
+from controller.frontend.http.credentials import ApiKeys, Tls
 from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.processes.ladder_flags import ladder_variables, tier_names

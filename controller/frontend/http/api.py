@@ -9,7 +9,7 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, quoted
-from controller.frontend.http.api_keys import ApiKeys
+from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import refusal
 from controller.frontend.http.route_explanation import explain

@@ -13,18 +13,16 @@ from controller.frontend.admission.admission import Reservation
 from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, tokenizer_missing, unavailable
-from controller.frontend.http.api_keys import ApiKeys
-from controller.frontend.http.cors import Cors
-from controller.frontend.http.responses import json_answer, refusal
+from controller.frontend.http.credentials import ApiKeys
+from controller.frontend.http.responses import Cors, json_answer, refusal
 from controller.frontend.http.served_models import model_of
-from controller.frontend.openai.body_scan import UNSCANNED_BYTES
 from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
     answer_tokens,
     refuse_unsupported,
 )
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, read_prompts
 from controller.frontend.openai.request_head import (
     ENDPOINTS,
     Call,

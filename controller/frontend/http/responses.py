@@ -1,6 +1,6 @@
-"""Builds HTTP responses, and their bytes for connections that aiohttp does not write."""
+"""Builds HTTP responses, their CORS headers, and their bytes for connections that aiohttp does not write."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from email.utils import formatdate
 
 from aiohttp import web
@@ -9,6 +9,8 @@ from aiohttp.http import SERVER_SOFTWARE
 from controller.frontend.errors import ApiError
 
 JSON = "application/json"
+EXPOSED = "X-Request-Id, X-Holdfast-Worker, X-Holdfast-Refused, X-Holdfast-Explain, Warning, Retry-After, retry-after-ms"
+PREFLIGHT_S = 600  # seconds that a browser caches the preflight response
 
 
 def json_answer(body: bytes, headers: Mapping[str, str] | None = None, status: int = 200) -> web.Response:
@@ -30,3 +32,38 @@ def encoded_response(response: web.Response) -> bytes:
         f"HTTP/1.1 {response.status} {response.reason}\r\n{headers}Content-Length: {len(body)}\r\n"
         f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
     ).encode() + body
+
+
+class Cors:
+    """Cross-origin resource sharing: the origins of web pages that may use the API."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        """Allow these origins, such as https://app.example.com; `*` allows all."""
+        self._any = "*" in origins
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
+
+    def headers(self, origin: str) -> dict[str, str]:
+        """Return the CORS headers of a response to a page of this origin; empty if it may not use the API."""
+        if not origin or not (self._any or origin.lower() in self._origins):
+            return {}
+        allowed = "*" if self._any else origin
+        return {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": EXPOSED,
+            "Vary": "Origin",
+        }
+
+    def preflight(self, headers: Mapping[str, str]) -> web.Response | None:
+        """Return the response to a preflight request; None if this is not one."""
+        if "Access-Control-Request-Method" not in headers:
+            return None
+        allowed = self.headers(headers.get("Origin", ""))
+        if not allowed:
+            return web.Response(status=403)
+        wanted = headers.get("Access-Control-Request-Headers", "")
+        more = {
+            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Headers": wanted or "Authorization, Content-Type",
+            "Access-Control-Max-Age": str(PREFLIGHT_S),
+        }
+        return web.Response(status=204, headers={**allowed, **more})

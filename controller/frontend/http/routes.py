@@ -1,37 +1,83 @@
-"""The table of routes: the handler of each method and path. /openapi.json is generated from it."""
+"""The table of routes: the handler of each method and path. /openapi.json is generated from it.
 
+The OpenAPI 3.1 document is built from the routes, the body models, the field tables and the error codes. The models do not
+describe which fields exclude each other: such a request gets 400.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from controller.frontend.http import busy_threshold, status_endpoints, tokenizing
+from controller.frontend.errors import CODES
+from controller.frontend.http import status_endpoints, tokenizing
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.http.openapi import MODEL, Route, document
 from controller.frontend.http.responses import JSON, json_answer
+from controller.frontend.http.served_models import ModelEntry
+from controller.frontend.http.status_endpoints import VERSION, ModelList, Version
+from controller.frontend.http.tokenizing import Detokenized, Tokenized
 from controller.frontend.openai.request_models import (
+    IGNORED,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
+    REFUSED_BY_TOKENIZE,
     BusyThresholdBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    StreamOptions,
     TokenizeChatBody,
     TokenizePromptBody,
 )
-from controller.frontend.openai.response_models import Detokenized, ModelEntry, ModelList, Tokenized, Version
+from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
 
+Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
+Schema = dict[str, object]
 EVENTS, TEXT = "text/event-stream", "text/plain"
+MODEL = "{model}"  # the rest of a path, with any content
 MODEL_PATH = f"/v1/models/{MODEL}"
+_AT = "#/components/schemas/"
+_REFUSED = {
+    ChatBody.__name__: REFUSED_BY_CHAT,
+    CompletionBody.__name__: REFUSED_BY_COMPLETIONS,
+    TokenizeChatBody.__name__: REFUSED_BY_TOKENIZE,
+    TokenizePromptBody.__name__: REFUSED_BY_TOKENIZE,
+}
+_GENERATES = (ChatBody.__name__, CompletionBody.__name__)
+_IGNORE = {"": _GENERATES, "stream_options": (StreamOptions.__name__,)}
+_HEADERS = {
+    "X-Request-Id": "the client's id of the request",
+    "X-Priority": "premium, standard or best_effort",
+    "traceparent": "trace of the request (W3C Trace Context)",
+    "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
+    "X-Holdfast-Queue-TTL-Ms": "maximum milliseconds in the queue",
+    "X-Holdfast-Client": "client of the request: the clients of a tier share workers fairly",
+    EXPLAIN: "1: explain the choice of the worker in the response header of the same name",
+    **{header(name): "router setting for this request" for name in OVERRIDABLE},
+}
 
 
-@cache
-def encoded() -> bytes:
-    """Return the OpenAPI document of all routes as JSON."""
-    return msgspec.json.encode(document(ROUTES))
+class Route(NamedTuple):
+    """One method of one path."""
+
+    method: str
+    path: str
+    handler: Handler
+    says: str
+    bodies: tuple[type[BaseModel], ...] = ()  # one of these is expected
+    answer: type[msgspec.Struct] | None = None
+    media: tuple[str, ...] = (JSON,)
+    api: bool = True  # served on the shared API port; otherwise on the admin port too
+    admin: bool = False  # served on the API port only if that is enabled
 
 
 async def openapi(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
     """Handle GET /openapi.json."""
-    return json_answer(encoded())
+    return json_answer(document())
 
 
 ROUTES = (
@@ -52,11 +98,11 @@ ROUTES = (
         "POST", "/detokenize", tokenizing.detokenize, "Return the text of tokens.", (DetokenizeBody,), Detokenized
     ),
     Route(
-        "GET", "/busy_threshold", busy_threshold.thresholds, "Return the busy thresholds of every model.", api=False,
+        "GET", "/busy_threshold", status_endpoints.thresholds, "Return the busy thresholds of every model.", api=False,
         admin=True,
     ),
     Route(
-        "POST", "/busy_threshold", busy_threshold.set_thresholds,
+        "POST", "/busy_threshold", status_endpoints.set_thresholds,
         "Set the busy thresholds of a model on all frontends.", (BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
@@ -80,3 +126,90 @@ def templated(path: str) -> str:
     """Return the path template of the route for this path."""
     before, _, _ = MODEL_PATH.partition(MODEL)
     return MODEL_PATH if path.startswith(before) else path
+
+
+@cache
+def document() -> bytes:
+    """Return the OpenAPI document of all routes as JSON."""
+    paths: dict[str, Schema] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    about = "The OpenAI API, with a part of vLLM's API."
+    error = {
+        "description": "The request failed. `message` explains it in one sentence; `code` is stable.",
+        "content": _json({"$ref": f"{_AT}Error"}),
+    }
+    whole = {
+        "openapi": "3.1.0",
+        "info": {"title": "Holdfast", "version": VERSION, "description": about},
+        "paths": paths,
+        "components": {"schemas": dict(_schemas()), "responses": {"Error": error}},
+    }
+    return msgspec.json.encode(whole)
+
+
+def _json(schema: Schema) -> Schema:
+    return {JSON: {"schema": schema}}
+
+
+def _operation(route: Route) -> Schema:
+    failed = (
+        {"$ref": "#/components/responses/Error"}
+        if route.media
+        else {"description": "Requests cannot be served."}
+    )
+    made: Schema = {
+        "operationId": f"{route.method.lower()}_{route.path.strip('/').replace('/', '_').strip('{}')}",
+        "summary": route.says,
+        "tags": ["api" if route.api else "operations"],
+        "responses": {"200": {"description": "Success.", **_content(route)}, "default": failed},
+    }
+    if parameters := list(_parameters(route)):
+        made["parameters"] = parameters
+    if route.bodies:
+        refs: list[Schema] = [{"$ref": _AT + body.__name__} for body in route.bodies]
+        made["requestBody"] = {
+            "required": True,
+            "content": _json(refs[0] if len(refs) == 1 else {"anyOf": refs}),
+        }
+    return made
+
+
+def _content(route: Route) -> Schema:
+    schema = {"schema": {"$ref": _AT + route.answer.__name__}} if route.answer is not None else {}
+    return {"content": dict.fromkeys(route.media, schema)} if route.media else {}
+
+
+def _parameters(route: Route) -> Iterator[Schema]:
+    text = {"type": "string"}
+    if MODEL in route.path:
+        yield {"name": MODEL.strip("{}"), "in": "path", "required": True, "schema": text}
+    if {body.__name__ for body in route.bodies} & set(_GENERATES):
+        for name, says in _HEADERS.items():
+            yield {"name": name, "in": "header", "required": False, "schema": text, "description": says}
+
+
+def _schemas() -> Iterator[tuple[str, Schema]]:
+    """Yield every schema that the paths refer to, with its name."""
+    bodies = [(body, "validation") for route in ROUTES for body in route.bodies]
+    _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")  # type: ignore[arg-type]
+    for name, schema in found["$defs"].items():
+        properties = schema["properties"]
+        for field, harmless in _REFUSED.get(name, {}).items():
+            properties[field] = {"enum": list(harmless), "description": "any other value is refused"}
+        for field, why in IGNORED.items():
+            whole, _, part = field.rpartition(".")
+            if name in _IGNORE.get(whole, ()):
+                properties[part] = {"description": f"ignored: {why}"}
+        yield name, schema
+    answers = [route.answer for route in ROUTES if route.answer is not None]
+    yield from msgspec.json.schema_components(answers, ref_template=f"{_AT}{{name}}")[1].items()
+    yield "Error", _error()
+
+
+def _error() -> Schema:
+    nothing, text = {"type": "null"}, {"type": "string"}
+    code = {"type": "string", "description": f"one of {', '.join(sorted(CODES))}"}
+    fields = {"message": text, "type": text, "param": {"anyOf": [text, nothing]}, "code": code}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}

@@ -1,11 +1,22 @@
 """Looks up served models by name or alias, and the group of workers that serves one."""
 
+import msgspec
 from msgspec import UNSET
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, invalid, starting, unavailable, unknown_model
-from controller.frontend.openai.response_models import ModelEntry
 from controller.router.endpoints import EndpointGroup
+
+
+class ModelEntry(msgspec.Struct):
+    """One served model."""
+
+    id: str
+    max_model_len: int  # maximum tokens of a prompt and its answer together
+    object: str = "model"
+    created: int = 0  # unknown
+    owned_by: str = "holdfast"
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model it refers to
 
 
 def not_served(director: Director, model: str) -> ApiError:

@@ -1,15 +1,46 @@
-"""Endpoints for served models, version, health and metrics."""
+"""Endpoints for served models, version, health, metrics and busy thresholds.
+
+/busy_threshold reads and sets the load above which a model's workers count as busy, in Dynamo's format (dynamo-facts 7.4):
+
+    GET     the thresholds of every model that has any
+    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null leaves a value unchanged. If all
+            are null, return the model's values
+
+New values are written to the journal and apply on every frontend of the fleet. Errors are {"error": "…"}.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from pydantic import ValidationError
 
-from controller.frontend.errors import starting
+from controller.deciders.thresholds import BusyThresholds
+from controller.frontend.errors import ApiError, quoted, starting
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.http.openapi import VERSION
-from controller.frontend.http.responses import json_answer
-from controller.frontend.http.served_models import model_entry, not_served, served_names
-from controller.frontend.openai.response_models import ModelList, Version
+from controller.frontend.http.responses import JSON, json_answer
+from controller.frontend.http.served_models import ModelEntry, model_entry, not_served, served_names
+from controller.frontend.openai.request_models import BusyThresholdBody
+from events.observations import BusyThresholdsSet
 from events.process.exposition import packed
+
+VERSION = metadata.version("holdfast")
+
+
+class Version(msgspec.Struct):
+    """The version of Holdfast."""
+
+    version: str
+
+
+class ModelList(msgspec.Struct):
+    """All served models."""
+
+    data: list[ModelEntry]
+    object: str = "list"
 
 
 async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
@@ -65,3 +96,53 @@ async def metrics(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
     accepts = ",".join(request.headers.getall("Accept-Encoding", ()))
     body, coded = packed(endpoints.director.render_metrics(), accepts)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4", **coded})
+
+
+async def thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Return the thresholds of every model that has any."""
+    monitor, known = endpoints.director.routing.monitor, endpoints.director.table.known
+    found = [(model, monitor.thresholds(model)) for model in sorted(known)]
+    return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
+
+
+async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Set a model's thresholds, or return them if none are given."""
+    director = endpoints.director
+    if request.content_type != JSON:
+        return _error(415, f"Expected request with `Content-Type: {JSON}`")
+    try:
+        body = BusyThresholdBody.model_validate(await endpoints.intake.parsed("json", request))
+        given = body.given
+    except ApiError as error:
+        return _error(error.status, str(error))
+    except ValidationError as error:
+        return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
+    except ValueError as error:
+        return _error(400, str(error))
+    monitor = director.routing.monitor
+    now = monitor.thresholds(body.model)
+    if not given:
+        return web.json_response(_shown(body.model, now))
+    if body.model not in director.table.known:
+        name = quoted(body.model)
+        return _error(404, f"Model '{name}' not found. Thresholds can only be set for discovered models.")
+    director.set_thresholds(BusyThresholdsSet(frontend="", model=body.model, **asdict(given)))
+    return web.json_response(_shown(body.model, given.over(now)))
+
+
+def _shown(model: str, thresholds: BusyThresholds) -> Mapping[str, Any]:
+    return {
+        "model": model,
+        "active_decode_blocks_threshold": thresholds.active_decode_blocks,
+        "active_prefill_tokens_threshold": thresholds.active_prefill_tokens,
+        "active_prefill_tokens_threshold_frac": thresholds.active_prefill_tokens_frac,
+    }
+
+
+def _error(status: int, why: str) -> web.Response:
+    return web.json_response({"error": why}, status=status)
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    return f"{place}: {error['msg']}" if place else str(error["msg"])

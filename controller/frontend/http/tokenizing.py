@@ -14,10 +14,24 @@ from controller.frontend.http.responses import json_answer
 from controller.frontend.http.served_models import chosen_model, group_of
 from controller.frontend.openai.request_head import id_header, unknown_fields
 from controller.frontend.openai.request_parser import DetokenizeRequest, TokenizeRequest
-from controller.frontend.openai.response_models import Detokenized, Tokenized
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup
+
+
+class Tokenized(msgspec.Struct):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int  # maximum tokens of a prompt and its answer together
+    tokens: list[int]
+    token_strs: list[str] | None = None  # their names in the vocabulary
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
 
 
 async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:

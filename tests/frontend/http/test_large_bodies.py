@@ -17,8 +17,7 @@ from waits import until
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.body_parsers import COMMAND
-from controller.frontend.openai.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyScan
-from controller.frontend.openai.intake import YIELD_BYTES, Intake
+from controller.frontend.openai.intake import CHEAP_BYTES, SLICE_BYTES, YIELD_BYTES, BodyScan, Intake
 from controller.frontend.openai.request_parser import parse_body
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 

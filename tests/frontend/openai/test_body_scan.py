@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.frontend.openai.body_scan import SLICE_BYTES, BodyScan
+from controller.frontend.openai.intake import SLICE_BYTES, BodyScan
 from controller.frontend.settings import AdmissionSettings
 
 

@@ -1,11 +1,11 @@
-"""The tokenizer of a model, loaded from the model's folder: encoding, decoding and sampling defaults."""
+"""The tokenizer of a model, loaded from the model's folder if that is allowed: encoding, decoding, sampling defaults."""
 
 import asyncio
 import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +22,16 @@ from controller.frontend.openai.text.detokenizer import (
 from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.segment_cache import KEPT_BYTES, TEXT_MAX, SegmentCache
 from controller.frontend.openai.text.token_count_bound import reach_of
+from events.broker_users import account_of
 from events.errors import HoldfastError
+from events.observations import IntrusionRefused, WorkerJoined
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
 # A batch of one text cannot be split among threads: it would only be moved to another thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MARK = "\0"  # does not merge with the following text
+REMEMBERED_MAX = 4096  # workers with a refused folder
 DEFAULTS_FILE = "generation_config.json"
 DEFAULTS_BYTES_MAX = 1024 * 1024
 DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {  # the same as for a request's body
@@ -188,3 +191,40 @@ def read_defaults(folder: Path | None) -> dict[str, float]:
             continue
         found[name] = max(0, int(value)) if name == "top_k" else float(value)
     return found
+
+
+class ModelFolders:
+    """The folders from which tokenizers and chat templates may be loaded, and the workers refused for registering another one.
+
+    A worker registers the folder of its model. A chat template is a program, so a frontend loads only templates from folders
+    that the operator has configured (`--model-folders`).
+    """
+
+    def __init__(self, folders: Iterable[str], observe: Callable[[IntrusionRefused], object]) -> None:
+        self._folders = [Path(folder).resolve() for folder in folders]
+        self._observe = observe
+        self._allowed: dict[str, bool] = {BUILTIN: True}
+        self._refused: set[tuple[str, str]] = set()
+
+    def allows(self, joined: WorkerJoined) -> bool:
+        """Return whether this worker's tokenizer may be loaded. A refusal is logged and reported once per worker instance."""
+        name = joined.tokenizer
+        if len(self._allowed) >= REMEMBERED_MAX:
+            self._allowed = {BUILTIN: True}
+        if name not in self._allowed:
+            self._allowed[name] = any(Path(name).resolve().is_relative_to(folder) for folder in self._folders)
+        if self._allowed[name]:
+            return True
+        life = (joined.worker, joined.instance)
+        if life not in self._refused and len(self._refused) < REMEMBERED_MAX:
+            self._refused.add(life)
+            log.warning(
+                "model_folder_refused",
+                worker=joined.worker,
+                folder=name,
+                hint="to allow it, start frontends with --model-folders and this folder",
+            )
+            tried = f"make a frontend load the model folder {name[:200]!r}, which is not configured (--model-folders)"
+            account = account_of(joined.worker, joined.account)
+            self._observe(IntrusionRefused(who=account, tried=tried, times=1, worker=joined.worker))
+        return False

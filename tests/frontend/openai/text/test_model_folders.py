@@ -9,8 +9,7 @@ import pytest
 from frontend_kit import frontend, joined, sentencepiece_like
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.openai.text.allowed_folders import ModelFolders
-from controller.frontend.openai.text.tokenizer import BUILTIN
+from controller.frontend.openai.text.tokenizer import BUILTIN, ModelFolders
 from events.observations import IntrusionRefused
 
 

@@ -1,29 +1,58 @@
-"""Static API keys of the clients that may use a port.
+"""Credentials of a frontend's ports, read from files and reloaded when these change: API keys, and one TLS certificate.
 
     Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
 
-The file has one key per line, `key` or `name:key`; blank lines and lines that begin with `#` are skipped. It is reloaded when
-it changes. Only digests stay in memory, and only a key's name is ever shown.
+The file of API keys has one key per line, `key` or `name:key`; blank lines and lines that begin with `#` are skipped. Only
+digests stay in memory, and only a key's name is ever shown. A new certificate applies to new connections; none is closed.
 """
 
 import hmac
 import re
+import ssl
 from hashlib import sha256
 from pathlib import Path
 
 import structlog
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.file_watch import FileWatch
 from controller.frontend.metrics import BoundMetrics
 from events.errors import BadSetting
 
 KEYS_MAX = 1_000  # each adds 0.2 µs to every request
 KEY_CHARS_MIN = 8
 FILE_BYTES_MAX = 2**20
+NOT_PEM = "the certificate file contains no PEM certificate, or the key file no PEM private key"
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "the private key does not belong to the certificate",
+    "NO_START_LINE": NOT_PEM,
+    "BAD_BASE64_DECODE": NOT_PEM,
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 log = structlog.get_logger(__name__)
+
+
+class FileWatch:
+    """Detects that one of several files was changed or replaced, by identity, size and modification time."""
+
+    def __init__(self, *paths: Path | str) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._seen = self._state()
+
+    def changed(self) -> bool:
+        """Return whether a file has changed since the last check. While one is missing, none has: it is being replaced."""
+        now = self._state()
+        if now is None or now == self._seen:
+            return False
+        self._seen = now
+        return True
+
+    def _state(self) -> list[tuple[int, ...]] | None:
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return None
+        return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
 class ApiKeys:
@@ -31,10 +60,10 @@ class ApiKeys:
 
     def __init__(self, path: Path | str, bounds: BoundMetrics | None = None) -> None:
         """Read the keys. `bounds` counts the requests without a valid key. Raise BadSetting."""
-        self._watch = FileWatch(path)
+        self._path, self._watch = Path(path), FileWatch(path)
         self._bounds = bounds
         try:
-            self._digests = read_keys(self._watch.path)
+            self._digests = read_keys(self._path)
         except ValueError as error:
             raise BadSetting(f"the API key file {error}") from None
 
@@ -62,7 +91,7 @@ class ApiKeys:
         if not self._watch.changed():
             return
         try:
-            self._digests = read_keys(self._watch.path)
+            self._digests = read_keys(self._path)
         except ValueError as error:
             log.error("api_keys_not_read", why=str(error))
         else:
@@ -101,3 +130,48 @@ def read_keys(path: Path) -> list[tuple[str, bytes]]:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Tls:
+    """The certificate and private key of both ports."""
+
+    def __init__(self, certificate: Path | str, key: Path | str) -> None:
+        """Read both files. Raise BadSetting."""
+        self._certificate, self._key = certificate, key
+        self._watch = FileWatch(certificate, key)
+        try:
+            self.context = _loaded(certificate, key)
+        except (OSError, ValueError) as error:
+            raise BadSetting(f"TLS with {certificate} and {key} is not possible: {_reason(error)}") from None
+
+    def refresh(self) -> None:
+        """Reload the files if one has changed. New connections use the new certificate; files that do not match are ignored."""
+        if not self._watch.changed():
+            return
+        try:
+            _loaded(self._certificate, self._key)
+            self.context.load_cert_chain(self._certificate, self._key, _no_password)
+        except (OSError, ValueError) as error:
+            log.error("certificate_not_read", why=_reason(error))
+        else:
+            log.info("certificate_read", file=str(self._certificate))
+
+
+def _loaded(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(certificate, key, _no_password)
+    return context
+
+
+def _no_password() -> str:
+    """Reject a private key with a password: OpenSSL would prompt for it on the terminal."""
+    raise ValueError("the private key has a password; provide one without a password")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        # a file without PEM data yields no reason
+        return _REASONS.get(error.reason or "", error.reason or NOT_PEM)
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
