@@ -2,7 +2,6 @@
 
 import json
 from math import ceil
-from typing import Any
 
 from events.errors import HoldfastError
 
@@ -66,7 +65,7 @@ class ApiError(HoldfastError):
         self.should_retry = should_retry  # False: a retry cannot succeed
         self.allow = allow  # the methods that the path supports
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON body."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 

@@ -51,9 +51,8 @@ class Api:
         if route is not None and route.admin and not (admin or self.director.settings.admin_api):
             route = None
         try:
-            keys = self.openai.keys
-            if keys is not None and not admin and request.path not in OPEN_PATHS:
-                keys.check(request.headers.get("Authorization", ""))
+            if not admin:
+                self._check_key(request)
             if route is None:
                 raise _nowhere(request)
             return await route.handler(self.openai, request)
@@ -66,6 +65,12 @@ class Api:
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise
             return refusal(internal(), id_header(request))
+
+    def _check_key(self, request: web.BaseRequest) -> None:
+        """Check the API key, if one is required. Raise ApiError (401)."""
+        keys = self.openai.keys
+        if keys is not None and request.path not in OPEN_PATHS:
+            keys.check(request.headers.get("Authorization", ""))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle one request on the admin port, which serves all routes except those of the API."""

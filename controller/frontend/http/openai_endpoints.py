@@ -160,19 +160,7 @@ class OpenAiEndpoints:
             stream = SseStream(call, call.transport, limits, self._slow_clients)
             self._unanswered.add(stream)
         try:
-            if self._admission.by_deadline:
-                admitted, reservation = await self._admit_by_deadline(call)
-            else:
-                reservation = await self._admission.admit(parsed.model, call.head.tier)
-                try:
-                    admitted = await self._admitted(call, reservation.lineage)
-                finally:
-                    # for the answers, which are launched before the next request in the queue
-                    reservation.free()
-            routing = self.director.routing
-            priority = 0 if admitted.first_token_by is None else routing.table.urgency(call.head.tier)
-            limit = routing.limit(parsed.model)
-            completion = Completion(admitted, stream, priority=priority, migration_limit=limit)
+            completion, reservation = await self._admit(call, stream)
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
@@ -193,6 +181,20 @@ class OpenAiEndpoints:
             raise error
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
+    async def _admit(self, call: Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
+        """Return an admitted request, and its room, already released for the answers. Raise ApiError."""
+        routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
+        if self._admission.by_deadline:
+            admitted, reservation = await self._admit_by_deadline(call)
+        else:
+            reservation = await self._admission.admit(model, tier)
+            try:
+                admitted = await self._admitted(call, reservation.lineage)
+            finally:
+                reservation.free()  # for the answers, which are launched before the next request in the queue
+        priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
+        return Completion(admitted, stream, priority, routing.limit(model)), reservation
+
     async def _admit_by_deadline(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
         """Return a request that is admitted by its deadline, and its room, already released for the answers. Raise ApiError."""
         head, parsed = call.head, call.parsed
@@ -200,9 +202,8 @@ class OpenAiEndpoints:
         wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
         lineage = self._admission.look(wanted)
         admitted = await self._admitted(call, lineage)
-        most = 0
-        for prompt, _, _ in admitted.prompts:  # an invalid request must not wait in the queue
-            most = max(most, answer_tokens(parsed, len(prompt), admitted.group))
+        # an invalid request must not wait in the queue
+        most = max(answer_tokens(parsed, len(prompt), admitted.group) for prompt, _, _ in admitted.prompts)
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
         reservation, until = await self._admission.enter(wanted, lineage, asked)
         reservation.free()
@@ -213,14 +214,11 @@ class OpenAiEndpoints:
         parsed, director = call.parsed, self.director
         began = director.now()
         try:
-            tokens = await self.tokens(lineage[1])
+            tokens = await self.tokens_of(parsed.model, lineage)
             group = director.routing.group(parsed.model, lineage)
             if parsed.guided or group.text_only:
                 refuse_unsupported(parsed, group)
             prompts = await read_prompts(parsed, tokens, group.context_tokens, self.intake)
-        except TokenizerMissing as error:
-            log.error("tokenizer_missing", model=parsed.model, why=str(error))
-            raise tokenizer_missing(parsed.model) from error
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last worker of this lineage left while its tokenizer was loaded
@@ -257,6 +255,7 @@ class OpenAiEndpoints:
         try:
             return await self.tokens(lineage[1])
         except TokenizerMissing as error:
+            log.error("tokenizer_missing", model=model, why=str(error))
             raise tokenizer_missing(model) from error
 
     def check(self, now: float) -> None:

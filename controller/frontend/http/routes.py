@@ -20,19 +20,7 @@ from controller.frontend.http.responses import JSON, json_answer
 from controller.frontend.http.served_models import ModelEntry
 from controller.frontend.http.status_endpoints import VERSION, ModelList, Version
 from controller.frontend.http.tokenizing import Detokenized, Tokenized
-from controller.frontend.openai.request_models import (
-    IGNORED,
-    REFUSED_BY_CHAT,
-    REFUSED_BY_COMPLETIONS,
-    REFUSED_BY_TOKENIZE,
-    BusyThresholdBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    StreamOptions,
-    TokenizeChatBody,
-    TokenizePromptBody,
-)
+from controller.frontend.openai import request_models as models
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -42,13 +30,13 @@ MODEL = "{model}"  # the rest of a path, with any content
 MODEL_PATH = f"/v1/models/{MODEL}"
 _AT = "#/components/schemas/"
 _REFUSED = {
-    ChatBody.__name__: REFUSED_BY_CHAT,
-    CompletionBody.__name__: REFUSED_BY_COMPLETIONS,
-    TokenizeChatBody.__name__: REFUSED_BY_TOKENIZE,
-    TokenizePromptBody.__name__: REFUSED_BY_TOKENIZE,
+    models.ChatBody.__name__: models.REFUSED_BY_CHAT,
+    models.CompletionBody.__name__: models.REFUSED_BY_COMPLETIONS,
+    models.TokenizeChatBody.__name__: models.REFUSED_BY_TOKENIZE,
+    models.TokenizePromptBody.__name__: models.REFUSED_BY_TOKENIZE,
 }
-_GENERATES = (ChatBody.__name__, CompletionBody.__name__)
-_IGNORE = {"": _GENERATES, "stream_options": (StreamOptions.__name__,)}
+_GENERATES = (models.ChatBody.__name__, models.CompletionBody.__name__)
+_IGNORE = {"": _GENERATES, "stream_options": (models.StreamOptions.__name__,)}
 _HEADERS = {
     "X-Request-Id": "the client's id of the request",
     "X-Priority": "premium, standard or best_effort",
@@ -82,20 +70,21 @@ async def openapi(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
 
 ROUTES = (
     Route(
-        "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Create a chat completion.", (ChatBody,),
+        "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Create a chat completion.", (models.ChatBody,),
         media=(JSON, EVENTS),
     ),
     Route(
-        "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (CompletionBody,), media=(JSON, EVENTS)
+        "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (models.CompletionBody,),
+        media=(JSON, EVENTS),
     ),
     Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
     Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
         "POST", "/tokenize", tokenizing.tokenize, "Return the tokens of a text or a conversation.",
-        (TokenizePromptBody, TokenizeChatBody), Tokenized,
+        (models.TokenizePromptBody, models.TokenizeChatBody), Tokenized,
     ),
     Route(
-        "POST", "/detokenize", tokenizing.detokenize, "Return the text of tokens.", (DetokenizeBody,), Detokenized
+        "POST", "/detokenize", tokenizing.detokenize, "Return the text of tokens.", (models.DetokenizeBody,), Detokenized
     ),
     Route(
         "GET", "/busy_threshold", status_endpoints.thresholds, "Return the busy thresholds of every model.", api=False,
@@ -103,7 +92,7 @@ ROUTES = (
     ),
     Route(
         "POST", "/busy_threshold", status_endpoints.set_thresholds,
-        "Set the busy thresholds of a model on all frontends.", (BusyThresholdBody,), api=False, admin=True,
+        "Set the busy thresholds of a model on all frontends.", (models.BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
     Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
@@ -197,7 +186,7 @@ def _schemas() -> Iterator[tuple[str, Schema]]:
         properties = schema["properties"]
         for field, harmless in _REFUSED.get(name, {}).items():
             properties[field] = {"enum": list(harmless), "description": "any other value is refused"}
-        for field, why in IGNORED.items():
+        for field, why in models.IGNORED.items():
             whole, _, part = field.rpartition(".")
             if name in _IGNORE.get(whole, ()):
                 properties[part] = {"description": f"ignored: {why}"}

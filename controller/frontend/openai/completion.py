@@ -87,7 +87,7 @@ class Completion:
     """A client's request: its answers, and the response built from the answers."""
 
     def __init__(
-        self, admitted: AdmittedRequest, stream: SseStream | None, *, priority: int, migration_limit: int
+        self, admitted: AdmittedRequest, stream: SseStream | None, priority: int, migration_limit: int
     ) -> None:
         """Create the answers without sending any.
 
@@ -171,18 +171,16 @@ class Completion:
                 stream.parts.append(self._format.total(self.usage()))
             stream.end(DONE)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, object]:
         """Return the usage: the client's own prompts, and all accepted tokens, over all attempts."""
-        made = prompted = cached = 0
-        for answer in self.answers:
-            made += len(answer.accepted)
-        for answer in self.answers[:: self._parsed.n]:  # the choices of a prompt share it
-            prompted += len(answer.request.prompt)
-            cached += answer.cached_tokens or 0
-        total = usage(prompted, 0 if self._silent else made)
+        made = sum(len(answer.accepted) for answer in self.answers)
+        prompts = self.answers[:: self._parsed.n]  # the choices of a prompt share it
+        cached = sum(answer.cached_tokens or 0 for answer in prompts)
+        read = sum(len(answer.request.prompt) for answer in prompts)
+        total = usage(read, 0 if self._silent else made)
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """Return the response body of a request that is not streamed."""
         writers = [answer.writer for answer in self.answers]
         choices = [writer.choice(i) for i, writer in enumerate(writers) if isinstance(writer, BufferedWriter)]

@@ -34,7 +34,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a token id")]
 
 
-def option(description: str, default: Any = None, **bounds: Any) -> Any:
+def option(description: str, default: object = None, **bounds: Any) -> Any:
     """Return an optional field."""
     return Field(default, description=description, **bounds)
 
@@ -42,7 +42,7 @@ def option(description: str, default: Any = None, **bounds: Any) -> Any:
 def _no_more(most: int, what: str) -> BeforeValidator:
     """Refuse a mapping with too many entries before any entry is validated."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > most:
             raise ValueError(f"at most {most} {what}")
         return value
@@ -50,13 +50,13 @@ def _no_more(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _read_later(*schemas: dict[str, Any]) -> WithJsonSchema:
+def _read_later(*schemas: dict[str, object]) -> WithJsonSchema:
     """Describe a field that the parser validates later: its content must not be read before its length is checked."""
     return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
 
 
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
-_TOKENS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
+_TOKENS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _STOP = {**_TEXT, "maxLength": STOP_CHARS_MAX}
 _STOPS = {"type": "array", "items": _STOP, "maxItems": STOPS_MAX}
 _PROMPTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": N_MAX}
@@ -93,7 +93,7 @@ class RequestBody(BaseModel):
         "sample from tokens with at least this share of the highest probability", ge=0, le=1
     )
     seed: int | None = option("seed for reproducible sampling", ge=-(2**63), lt=2**63)
-    stop: Annotated[Any, _read_later(_STOP, _STOPS)] = option(
+    stop: Annotated[object, _read_later(_STOP, _STOPS)] = option(
         f"a text that ends the answer, or at most {STOPS_MAX} texts with {STOP_CHARS_MAX:,} characters in total"
     )
     stop_token_ids: list[Token] | None = option("tokens that end the answer", max_length=STOP_IDS_MAX)
@@ -118,13 +118,13 @@ class RequestBody(BaseModel):
     )
     return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
     return_tokens_as_token_ids: bool | None = option('show the tokens of logprobs as "token_id:N"')
-    response_format: dict[str, Any] | None = option(
+    response_format: dict[str, object] | None = option(
         "format of the answer: type text, json_object or json_schema"
     )
-    structured_outputs: dict[str, Any] | None = option(
+    structured_outputs: dict[str, object] | None = option(
         "format of the answer, in vLLM's form: json, regex, choice, grammar …"
     )
-    guided_json: dict[str, Any] | str | None = option("structured_outputs.json")
+    guided_json: dict[str, object] | str | None = option("structured_outputs.json")
     guided_regex: str | None = option("structured_outputs.regex")
     guided_choice: list[str] | None = option("structured_outputs.choice")
     guided_grammar: str | None = option("structured_outputs.grammar")
@@ -161,11 +161,11 @@ class ChatBody(RequestBody):
     top_logprobs: int | None = option(
         "also return those of this many most likely tokens; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
     )
-    chat_template_kwargs: dict[str, Any] | None = option("variables for the chat template")
-    tools: list[dict[str, Any]] | None = option(
+    chat_template_kwargs: dict[str, object] | None = option("variables for the chat template")
+    tools: list[dict[str, object]] | None = option(
         'only accepted with tool_choice: "none"', max_length=TOOLS_MAX
     )
-    tool_choice: Annotated[Any, _read_later({"enum": ["none", "auto"]})] = option(
+    tool_choice: Annotated[object, _read_later({"enum": ["none", "auto"]})] = option(
         '"none"; or "auto" without tools'
     )
     reasoning_effort: str | None = option("for models with a chat template that reads it", max_length=32)
@@ -174,7 +174,7 @@ class ChatBody(RequestBody):
 class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _PROMPTS, _TOKEN_PROMPTS]})] = Field(
+    prompt: Annotated[object, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _PROMPTS, _TOKEN_PROMPTS]})] = Field(
         description=f"a text, token ids, or a list of at most {N_MAX} of either"
     )
     max_tokens: int | None = option(
@@ -204,7 +204,7 @@ class PlainOptions(Struct, forbid_unknown_fields=True):
 class PlainChat(Struct, forbid_unknown_fields=True):
     """A chat without unusual fields, as most chats are: msgspec parses it in 3.9 µs, pydantic in 18.6.
 
-    Any other body, valid or not, is parsed as `ChatBody`. A plain chat must mean the same there; a test compares both.
+    object other body, valid or not, is parsed as `ChatBody`. A plain chat must mean the same there; a test compares both.
     """
 
     model: str
@@ -244,8 +244,8 @@ class TokenizeChatBody(TokenizerBody):
     add_generation_prompt: bool = option("include what the chat template adds before an answer", True)
     add_special_tokens: bool = option("include the special tokens that the tokenizer adds to a prompt", False)
     return_token_strs: bool | None = option("return each token's name in the vocabulary")
-    chat_template_kwargs: dict[str, Any] | None = option("variables for the chat template")
-    tools: list[dict[str, Any]] | None = option("for the chat template", max_length=TOOLS_MAX)
+    chat_template_kwargs: dict[str, object] | None = option("variables for the chat template")
+    tools: list[dict[str, object]] | None = option("for the chat template", max_length=TOOLS_MAX)
 
 
 class DetokenizeBody(TokenizerBody):
@@ -274,7 +274,11 @@ class BusyThresholdBody(BaseModel):
         )
 
 
-def _unless(harmless: tuple[Any, ...], *names: str) -> dict[str, tuple[Any, ...]]:
+Harmless = dict[str, tuple[object, ...]]
+"""By name of a refused field: its values that change nothing."""
+
+
+def _unless(harmless: tuple[object, ...], *names: str) -> Harmless:
     """Return fields that are refused unless their value is null or one of these."""
     return {name: (None, *harmless) for line in names for name in line.split()}
 
@@ -314,8 +318,11 @@ REFUSED_BY_CHAT = {
     **_unless((["text"],), "modalities"),
     **_unless(("medium",), "verbosity"),
 }
-REFUSED_BY_COMPLETIONS = _REFUSED_BY_BOTH | {"suffix": (None, ""), "add_special_tokens": (None, True)}
-REFUSED_BY_TOKENIZE = {"chat_template": (None,), "continue_final_message": (None, False)}
+REFUSED_BY_COMPLETIONS: Harmless = _REFUSED_BY_BOTH | {
+    "suffix": (None, ""),
+    "add_special_tokens": (None, True),
+}
+REFUSED_BY_TOKENIZE: Harmless = {"chat_template": (None,), "continue_final_message": (None, False)}
 IGNORED: dict[str, str] = {
     "user": "identifies the end user",
     "safety_identifier": "identifies the end user",

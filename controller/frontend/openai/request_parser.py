@@ -4,7 +4,7 @@ Unknown fields are accepted with a warning, because clients send fields that are
 fields that would change the answer are refused (`request_models.py` has the tables).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,24 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel, ValidationError
 
 from controller.frontend.errors import ApiError, invalid, quoted, unsupported
-from controller.frontend.openai.request_models import (
-    IGNORED,
-    N_MAX,
-    REFUSED_BY_CHAT,
-    REFUSED_BY_COMPLETIONS,
-    REFUSED_BY_TOKENIZE,
-    STOP_CHARS_MAX,
-    STOPS_MAX,
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    DetokenizeBody,
-    PlainChat,
-    RequestBody,
-    StreamOptions,
-    TokenizeChatBody,
-    TokenizePromptBody,
-)
+from controller.frontend.openai import request_models as models
 from events.wire import Sampling
 
 B = TypeVar("B", bound=BaseModel)
@@ -76,10 +59,10 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     logprobs: int | None = None  # number of top tokens shown; None: no logprobs
     logprobs_by_id: bool = False  # tokens in logprobs are named by their ids
     details: AnswerDetails = NO_DETAILS
-    guided: dict[str, Any] | None = None
+    guided: dict[str, object] | None = None
     cache_salt: str = ""  # cached prefixes are shared only with requests that have the same salt
-    messages: list[dict[str, Any]] | None = None  # of a chat
-    template_extra: dict[str, Any] | None = None  # variables for the chat template
+    messages: list[dict[str, object]] | None = None  # of a chat
+    template_extra: dict[str, object] | None = None  # variables for the chat template
     template_reads: str = ""  # a field that the chat template must read; otherwise it is refused
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
@@ -91,8 +74,8 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
 
     model: str | None
     text: str | None = None  # None: messages are given
-    messages: list[dict[str, Any]] = []
-    template_names: dict[str, Any] = {}  # for the chat template
+    messages: list[dict[str, object]] = []
+    template_names: dict[str, object] = {}  # for the chat template
     special: bool
     token_strs: bool
     unknown: tuple[str, ...] = ()
@@ -109,7 +92,7 @@ class DetokenizeRequest(Struct, kw_only=True, frozen=True):
 USER_CHARS_MAX = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 FORMS = ("text", "json_object", "json_schema")
-_plain = msgspec.json.Decoder(PlainChat)
+_plain = msgspec.json.Decoder(models.PlainChat)
 
 
 def parse_body(kind: str, body: bytes) -> Any:
@@ -123,7 +106,7 @@ def read_chat(body: bytes) -> ParsedRequest:
     return _from_plain(plain) if plain is not None else parse_any_chat(read_json(body))
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes) -> object:
     """Decode a body. Raise ApiError (400) if it is not JSON."""
     try:
         return msgspec.json.decode(body)
@@ -131,10 +114,10 @@ def read_json(body: bytes) -> Any:
         raise bad_json(str(error)) from error
 
 
-def parse_any_chat(data: Any) -> ParsedRequest:
+def parse_any_chat(data: object) -> ParsedRequest:
     """Parse a decoded chat body with any fields. Raise ApiError (400), naming the field."""
-    body = validated(ChatBody, data)
-    unknown = refuse(body.model_extra, REFUSED_BY_CHAT)
+    body = validated(models.ChatBody, data)
+    unknown = refuse(body.model_extra, models.REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     extra = dict(body.chat_template_kwargs or {})
@@ -154,7 +137,7 @@ def parse_any_chat(data: Any) -> ParsedRequest:
     )
 
 
-def _tools(body: ChatBody) -> bool:
+def _tools(body: models.ChatBody) -> bool:
     """Return whether there are tools for the chat template to show, none of which may be called. Raise ApiError (400)."""
     if body.tools and body.tool_choice != "none":
         raise unsupported(
@@ -165,10 +148,10 @@ def _tools(body: ChatBody) -> bool:
     return bool(body.tools)
 
 
-def parse_completion(data: Any) -> ParsedRequest:
+def parse_completion(data: object) -> ParsedRequest:
     """Parse a decoded completions body. Raise ApiError (400), naming the field."""
-    body = validated(CompletionBody, data)
-    unknown = refuse(body.model_extra, REFUSED_BY_COMPLETIONS)
+    body = validated(models.CompletionBody, data)
+    unknown = refuse(body.model_extra, models.REFUSED_BY_COMPLETIONS)
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens: 0 is only allowed with echo: true", "max_tokens")
     prompts = _prompts(body.prompt)
@@ -181,12 +164,12 @@ def parse_completion(data: Any) -> ParsedRequest:
         prompts=prompts,
         echo=bool(body.echo),
     )
-    if len(prompts) * parsed.n > N_MAX:
-        raise invalid(f"prompts times n is more than {N_MAX}", "prompt")
+    if len(prompts) * parsed.n > models.N_MAX:
+        raise invalid(f"prompts times n is more than {models.N_MAX}", "prompt")
     return parsed
 
 
-def _from_plain(chat: PlainChat) -> ParsedRequest:
+def _from_plain(chat: models.PlainChat) -> ParsedRequest:
     options = chat.stream_options
     return ParsedRequest(
         chat=True,
@@ -206,9 +189,11 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
     )
 
 
-def _parsed(body: RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any) -> ParsedRequest:
+def _parsed(
+    body: models.RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any
+) -> ParsedRequest:
     """Build a ParsedRequest. `own`: its fields that only one of the endpoints has, or that differ. Raise ApiError (400)."""
-    options = body.stream_options or StreamOptions()
+    options = body.stream_options or models.StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
     if options.continuous_usage_stats and not options.include_usage:
@@ -228,13 +213,13 @@ def _parsed(body: RequestBody, unknown: tuple[str, ...], *, echo: bool = False, 
         ),
         guided=_guided(body),
         cache_salt=body.cache_salt or "",
-        unknown=(*unknown, *(name for name in named if name not in IGNORED)),
+        unknown=(*unknown, *(name for name in named if name not in models.IGNORED)),
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         **own,
     )
 
 
-def _sampling(body: RequestBody) -> Sampling:
+def _sampling(body: models.RequestBody) -> Sampling:
     given: dict[str, Any] = {"max_tokens": 0, "temperature": 1.0}
     given |= {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     given["top_k"] = max(0, body.top_k or 0)
@@ -242,24 +227,26 @@ def _sampling(body: RequestBody) -> Sampling:
     return Sampling(**given, unset=[name for name in DEFAULTED if getattr(body, name) is None])
 
 
-def _stops(stop: Any) -> tuple[str, ...]:
+def _stops(stop: object) -> tuple[str, ...]:
     if stop is None:
         return ()
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list):
         raise invalid("stop must be text or a list of texts", "stop")
-    if len(stops) > STOPS_MAX:
-        raise invalid(f"at most {STOPS_MAX} stop strings", "stop")
+    if len(stops) > models.STOPS_MAX:
+        raise invalid(f"at most {models.STOPS_MAX} stop strings", "stop")
     if not all(isinstance(text, str) for text in stops):
         raise invalid("stop must be text or a list of texts", "stop")
     if not all(stops):
         raise invalid("a stop string must not be empty", "stop")
-    if (chars := sum(map(len, stops))) > STOP_CHARS_MAX:
-        raise invalid(f"stop strings may have {STOP_CHARS_MAX} characters together, not {chars}", "stop")
+    if (chars := sum(map(len, stops))) > models.STOP_CHARS_MAX:
+        raise invalid(
+            f"stop strings may have {models.STOP_CHARS_MAX} characters together, not {chars}", "stop"
+        )
     return tuple(stops)
 
 
-def _guided(body: RequestBody) -> dict[str, Any] | None:
+def _guided(body: models.RequestBody) -> dict[str, object] | None:
     """Return the constraint on the answer's form, for engines that support one. Raise ApiError (400)."""
     found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     wanted = body.response_format
@@ -276,26 +263,24 @@ def _guided(body: RequestBody) -> dict[str, Any] | None:
     return found or None
 
 
-def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
+def plain_message(place: int, message: models.ChatMessage) -> dict[str, object]:
     """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400)."""
-    extra, content, where = message.model_extra or {}, message.content, f"messages.{place}.content"
-    for part in content if isinstance(content, list) else ():
-        if part.type != "text" or part.text is None:
-            raise unsupported(where, f"parts of type {quoted(part.type)!r}")
+    extra, given, where = message.model_extra or {}, message.content, f"messages.{place}.content"
+    content = [_text_part(part, where) for part in given] if isinstance(given, list) else given
     calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
     if not calls and (content is None or (content == [] and message.role != "tool")):
         why = "a message must have content; only an assistant's with tool_calls may have none"
         raise invalid(f"{where}: {why}", where)
-    if isinstance(content, list):
-        return {
-            "role": message.role,
-            **extra,
-            "content": [{"type": "text", "text": part.text} for part in content] or "",
-        }
     return {"role": message.role, **extra, "content": content or ""}
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _text_part(part: models.Part, where: str) -> dict[str, str]:
+    if part.type != "text" or part.text is None:
+        raise unsupported(where, f"parts of type {quoted(part.type)!r}")
+    return {"type": "text", "text": part.text}
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
     """Return one or several prompts. List items are checked later, when the list is known not to exceed a context."""
     if isinstance(prompt, str):
         return [prompt]
@@ -305,14 +290,14 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         raise invalid("prompt must not be empty", "prompt")
     if type(prompt[0]) is int:
         return [prompt]
-    if len(prompt) > N_MAX:
-        raise invalid(f"at most {N_MAX} prompts", "prompt")
+    if len(prompt) > models.N_MAX:
+        raise invalid(f"at most {models.N_MAX} prompts", "prompt")
     if not all(isinstance(one, str) for one in prompt) and not all(isinstance(one, list) for one in prompt):
         raise invalid("prompt must be text, token ids, or a list of these", "prompt")
     return list(prompt)
 
 
-def plain_chat(body: bytes) -> PlainChat | None:
+def plain_chat(body: bytes) -> models.PlainChat | None:
     """Return a body as a plain chat; None if it is not plain, or not JSON."""
     try:
         found = _plain.decode(body)
@@ -321,15 +306,16 @@ def plain_chat(body: bytes) -> PlainChat | None:
     return None if found.stream_options is not None and not found.stream else found
 
 
-def parse_tokenize(data: Any) -> TokenizeRequest:
+def parse_tokenize(data: object) -> TokenizeRequest:
     """Parse a decoded body of /tokenize. Raise ApiError (400), naming the field."""
-    chat = isinstance(data, dict) and "messages" in data
-    if chat and "prompt" in data:
+    given = data if isinstance(data, dict) else {}
+    chat = "messages" in given
+    if chat and "prompt" in given:
         raise invalid("give either prompt or messages", "prompt")
-    body = validated(TokenizeChatBody, data) if chat else validated(TokenizePromptBody, data)
-    unknown = refuse(body.model_extra, REFUSED_BY_TOKENIZE)
-    text, messages, names = None, [], dict[str, Any]()
-    if isinstance(body, TokenizePromptBody):
+    body = validated(models.TokenizeChatBody, data) if chat else validated(models.TokenizePromptBody, data)
+    unknown = refuse(body.model_extra, models.REFUSED_BY_TOKENIZE)
+    text, messages, names = None, [], dict[str, object]()
+    if isinstance(body, models.TokenizePromptBody):
         text = body.prompt
     else:
         names = {"tools": body.tools} if body.tools else {}
@@ -347,23 +333,23 @@ def parse_tokenize(data: Any) -> TokenizeRequest:
     )
 
 
-def parse_detokenize(data: Any) -> DetokenizeRequest:
+def parse_detokenize(data: object) -> DetokenizeRequest:
     """Parse a decoded body of /detokenize. Raise ApiError (400), naming the field."""
-    asked = validated(DetokenizeBody, data)
+    asked = validated(models.DetokenizeBody, data)
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
+KINDS: dict[str, tuple[Callable[[object], object], type]] = {
     "chat_completions": (parse_any_chat, ParsedRequest),
     "completions": (parse_completion, ParsedRequest),
     "tokenize": (parse_tokenize, TokenizeRequest),
     "detokenize": (parse_detokenize, DetokenizeRequest),
-    "json": (lambda data: data, Any),
+    "json": (lambda data: data, object),
 }
 """By kind of body: the parser of the decoded body, and the type of its result."""
 
 
-def validated(model: type[B], data: Any) -> B:
+def validated(model: type[B], data: object) -> B:
     """Validate a body with this model. Raise ApiError (400), naming the field."""
     if not isinstance(data, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
@@ -384,7 +370,7 @@ def _is_type(step: int | str) -> bool:
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
-def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
+def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tuple[str, ...]:
     """Return the unknown fields in `extra`.
 
     Raise ApiError (400) for the first of the `refused` fields with a value that is not harmless.
@@ -393,7 +379,7 @@ def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, tuple[Any, ...
     for name, value in given.items():
         if name in refused and value not in refused[name]:
             raise unsupported(name)
-    return tuple(name for name in given if name not in refused and name not in IGNORED)
+    return tuple(name for name in given if name not in refused and name not in models.IGNORED)
 
 
 def bad_json(why: str) -> ApiError:

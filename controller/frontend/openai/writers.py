@@ -31,6 +31,7 @@ from events.wire import Logprob
 # four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
 ROLE = {"role": "assistant", "content": ""}
+ShownLogprobs = dict[str, list[object]]
 
 
 class ResponseFormat(msgspec.Struct):
@@ -49,11 +50,11 @@ class ResponseFormat(msgspec.Struct):
         # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
 
-    def response(self, object: str, choices: Sequence[Any]) -> dict[str, Any]:
+    def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
         """Return a response, or one event of a stream, with these choices."""
         parsed = self.parsed
         id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
-        return {"id": id, "object": object, "created": self.created, "model": model, "choices": choices}
+        return {"id": id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer, with its stop strings."""
@@ -68,7 +69,7 @@ class ResponseFormat(msgspec.Struct):
         """Return the total number of characters in the texts of these tokens."""
         return sum(map(len, map(self.tokens.text_of, tokens)))
 
-    def total(self, usage: Mapping[str, Any]) -> bytes:
+    def total(self, usage: Mapping[str, object]) -> bytes:
         """Return the event with the usage of the whole response."""
         return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
 
@@ -107,7 +108,7 @@ class AnswerContext(msgspec.Struct):
 
     def echoed_logprobs(
         self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
-    ) -> dict[str, Any]:
+    ) -> ShownLogprobs:
         """Return the logprobs of an echo and of the tokens after it.
 
         The prompt's first token has none. With a worker of a release that returns none, neither have the other prompt tokens.
@@ -125,22 +126,26 @@ PLAIN = AnswerContext()
 """The context of answers without details, the usual case."""
 
 
-def usage(read: int, made: int) -> dict[str, Any]:
+def usage(read: int, made: int) -> dict[str, object]:
     """Return the usage for these numbers of prompt and answer tokens."""
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: object) -> bytes:
     """Return a body as one server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(body)
 
 
 def _choice(
-    chat: bool, index: int, content: dict[str, str], logprobs: Any = None, finish: str | None = None
-) -> dict[str, Any]:
+    chat: bool,
+    index: int,
+    content: dict[str, str],
+    logprobs: ShownLogprobs | None = None,
+    finish: str | None = None,
+) -> dict[str, object]:
     """Return one choice of an event, with `content` as its delta (chat) or as its fields."""
-    part: dict[str, Any] = {"delta": content} if chat else content
-    return {"index": index} | part | {"logprobs": logprobs, "finish_reason": finish}
+    part = {"delta": content} if chat else content
+    return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
 
 
 @lru_cache(CHOICES_KEPT)
@@ -161,7 +166,7 @@ def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
 
 def show_logprobs(
     format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
-) -> dict[str, Any]:
+) -> ShownLogprobs:
     """Return logprobs in the format of the endpoint. `offset`: number of characters of the answer before them.
 
     A completion's `top_logprobs` also contain the chosen token, like OpenAI's ("up to logprobs+1 elements"); with 0, only that
@@ -177,6 +182,7 @@ def show_logprobs(
             ]
         }
     sizes = (len(format.tokens.text_of(token)) for token in tokens)
+    offsets: list[object] = list(accumulate(sizes, initial=offset))
     return {
         "tokens": [name(token) for token in tokens],
         "token_logprobs": [lp.chosen for lp in logprobs],
@@ -184,11 +190,11 @@ def show_logprobs(
             {name(token): lp.chosen} | {name(other): value for other, value in lp.top[:k]}
             for token, lp in pairs
         ],
-        "text_offset": list(accumulate(sizes, initial=offset))[:-1],
+        "text_offset": offsets[:-1],
     }
 
 
-def _named(format: ResponseFormat, token: int, value: float) -> dict[str, Any]:
+def _named(format: ResponseFormat, token: int, value: float) -> dict[str, object]:
     return {"token": format.name_of(token), "logprob": value, "bytes": list(format.tokens.bytes_of(token))}
 
 
@@ -304,7 +310,7 @@ class StreamingWriter(ResponseWriter):
     def _write_one(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
         """Write the text of a token, if there is one, preceded by everything due before it."""
         format, context, wanted = self._format, self._context, self._context.wanted
-        shown: dict[str, Any] | None = None
+        shown: ShownLogprobs | None = None
         if self._prompt_due and wanted.echo:
             text = context.prompt_text + text
             if context.logprobs:
@@ -320,13 +326,13 @@ class StreamingWriter(ResponseWriter):
     def _event(
         self,
         content: dict[str, str],
-        logprobs: Any = None,
+        logprobs: ShownLogprobs | None = None,
         finish: str | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
         format, context, chat = self._format, self._context, self._format.parsed.chat
         choice, after = _choice(chat, self._index, content, logprobs, finish), format.after
-        beside: dict[str, Any] = {}
+        beside: dict[str, object] = {}
         if context.wanted.token_ids:
             choice["token_ids"] = tokens
             if self._prompt_due:
@@ -372,9 +378,6 @@ class BufferedWriter(ResponseWriter):
         self._tokens += tokens[:used]
         self._logprobs += (logprobs or ())[:used]
         return used
-
-    def flush(self) -> None:
-        """Send nothing: the answer is returned whole."""
 
     def write_text(self, text: str, tokens: int) -> None:
         self._text.append(self._detokenizer.feed_text(text, tokens))

@@ -67,4 +67,4 @@ def test_type_and_param_are_passed_on_from_a_list() -> None:
 @given(st.text(min_size=20, alphabet=st.characters(codec="utf-8", categories=("Lu", "Cc", "Cf", "So"))))
 def test_no_text_is_passed_on(said: str) -> None:
     told = as_api_error(RequestRefusal(said, 400, said, said)).body()["error"]
-    assert said not in str(told) and all(c.isprintable() for c in told["message"])
+    assert said not in str(told) and all(c.isprintable() for c in str(told["message"]))
