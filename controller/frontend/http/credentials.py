@@ -1,4 +1,4 @@
-"""Credentials of a frontend's ports, read from files and reloaded when these change: API keys, and one TLS certificate.
+"""The API keys and the TLS certificate of a frontend's ports, reloaded when their files change.
 
     Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
 

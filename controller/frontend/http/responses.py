@@ -1,4 +1,4 @@
-"""Builds HTTP responses, their CORS headers, and their bytes for connections that aiohttp does not write."""
+"""Builds HTTP responses, CORS headers, and bytes for connections that aiohttp does not write."""
 
 from collections.abc import Collection, Mapping
 from email.utils import formatdate

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, loaded from the model's folder if that is allowed: encoding, decoding, sampling defaults."""
+"""The tokenizer of a model, from its folder if that is allowed: encoding, decoding, defaults."""
 
 import asyncio
 import json
