@@ -4,7 +4,7 @@ No other connection is accepted. That module provides the lock, the deadline, th
 it would do nothing, or migrate the wrong schema, so it is refused.
 
 To create a migration: `alembic -c migrations/alembic.ini revision -m "what changes"`, then raise HEAD in
-`controller/adapters/postgres/schema.py`.
+`controller/adapters/postgres/link.py`.
 """
 
 from alembic import context

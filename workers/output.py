@@ -17,8 +17,7 @@ from events.wire import Chunk, Reserve, without_quotes
 from workers.counters import WorkerCounters
 from workers.engines.engine import Engine
 from workers.frontends import FrontendConnection, FrontendConnections, Heartbeats, Stream, StreamTable
-from workers.kv_transfer.messages import Description
-from workers.kv_transfer.transport import Transport
+from workers.kv_transfer.messages import Description, Transport
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations, OutgoingStream
 from workers.migration.target import IncomingMigrations, IncomingStream, LazyReceiver

@@ -30,15 +30,12 @@ from events.nats.channels import Channels
 from events.process import descriptors, presence
 from events.versions import Known
 from workers import keeper
-from workers.config.settings import WorkerSettings
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig, WorkerSettings
 from workers.engines.build import build_engine
 from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
-from workers.gpus import Devices
 from workers.kv_events.publisher import KvPublisher
-from workers.shutdown import Stop, budget_s
-from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
-from workers.worker_failures import broken
+from workers.shutdown import Stop, broken, budget_s
+from workers.worker import Devices, InferenceWorker, WorkerDeadlines, report_start_failure
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -177,9 +174,8 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
         return SimulatedDevices(worker, ranks)
     if not settings.gpus and settings.engine != "transformers":
         return None
-    from workers.devices.fault_store import Memory
     from workers.devices.mapping import parse
-    from workers.devices.watch import DeviceWatch
+    from workers.devices.watch import DeviceWatch, Memory
 
     return DeviceWatch(parse(settings.gpus), memory=Memory(settings.data, worker))
 

@@ -24,11 +24,10 @@ from events.nats.bus import Bus
 from events.nats.connection import DISCONNECTED
 from events.process import presence
 from workers.config.settings import WorkerSettings
-from workers.devices.fault_store import Memory
 from workers.devices.faults import FaultChange
 from workers.devices.mapping import family, parse
 from workers.devices.report import fact, listen
-from workers.devices.watch import DeviceWatch, WatchPolicy
+from workers.devices.watch import DeviceWatch, Memory, WatchPolicy
 
 START_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 RETRY_S = 0.2

@@ -16,7 +16,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import structlog
 
@@ -26,20 +26,115 @@ from events.journal.port import Journal
 from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.commands import CommandListener, RehearsedFaults, WorkerCommands
 from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
 from workers.engines.engine import Engine, EngineChanged, EngineDead, discard_events
 from workers.exits import BROKE, FAILED, KILLED, RENEWED
 from workers.frontends import FrontendLimits
-from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
-from workers.kv_transfer.transport import Transport
+from workers.kv_transfer.messages import Transport
 from workers.migration.settings import KvMoveSettings
-from workers.output import FaultReport
+from workers.output import FaultReport, StreamOutput
 from workers.server import WorkerServer
-from workers.shutdown import CLEANUP_S, LEAVING, WorkerEnd, or_exit, shut_down
-from workers.worker_failures import Broken, Killed, Retired, broken
+from workers.shutdown import (
+    CLEANUP_S,
+    LEAVING,
+    Broken,
+    Killed,
+    Retired,
+    WorkerEnd,
+    broken,
+    or_exit,
+    shut_down,
+)
+
+DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
+
+
+class Devices(Protocol):
+    """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
+
+    Declared here with untyped reported values, so that a single simulated rank avoids the imports.
+    """
+
+    @property
+    def named(self) -> bool: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+    def start(self, within_s: float) -> None: ...
+    def begin(
+        self, say: Callable[[str, Any], None], broke: Callable[[Exception], None] | None = None
+    ) -> None: ...
+    def stop(self) -> None: ...
+    def play(self, fault: str, argument: float, rank: int) -> bool: ...
+    def mend(self, fault: str, argument: float, rank: int) -> None: ...
+
+
+class WorkerGpus:
+    """The GPUs of one worker, if it has any."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        devices: Devices | None,
+        journal: Journal,
+        output: StreamOutput,
+        end: WorkerEnd,
+    ) -> None:
+        self._config = config
+        self._devices = devices
+        self._journal = journal
+        self._output = output
+        self._end = end
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The GPUs that the worker registers."""
+        return self._devices.gpus if self._devices is not None else ()
+
+    async def find(self, *, loaded: bool) -> None:
+        """Find this worker's GPUs: configured ones before the weights are loaded, detected ones afterwards.
+
+        Raise UnknownGpus if a configured GPU does not exist.
+        """
+        if self._devices is not None and self._devices.named is not loaded:
+            await asyncio.to_thread(self._devices.start, DEVICES_S_MAX)
+
+    def watch(self) -> None:
+        """Report device faults from now on."""
+        if self._devices is not None:
+            from workers.devices.report import report
+
+            report(
+                self._devices,
+                self._journal,
+                self._config.name,
+                self._config.instance,
+                doubt=self._distrust,
+                died=self._end_with_gpu,
+                broke=lambda error: self._end.fail(broken("the device watch", error)),
+            )
+
+    def stop(self) -> None:
+        """Stop reporting."""
+        if self._devices is not None:
+            self._devices.stop()
+
+    def _distrust(self, reason: str) -> None:
+        """Ship no KV cache while any GPU has a fatal fault."""
+        if reason:
+            self._output.distrust("device", f"the source is not trusted: {reason}")
+        else:
+            self._output.regain("device")
+
+    def _end_with_gpu(self, reason: str) -> None:
+        """End the worker because a GPU of its engine died: nothing in the GPU's memory can be trusted any more."""
+        if self._config.computes_on_gpus:
+            self._end.fail(Broken(reason))
+
 
 CHECK_S = 2.0
 

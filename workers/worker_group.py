@@ -18,11 +18,10 @@ from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal.port import Journal
 from events.observations import WorkerLeft
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.exits import BROKE, FAILED, KILLED, exit_within
-from workers.shutdown import CLEANUP_S, Stop
+from workers.shutdown import CLEANUP_S, Stop, broken
 from workers.worker import InferenceWorker, report_start_failure
-from workers.worker_failures import broken
 
 START_BATCH = 8  # workers started in one turn of the loop: 10 ms
 LEAVE_S = 30.0  # for a thousand workers that record their end at once, beyond the grace period of each

@@ -30,8 +30,8 @@ from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
 from events.versions import Known
 from events.wire import Beat, Chunk, Generate
+from workers.config.settings import WorkerConfig
 from workers.config.settings_check import load_settings, with_broker_user
-from workers.config.worker import WorkerConfig
 from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

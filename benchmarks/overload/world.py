@@ -25,7 +25,7 @@ from controller.router.trust import TrustedSource
 from events.fact import Observation
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Load, Reserved, Why
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.membership import registration
 from workers.engines.adaptive import AdaptiveEngine
 from workers.engines.engine import Engine

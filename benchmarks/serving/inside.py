@@ -35,7 +35,7 @@ from events.fact import Decision, Fact, Recorded
 from events.nats.channels import Channels
 from events.observations import MoveRequested, WorkerJoined, WorkerLeft
 from events.subjects import PLANE_SCHEME
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine, EngineDead
 from workers.worker import InferenceWorker
 

@@ -31,7 +31,7 @@ from benchmarks.store.registered import WORKERS, joined
 from controller.adapters.embedded.accounts import DatabaseAccounts
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 from controller.adapters.postgres import migrate
-from controller.adapters.postgres.schema import SCHEMA
+from controller.adapters.postgres.link import SCHEMA
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, evolve, settle
 from controller.processes import collector

@@ -7,6 +7,7 @@ answers (`controller.runtime.commands`).
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
@@ -19,11 +20,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from controller.ports import Answer, Command, CommandGate, Control, GoldenWish
 from events.chaos import Fault
+from events.dead_letters import DeadLetter
 from events.errors import HoldfastError
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
 from events.nats.urls import account, addresses, inbox, masked
 from events.observations import GoldenAnswer
-from events.subjects import CONTROL
+from events.subjects import CONTROL, DEAD
 
 # requests per subject that wait for a leader or their outcome; others wait in the client's queue
 AT_ONCE = 64
@@ -359,3 +361,49 @@ def _refused(error: HoldfastError) -> Answer:
 def _failed(error: Exception) -> Answer:
     log.error("control_request_failed", error=repr(error), exc_info=error)
     return {"error": "internal error, see the controller's log"}
+
+
+DESCRIPTION = """Every fact of a Holdfast fleet, and the operator's control subjects.
+
+Facts are CloudEvents 1.0 in binary mode on the JetStream stream FLEET: the headers `ce-id` (a UUIDv7, also
+`Nats-Msg-Id`), `ce-type` (`holdfast.` and the kind), `ce-source`, `ce-time`, `source-number`, and where they apply
+`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/reference/events.md lists the
+guarantees of each kind. Control subjects are core NATS requests with JSON bodies; an answer with `error` is a
+refusal. A command has an `id`, chosen by the sender, and a `deadline`, an instant by the broker's clock, which
+`$JS.API.STREAM.INFO.FLEET` returns as `ts`. It is carried out once and before its deadline, or refused.
+"""
+
+
+def document() -> str:
+    """Return the AsyncAPI document of all events and control subjects, as YAML."""
+    from faststream.specification import AsyncAPI
+
+    from controller.catalogue import entries
+
+    broker = NatsBroker("nats://localhost:4222")
+    declare(broker, None, None)
+    for entry in entries():
+        broker.publisher(
+            re.sub(r"<(\w+)>", r"{\1}", entry.subject),
+            schema=entry.fact,
+            title=entry.kind,
+            description=f"{entry.promise} Emitted by {entry.emitter}.",
+        )
+    broker.publisher(
+        f"{DEAD}.{{webhook}}",
+        schema=DeadLetter,
+        title="dead_letter",
+        description="An event that a webhook did not accept, on stream DEAD_LETTERS (docs/guides/webhooks.md). Emitted by "
+        "the notifier.",
+    )
+    made: Any = AsyncAPI(broker, title="Holdfast", version="1", description=DESCRIPTION).to_specification()
+    parts = (
+        (made, "channels"),
+        (made, "operations"),
+        (made.components, "messages"),
+        (made.components, "schemas"),
+    )
+    for part, name in parts:  # FastStream keeps registrations in a set, so the order differs in every run
+        setattr(part, name, dict(sorted(getattr(part, name).items())))
+    text: str = made.to_yaml()
+    return text

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from controller.adapters.postgres.schema import HEAD, SCHEMA
+from controller.adapters.postgres.link import HEAD, SCHEMA
 from controller.read_model.grants import script
 from events.errors import HoldfastError
 

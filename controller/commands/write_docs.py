@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from controller.adapters.asyncapi import document
+from controller.adapters.control_api import document
 from controller.catalogue import SHAPES, CatalogueEntry, FieldEntry, entries, fields_of
 from controller.commands.configuration.schema import schema
 from events.decisions import HealthStatus

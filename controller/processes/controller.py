@@ -21,11 +21,10 @@ import structlog
 from aiohttp import web
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.client import ProbePlanes, RequestPlaneClient, cover_name
 from controller.adapters.request_plane.dialers import Dialer, port_open
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.nats_dialer import dialers
-from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name
 from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.metrics import ControllerMetrics, FleetCollector

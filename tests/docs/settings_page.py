@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.commands.configuration.described import below
-from controller.config.aliases import ALIASES, DYNAMO, FIXED
-from controller.config.flags import flagged
+from controller.config.flags import ALIASES, DYNAMO, FIXED, flagged
 from controller.config.sections import section
 from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
 from controller.processes import up_flags

@@ -10,7 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from controller import catalogue
-from controller.adapters.asyncapi import document
+from controller.adapters.control_api import document
 from controller.commands import write_docs
 from events import codec
 

@@ -4,8 +4,7 @@ import pytest
 from settings_page import PAGE, entries, renewed
 
 from controller.commands import write_docs
-from controller.config.aliases import ALIASES, FIXED
-from controller.config.flags import flatten
+from controller.config.flags import ALIASES, FIXED, flatten
 from controller.config.sections import section
 from controller.config.variables import SECTIONS
 

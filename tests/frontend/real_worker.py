@@ -15,7 +15,7 @@ from events.fact import Fact
 from events.nats.channels import Channels
 from events.observations import DrainFinished, WorkerJoined
 from events.wire import Chunk, Generate, Reserve
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine, EngineDead
 from workers.engines.simulated.timing import SLOWED_STEP_S
 from workers.frontends import FrontendConnection

@@ -11,7 +11,7 @@ from store_databases import OpenStore, clone, drop, execute, tamper
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.memory_store import MemoryStore
 from controller.adapters.postgres import migrate
-from controller.adapters.postgres.schema import HEAD
+from controller.adapters.postgres.link import HEAD
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreLost
 from controller.read_model.errors import StoreGone

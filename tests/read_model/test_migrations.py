@@ -12,8 +12,8 @@ import pytest
 from fleet_history import History
 from store_databases import execute
 
-from controller.adapters.postgres import migrate, statements, tables
-from controller.adapters.postgres import schema as names
+from controller.adapters.postgres import link as names
+from controller.adapters.postgres import migrate, tables, writer
 from controller.adapters.postgres.link import Link
 from controller.adapters.postgres.migrate import DatabaseInUse, DatabaseTooNew
 from controller.adapters.postgres.store import PostgresStore
@@ -200,8 +200,8 @@ async def test_the_migrations_create_the_tables_that_the_code_declares(database_
 
 def test_rows_have_the_columns_of_their_tables() -> None:
     for name, columns in {**projection.COLUMNS, "fleet_events": projection.EVENT_COLUMNS}.items():
-        assert statements.columns(tables.metadata.tables[name]) == columns
-    assert statements.STATE == projection.STATE
+        assert writer.columns(tables.metadata.tables[name]) == columns
+    assert writer.STATE == projection.STATE
 
 
 async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database_url: str) -> None:

@@ -15,7 +15,7 @@ from store_databases import execute, tamper
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.postgres import migrate
-from controller.adapters.postgres.schema import HEAD
+from controller.adapters.postgres.link import HEAD
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import OLDEST, Fleet, evolve
 from controller.read_model import rows as projection

@@ -20,7 +20,7 @@ from controller.runtime.settings import CanarySettings
 from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed, GoldenProposed
 from events.wire import Chunk, Generate, Sampling
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming

@@ -1,7 +1,6 @@
 """A KV transport between two parts of one process."""
 
-from workers.kv_transfer.messages import TransferFailed
-from workers.kv_transfer.transport import Remote
+from workers.kv_transfer.messages import Remote, TransferFailed
 
 
 class Playing:

@@ -9,7 +9,7 @@ from worker_life import ABOUT, Begin, begin
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.membership import CHANGE_INTERVAL_S, REPEAT_S, WaitReport
 from workers.engines.engine import Announce, Awaits, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine

@@ -9,7 +9,7 @@ from worker_life import Begin, Life
 from events import subjects
 from events.journal.memory import MemoryJournal
 from events.observations import WorkerAwaited, WorkerJoined
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.membership import NameTaken
 from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine

@@ -11,7 +11,7 @@ from plain_frontend import PlainFrontend
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted, ShutdownBegan, WorkerJoined
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.commands import BadRequest
 from workers.devices.simulated import SimulatedDevices
 from workers.engines.simulated.engine import SimulatedEngine

@@ -17,7 +17,7 @@ from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.bus import MemoryBus, NoAnswer
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
 from workers.admin import server as admin
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming

@@ -22,7 +22,7 @@ from events.observations import (
     WorkerLeft,
 )
 from events.wire import Hello
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Announce, Deliver, EngineDead, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.faults import SimulatedFaults

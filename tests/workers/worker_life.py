@@ -11,7 +11,7 @@ from events import subjects
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.bus import MemoryBus
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming

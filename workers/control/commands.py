@@ -21,13 +21,12 @@ from events.journal.port import Journal
 from events.nats.bus import Answer, Bus, Handler, Subscription
 from events.nats.connection import DISCONNECTED
 from events.observations import DrainFinished
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.control.membership import FleetBeats
 from workers.engines.engine import Engine
 from workers.migration.trust import CONVICTED
 from workers.server import WorkerServer
-from workers.shutdown import DRAINING, WorkerEnd, drain
-from workers.worker_failures import Killed, Retired
+from workers.shutdown import DRAINING, Killed, Retired, WorkerEnd, drain
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")

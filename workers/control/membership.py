@@ -26,7 +26,7 @@ from events.journal.port import Journal
 from events.nats.bus import Bus, Subscription
 from events.nats.connection import DISCONNECTED
 from events.observations import Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine
 from workers.migration.trust import CONVICTED
 from workers.output import layout

@@ -4,12 +4,65 @@ Each change is reported once: a fault when it begins or when its code or weight 
 cannot be read changes nothing. A lost GPU keeps its other faults, because their end cannot be observed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
-from workers.devices import throttle
 from workers.devices.taxonomy import LEVELS, XID_CLASSES, Action, xid_meaning
-from workers.devices.throttle import Throttle, ThrottlePolicy
+
+WEIGHT_MIN = 0.1  # a slow worker still gets some traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThrottlePolicy:
+    """Thresholds for reporting a throttled clock."""
+
+    hold_s: float = 10.0
+    dead_band: float = 0.1  # as a share of the full weight
+
+
+@dataclass(frozen=True, slots=True)
+class Throttle:
+    """The throttling state of one GPU. Times are in seconds of the watch's own clock.
+
+        calm ── throttled for hold_s ──▶ reported (weight) ── a step of dead_band ──▶ reported (another weight)
+          ▲                                    └── not throttled for hold_s ──▶ cleared ─┐
+          └──────────────────────────────────────────────────────────────────────────────┘
+
+    The weight is clamp(clock / median of the peers' clocks, 0.1, 1). Short dips are normal, and a fluctuating weight would move
+    traffic back and forth: hence the hold time and the dead band.
+    """
+
+    throttled: bool = False
+    since: float = 0.0  # when `throttled` last changed
+    reported: float | None = None  # the last reported weight; None: none is active
+
+
+def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None) -> float | None:
+    """Return the clock's ratio to its peers, or without peers to its maximum; None if unknown."""
+    reference = median(peers) if peers else clock_max
+    if clock is None or not reference:
+        return None
+    return round(min(1.0, max(WEIGHT_MIN, clock / reference)), 2)
+
+
+def evolve(
+    policy: ThrottlePolicy, state: Throttle, throttled: bool, weight: float | None, now: float
+) -> Throttle:
+    """Apply one reading."""
+    if throttled != state.throttled:
+        return replace(state, throttled=throttled, since=now)
+    if now - state.since < policy.hold_s:
+        return state
+    if not throttled:
+        return replace(state, reported=None)
+    if (
+        weight is None
+        or abs(weight - (1.0 if state.reported is None else state.reported)) < policy.dead_band - 1e-9
+    ):
+        return state
+    return replace(state, reported=weight)
+
 
 QUIET_S = 300.0  # a warning raised by an event ends after this many seconds without another one
 COOL_BY_C = 5  # °C below the slowdown limit at which a hot GPU counts as cool again
@@ -212,8 +265,8 @@ class DeviceFaults:
     def _throttling(self, new: DeviceReading, peers: tuple[int, ...], now: float) -> Iterator[FaultChange]:
         if new.reasons is None:
             return
-        weight = None if new.idle else throttle.clock_weight(new.clock, peers, new.clock_max)
-        self._throttle = throttle.evolve(self._policy, self._throttle, bool(new.throttled), weight, now)
+        weight = None if new.idle else clock_weight(new.clock, peers, new.clock_max)
+        self._throttle = evolve(self._policy, self._throttle, bool(new.throttled), weight, now)
         if self._throttle.reported is None:
             yield from self._over("throttle")
         elif new.throttled:

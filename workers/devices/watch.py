@@ -8,24 +8,211 @@ Reader and listener are separate threads. A driver call may hang for seconds whi
 that serves requests. It must not delay Xids either: a driver that has just reported an Xid answers all other calls slowly.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import structlog
 
 from events.errors import HoldfastError
+from events.subjects import token
 from workers.devices import mapping
-from workers.devices.active_faults import StandingFaults
-from workers.devices.fault_store import Memory
-from workers.devices.faults import DeviceReading, OnFaultChange
+from workers.devices.faults import DeviceFaults, DeviceReading, FaultChange, OnFaultChange, ThrottlePolicy
 from workers.devices.nvml import NoDriver, Nvml
-from workers.devices.throttle import ThrottlePolicy
-from workers.devices.xids import XidListener
+
+DRIVER_S_MAX = 5.0  # longest wait for that thread to leave the driver
 
 log = structlog.get_logger(__name__)
+
+
+class Memory:
+    """The file of one watch on the GPUs' host. It lists the active faults, and does not exist while there are none.
+
+    A GPU can be reset only while no process uses it. So the watch that reported a fault has ended by the time of the reset. The
+    next watch needs the stored fault to report that it is over.
+    """
+
+    def __init__(self, data: Path, name: str) -> None:
+        self._path = data / "devices" / f"{token(name)}.json"
+
+    def recall(self) -> dict[str, list[FaultChange]]:
+        """Return the stored faults by device. An unreadable file counts as empty."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, list[FaultChange]])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("device_memory_unreadable", path=str(self._path), error=str(error))
+            return {}
+
+    def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
+        """Store the active faults. If the disk cannot be written, the next watch does not know them."""
+        faults = {device: found for device, changes in standing.items() if (found := list(changes))}
+        try:
+            if not faults:
+                self._path.unlink(missing_ok=True)
+                return
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self._path.with_suffix(".tmp")
+            fresh.write_bytes(msgspec.json.encode(faults))
+            fresh.replace(self._path)  # atomic replacement
+        except OSError as error:
+            log.warning("device_memory_unwritable", path=str(self._path), error=str(error))
+
+
+class StandingFaults:
+    """The faults of the watched GPUs. Thread-safe: Xids arrive in one thread, readings in another."""
+
+    def __init__(self, policy: ThrottlePolicy, memory: Memory | None) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._faults: dict[str, DeviceFaults] = {}  # by UUID
+        self._lock = threading.Lock()
+        self._say: OnFaultChange | None = None
+        self._restored: dict[str, list[FaultChange]] = {}  # faults of GPUs that are not watched yet
+        self._stored = True  # the stored faults are up to date
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The UUIDs of the watched GPUs."""
+        return tuple(self._faults)
+
+    def recall(self) -> None:
+        """Load the stored faults, which were active when the last watch ended."""
+        if self._memory is not None:
+            self._restored = self._memory.recall()
+            self._stored = not self._restored
+
+    def begin(self, say: OnFaultChange) -> None:
+        """Report changes from now on."""
+        self._say = say
+
+    def add(self, uuids: Collection[str]) -> None:
+        """Watch these GPUs too, starting with their stored faults."""
+        with self._lock:
+            for uuid in uuids:
+                faults = self._faults[uuid] = DeviceFaults(policy=self._policy)
+                faults.restore(self._restored.pop(uuid, ()), time.monotonic())
+            for faults in self._faults.values():
+                faults.linked = len(self._faults) > 1
+
+    def take_xid(self, uuid: str, code: int) -> None:
+        """Apply an Xid of a GPU."""
+        self._absorb(uuid, lambda faults: faults.xid(code, time.monotonic()))
+
+    def take_reading(self, uuid: str, reading: DeviceReading, peers: tuple[int, ...]) -> None:
+        """Apply a reading of a GPU; `peers` are the clocks of its peers, in MHz."""
+        self._absorb(uuid, lambda faults: faults.read(reading, peers, time.monotonic()))
+
+    def _absorb(self, uuid: str, absorb: Callable[[DeviceFaults], list[FaultChange]]) -> None:
+        """Apply a reading or an Xid to a GPU, and report the changes in the order of their detection."""
+        with self._lock:
+            changes = absorb(self._faults[uuid]) if uuid in self._faults else []
+            for change in changes:
+                self._stored = False
+                if self._say is not None:
+                    self._say(uuid, change)
+        for change in changes:
+            fields = {"device": uuid, "fault": change.fault_class, "code": change.code}
+            if change.over:
+                log.info("device_recovered", **fields)
+            else:
+                log.warning("device_faulted", **fields)
+
+    def keep(self) -> None:
+        """Store the active faults if they have changed. The disk may hang."""
+        if self._memory is None or self._stored:
+            return
+        with self._lock:
+            self._stored = True
+            standing = {uuid: list(faults.standing.values()) for uuid, faults in self._faults.items()}
+        self._memory.keep(self._restored | standing)
+
+
+class XidListener:
+    """Waits for the Xids of some GPUs, in a thread that leaves the driver while another thread needs exclusive access.
+
+    Everything except `run` is called by the thread that reads the GPUs.
+    """
+
+    def __init__(
+        self,
+        wait_ms: int,
+        stopped: threading.Event,
+        told: Callable[[str, int], None],
+        deaf: Callable[[], None],
+    ) -> None:
+        """Build a listener that ends within `wait_ms` once `stopped` is set.
+
+        `told` is called with each Xid: the GPU's UUID ("" for all of them) and the number. `deaf` is called when the driver
+        refuses further waits.
+        """
+        self._wait_ms = wait_ms
+        self._stopped = stopped
+        self._told = told
+        self._deaf = deaf
+        # a flag: the session is open, and Xids of some GPUs can be waited for
+        self._may_wait = threading.Event()
+        self._waiting = threading.Lock()  # held while the thread is inside the driver
+        self.deafened = False  # the driver refused to wait any longer
+        self.gpus: frozenset[str] = frozenset()  # GPUs subscribed to
+
+    @property
+    def listens(self) -> bool:
+        """Whether it may wait for Xids."""
+        return self._may_wait.is_set()
+
+    def run(self, nvml: Nvml) -> None:
+        """Wait for Xids, and report each one immediately."""
+        while True:
+            self._may_wait.wait()
+            if self._stopped.is_set():
+                return
+            with self._waiting:
+                xid = self._wait(nvml) if self._may_wait.is_set() else None
+            if xid is not None:
+                uuid, code = xid
+                for gpu in (uuid,) if uuid else self.gpus:
+                    self._told(gpu, code)
+
+    def _wait(self, nvml: Nvml) -> tuple[str, int] | None:
+        try:
+            return nvml.wait(self._wait_ms)
+        except NoDriver:  # with one lost GPU, the driver reports nothing about the others either
+            self.deafened = True
+            if not self._stopped.is_set():
+                self._may_wait.clear()
+            self._deaf()
+            return None
+
+    def ask(self, nvml: Nvml, uuids: Collection[str]) -> None:
+        """Subscribe to the Xids of these GPUs. Call it only inside `kept_out`."""
+        self.gpus = frozenset(uuids)
+        if nvml.listen(uuids):
+            self.deafened = False
+            self._may_wait.set()
+
+    @contextlib.contextmanager
+    def kept_out(self) -> Iterator[bool]:
+        """Keep the thread out of the driver during the block; yield False if the driver hangs. `ask` ends the exclusion."""
+        self._may_wait.clear()
+        out = self._waiting.acquire(timeout=DRIVER_S_MAX)
+        if self._stopped.is_set():
+            self._may_wait.set()  # so that the thread ends
+        try:
+            yield out
+        finally:
+            if out:
+                self._waiting.release()
+
+    def stop(self) -> None:
+        """Let the thread end, once `stopped` is set."""
+        self._may_wait.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -269,3 +270,42 @@ class TransferSocket:
 def _broken(error: OSError) -> TransferFailed:
     late = isinstance(error, TimeoutError)
     return TransferFailed("the deadline has passed" if late else f"the connection broke: {error}")
+
+
+class Remote(Protocol):
+    """A region of another worker."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write, and return when everything has arrived. Raise TransferFailed."""
+        ...
+
+    def break_off(self) -> None:
+        """Make a running write fail soon. Callable from any thread; does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Stop writing. May be called twice."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to write into other workers' regions without a socket. Thread-safe.
+
+    On one host the source maps the region. A transport does the same over a network or into another device's memory. The target
+    encodes an offer of its region, which the grant contains, and the source writes according to the offer. All messages and
+    checksums are unchanged: the bytes are verified by the chunk's xxh3, not by the transport.
+    """
+
+    name: str
+
+    def offer(self, memory: memoryview) -> bytes:
+        """Let others write into this memory, and return the encoded offer. Raise TransferFailed."""
+        ...
+
+    def withdraw(self, memory: memoryview, quiet: bool) -> None:
+        """Stop others from writing here. `quiet`: the source has already finished writing."""
+        ...
+
+    def remote(self, offer: bytes, deadline_s: float) -> Remote:
+        """Return the region of this encoded offer. Raise TransferFailed."""
+        ...

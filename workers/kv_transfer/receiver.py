@@ -50,9 +50,9 @@ from workers.kv_transfer.messages import (
     TransferFailed,
     TransferRefused,
     TransferSocket,
+    Transport,
     unpacked,
 )
-from workers.kv_transfer.transport import Transport
 from workers.listen_socket import listening
 
 ROOT = Path("/dev/shm")

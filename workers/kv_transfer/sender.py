@@ -32,15 +32,16 @@ from workers.kv_transfer.messages import (
     KvChunk,
     Open,
     Opened,
+    Remote,
     TransferAddress,
     TransferFailed,
     TransferRefused,
     TransferSocket,
+    Transport,
     digest,
     packed,
 )
 from workers.kv_transfer.receiver import PREFIX, SPARE_BYTES_MAX
-from workers.kv_transfer.transport import Remote, Transport
 
 Bytes = npt.NDArray[np.uint8]
 CONNECT_S = 2.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
+from workers.kv_transfer.messages import Transport
 from workers.kv_transfer.receiver import ROOT
-from workers.kv_transfer.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,8 @@ from events.wire import Committed, Declined, Reserve, Reserved
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
 from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
-from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused
+from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused, Transport
 from workers.kv_transfer.receiver import NAME, ArrivalProgress, Arrived, Receiver, Regions
-from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust

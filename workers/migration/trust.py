@@ -20,8 +20,7 @@ import structlog
 
 from events.errors import HoldfastError
 from events.fleet_key import FleetKey
-from workers.kv_transfer.messages import Buffer, Description, Grant
-from workers.kv_transfer.transport import Transport
+from workers.kv_transfer.messages import Buffer, Description, Grant, Transport
 
 CONVICTED = "convicted"  # a doubt: the fleet has convicted this worker of wrong answers
 THREADS_MAX = 32  # one per running shipment

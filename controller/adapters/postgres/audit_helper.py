@@ -19,14 +19,40 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import asyncpg
 import msgspec
 
-from controller.adapters.postgres import audit as pg_audit
-from controller.adapters.postgres.link import Link
+from controller.adapters.postgres.link import Connection, Link
 from controller.read_model import rows as projection
 from events import codec
 from events.errors import HoldfastError
 from events.fact import Recorded
+
+_INSERT = (
+    f"INSERT INTO fleet_events ({', '.join(projection.EVENT_COLUMNS)}) "
+    f"VALUES ({', '.join(f'${n}' for n, _ in enumerate(projection.EVENT_COLUMNS, 1))}) ON CONFLICT (id) DO NOTHING"
+)
+
+
+class Repeated(HoldfastError):
+    """An event is in the batch twice, or in the table already."""
+
+
+async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
+    """Append all rows or none. Raise Repeated."""
+    try:
+        await connection.copy_records_to_table("fleet_events", records=rows, columns=projection.EVENT_COLUMNS)
+    except asyncpg.UniqueViolationError as error:
+        raise Repeated from error
+
+
+async def record(connection: Connection, rows: Sequence[projection.Row]) -> None:
+    """Append the rows that are not in the table yet."""
+    try:
+        await copy(connection, rows)
+    except Repeated:
+        await connection.executemany(_INSERT, rows)
+
 
 END_S = 5.0
 COLLECT_AT = 500_000  # objects until the garbage collector runs: rows create no reference cycles
@@ -187,7 +213,7 @@ async def serve(frames: asyncio.StreamReader) -> None:
         while True:
             if batch := await batches.get():
                 async with link.use() as connection:
-                    await pg_audit.record(connection, batch)
+                    await record(connection, batch)
             else:
                 sys.stdout.write(DONE.decode())
                 sys.stdout.flush()

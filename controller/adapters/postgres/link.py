@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import asyncpg
 
-from controller.adapters.postgres.schema import SCHEMA
 from controller.read_model.errors import (
     StoreForbidden,
     StoreGone,
@@ -21,6 +20,11 @@ from controller.read_model.errors import (
     StoreUnavailable,
 )
 from events.errors import HoldfastError
+
+SCHEMA = "holdfast"
+HEAD = "0002"  # the newest migration; a test compares it with the migrations folder
+WRITES = "holdfast-projector"  # application_name of connections that write the projection
+
 
 CONNECT_S = 5.0
 COMMAND_S = 60.0

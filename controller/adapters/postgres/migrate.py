@@ -13,18 +13,20 @@ from typing import Any
 
 import asyncpg
 
-from controller.adapters.postgres import grants_copy
 from controller.adapters.postgres.link import (
     AWAY,
     CONNECT_S,
     FORBIDDEN,
+    HEAD,
     LOGIN,
     READ_ONLY,
+    SCHEMA,
+    WRITES,
+    Connection,
     Link,
     masked,
     plain,
 )
-from controller.adapters.postgres.schema import HEAD, SCHEMA, WRITES
 from controller.read_model.errors import (
     StoreForbidden,
     StoreLogin,
@@ -32,7 +34,7 @@ from controller.read_model.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from controller.read_model.grants import READER, WRITER, grants
+from controller.read_model.grants import READER, WRITER, grants, quoted
 from events.errors import HoldfastError, UsageError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
@@ -164,6 +166,35 @@ def _refuse_newer(found: str | None) -> None:
         )
 
 
+async def rename(url: str, name: str) -> None:
+    """Rename the schema to preserve a projection whose journal is lost. Raise StoreUnavailable or StoreRefused."""
+    link = Link(url)
+    try:
+        async with link.use() as connection:
+            await connection.execute(f'ALTER SCHEMA "{SCHEMA}" RENAME TO "{name}"')
+    finally:
+        await link.close()
+
+
+_OF_TABLES = """SELECT relname AS name, privilege_type AS what, rolname AS account, is_grantable
+    FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace, aclexplode(relacl) LEFT JOIN pg_roles r ON r.oid = grantee
+    WHERE nspname = $1 AND relkind IN ('r', 'v') AND grantee <> relowner
+        AND relname IN (SELECT relname FROM pg_class d JOIN pg_namespace m ON m.oid = d.relnamespace WHERE nspname = $2)"""
+_OF_THE_SCHEMA = """SELECT '' AS name, privilege_type AS what, rolname AS account, is_grantable
+    FROM pg_namespace n, aclexplode(nspacl) LEFT JOIN pg_roles r ON r.oid = grantee
+    WHERE nspname = $1 AND grantee <> nspowner"""
+
+
+async def copy_grants(connection: Connection, schema: str, to: str) -> None:
+    """Copy all grants on `schema` to `to`: a rebuild must not revoke grants that were made by hand."""
+    found = [*await connection.fetch(_OF_THE_SCHEMA, schema), *await connection.fetch(_OF_TABLES, schema, to)]
+    for row in found:
+        what = f"{quoted(to)}.{quoted(row['name'])}" if row["name"] else f"SCHEMA {quoted(to)}"
+        account = "PUBLIC" if row["account"] is None else quoted(row["account"])
+        more = " WITH GRANT OPTION" if row["is_grantable"] else ""
+        await connection.execute(f"GRANT {row['what']} ON {what} TO {account}{more}")
+
+
 async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     from sqlalchemy import text
     from sqlalchemy.exc import DBAPIError
@@ -191,7 +222,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
                 raw = await connection.get_raw_connection()
-                await grants_copy.copy(raw.driver_connection, f"{schema}_old", schema)
+                await copy_grants(raw.driver_connection, f"{schema}_old", schema)
             if up and to == "head":
                 for grant in await _own_grants(connection, schema):
                     await connection.execute(text(grant))

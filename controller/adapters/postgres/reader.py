@@ -9,9 +9,7 @@ import asyncpg
 import msgspec
 import structlog
 
-from controller.adapters.postgres import losses
-from controller.adapters.postgres.link import Connection, Link
-from controller.adapters.postgres.schema import SCHEMA
+from controller.adapters.postgres.link import SCHEMA, Connection, Link
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST
 from controller.ports import LATEST, PLANNED_BY, PlanningRead, ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
@@ -19,6 +17,42 @@ from controller.read_model import snapshot as fleet_codec
 from controller.read_model.worker_names import PATHS, SUBJECT
 from events.fact import Fact, Recorded
 from events.order import Last, Position
+
+_ROWS_OF = {  # table: the event kinds that make its rows, and the common key of event row and table row
+    "incidents": (("incident_opened",), "incident"),
+    "migrations": (("request_migrated",), "id"),
+    "exposures": (("request_exposed", "exposure_unknown"), "id"),
+}
+
+
+def _lacks(table: str) -> str:
+    """Return an SQL condition: the row of the first or of the last event of some kind is missing."""
+    kinds, key = _ROWS_OF[table]
+    ends = " UNION ALL ".join(
+        f"(SELECT {key} FROM fleet_events WHERE kind = '{kind}' ORDER BY seq {order} LIMIT 1)"
+        for kind in kinds
+        for order in ("ASC", "DESC")
+    )
+    return (
+        f"EXISTS (SELECT FROM ({ends}) AS e WHERE NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = e.{key}))"
+    )
+
+
+_LOOK = f"""SELECT NOT EXISTS (SELECT FROM projection WHERE name = 'fleet') AS projection,
+    {", ".join(f"{_lacks(table)} AS {table}" for table in _ROWS_OF)},
+    (SELECT coalesce(min(seq), 0) FROM fleet_events) AS first, (SELECT coalesce(max(seq), 0) FROM fleet_events) AS last"""
+
+
+async def look(connection: Connection) -> StoreLook:
+    """Return the result of a quick check for losses: a few index look-ups, whatever the history's length.
+
+    Each table of history must hold the oldest and the newest row that the kept events require. A truncated table, or one from an
+    older backup, lacks one of them. Rows missing from the middle are found by `holdfast replay verify`.
+    """
+    row = await connection.fetchrow(_LOOK)
+    lost = tuple(table for table in ("projection", *_ROWS_OF) if row[table])
+    return StoreLook(lost, row["first"], row["last"])
+
 
 SELECT_BATCH = 1_000
 log = structlog.get_logger(__name__)
@@ -66,7 +100,7 @@ class RowReader:
     async def look(self) -> StoreLook:
         """Return the result of a quick check for losses."""
         async with self._reader.use() as connection:
-            return await losses.look(connection)
+            return await look(connection)
 
     async def load(self) -> Snapshot | None:
         """Return the newest snapshot that these deciders can read; None if there is none."""

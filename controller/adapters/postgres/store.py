@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-from controller.adapters.postgres import grants_copy as pg_rights
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
-from controller.adapters.postgres.link import Connection, Link
+from controller.adapters.postgres.link import SCHEMA, WRITES, Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position
-from controller.adapters.postgres.schema import SCHEMA, WRITES
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, ReadPosition, Snapshot, StoreLook
 from events.errors import HoldfastError
@@ -88,7 +86,7 @@ class PostgresStore(RowReader):
                 await _drop(connection, leftover)
         await migrate.upgrade(self.url, schema=fresh)
         async with self._reader.use() as connection:
-            await pg_rights.copy(connection, self.schema, fresh)
+            await migrate.copy_grants(connection, self.schema, fresh)
         return PostgresStore(
             self.url,
             schema=fresh,

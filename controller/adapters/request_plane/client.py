@@ -5,7 +5,12 @@ Implements `controller.ports.RequestPlane` for frontends and `controller.ports.P
 
 import asyncio
 import itertools
+import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+
+from msgspec.structs import replace
 
 from controller.adapters.request_plane.connection import StreamReader, WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer
@@ -193,3 +198,63 @@ class RequestPlaneClient:
         """Return how the engine serves other requests: see `Prober`."""
         connection = self._connection(worker)
         return "" if connection is None else connection.others_work(own_tokens, begun=begun)
+
+
+def cover_name() -> str:
+    """Return a name that looks like a frontend's but belongs to none: workers distinguish frontends by name."""
+    return f"frontend-{100 + secrets.randbelow(900)}"
+
+
+class ProbePlanes:
+    """The prober of one controller: a connection for marked canaries, and one for questions that look like users' requests.
+
+    A marked canary bypasses the prefix cache, takes no slot and is no user's request. A compromised worker can answer it
+    correctly and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`). They use a
+    separate connection, under a name like a frontend's. This requires that the worker's Welcome declares that it answers both
+    alike (`alike`, since 0.3); for other workers, all questions are marked. `unmarked` is None if every canary is marked.
+    """
+
+    def __init__(self, marked: RequestPlaneClient, unmarked: RequestPlaneClient | None = None) -> None:
+        self.marked = marked
+        self.unmarked = unmarked
+        self._asked: Counter[str] = Counter()  # open unmarked questions, by worker
+
+    async def run(self) -> None:
+        """Maintain the connections until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for plane in filter(None, (self.marked, self.unmarked)):
+                group.create_task(plane.run())
+
+    def want(self, addresses: Mapping[str, Address]) -> None:
+        """Set the workers to be connected to; connections to all others are closed."""
+        for plane in filter(None, (self.marked, self.unmarked)):
+            plane.want(addresses)
+
+    async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
+        """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
+        plane = self.unmarked
+        if request.canary or plane is None or not self._alike(plane, worker):
+            marked = request if request.canary else replace(request, canary=True)
+            async with aclosing(self.marked.ask(worker, marked)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        self._asked[worker] += 1
+        try:
+            async with aclosing(plane.ask(worker, request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._asked[worker] -= 1
+            if not self._asked[worker]:
+                del self._asked[worker]
+
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        """Return how the engine serves other requests: see `Prober`."""
+        plane = self.unmarked if self.unmarked is not None and self._asked[worker] else self.marked
+        return plane.others_work(worker, own_tokens, begun=begun)
+
+    @staticmethod
+    def _alike(plane: RequestPlaneClient, worker: str) -> bool:
+        welcomes = plane.links.welcomes
+        return worker in welcomes and welcomes[worker].alike

@@ -6,21 +6,95 @@ the frontend's hottest path. All steps of one read become one chunk per stream, 
 
 import asyncio
 import select
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import cast
 
 import msgspec
 import structlog
 
-from controller.adapters.request_plane.frame_budget import FRAMES, FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
-from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, UnknownPeer
 from events.intrusion.reported_load import impossible_beat
-from events.intrusion.send_budget import TrafficLimit
+from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
+from events.wire import Beat, Load
+
+
+class ReportedLoad:
+    """The load in a worker's last beat, and the part of it that other clients cause."""
+
+    __slots__ = ("by_rank", "external", "external_by_rank", "ranks", "total")
+
+    def __init__(self) -> None:
+        self.total = Load()
+        self.by_rank: Sequence[Load] = ()  # per DP rank, once reported
+        self.external = Load()  # load by other clients' requests
+        self.external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
+        self.ranks: dict[int, int] = {}  # by stream or reservation of ours: its rank, if not 0
+
+    def place(self, stream: int, rank: int) -> None:
+        """Record the rank of a request, if it is not 0."""
+        self.ranks[stream] = rank
+
+    def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
+        """Record a beat while `own` requests of ours are open (`streams`); drop the ranks of streams that have ended."""
+        self.total = beat.load
+        self.by_rank = beat.ranks or (beat.load,)
+        self.external = without(beat.load, own)
+        if not (beat.ranks or self.ranks):
+            self.external_by_rank = ()
+            return
+        self.ranks = {n: rank for n, rank in self.ranks.items() if n in streams or n in reserved}
+        ours = Counter(self.ranks.get(stream, 0) for stream in streams)
+        self.external_by_rank = [without(load, ours[rank]) for rank, load in enumerate(beat.ranks)]
+
+
+def without(load: Load, own: int) -> Load:
+    """Return a load without `own` requests of ours; canaries do not count. All requests are assumed to have equally many
+    tokens."""
+    whole = load.running + load.waiting - load.canaries
+    others = max(0, whole - own)
+    tokens = load.active_tokens * others // whole if whole > 0 else 0
+    return Load(running=others, active_tokens=tokens, closed_s=load.closed_s)
+
+
+FRAMES = TrafficLimit(
+    # a step is one frame; those of one millisecond leave together
+    messages=Rate(per_s=20_000.0, burst=100_000.0),
+    size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
+)
+
+
+SHARE = 0.01  # share of a burst that is counted before the budget is checked
+
+
+class FrameBudget:
+    """The traffic that a worker may send on one connection. `exceeded` stays set.
+
+    The connection counts `frames` and `size` (bytes) at each read, and calls `spend` only once one of them exceeds its step, so
+    most reads make no call.
+    """
+
+    __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")
+
+    def __init__(self, now: float, limit: TrafficLimit = FRAMES) -> None:
+        self._traffic = TrafficBudget(limit, now)
+        self.exceeded = False
+        self.frames = self.size = 0
+        self.frames_step = limit.messages.burst * SHARE
+        self.size_step = limit.size.burst * SHARE
+
+    def spend(self, now: float) -> str:
+        """Charge the counted traffic to the budget. Return why the connection must be closed; empty if it need not be."""
+        within = self._traffic.take(self.frames, self.size, now)
+        self.frames = self.size = 0
+        if within:
+            return ""
+        self.exceeded = True
+        return "the worker sends more than an engine can compute"
 
 
 class StreamReservations:

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from controller.adapters.request_plane.connection import WorkerConnection
+from controller.adapters.request_plane.connection import FRAMES, WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer, Make
-from controller.adapters.request_plane.frame_budget import FRAMES
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.ports import Sink, WorkerUnreachable
 from events import subjects

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from controller.config.aliases import ALIASES, DYNAMO, renamed
+from controller.config.flags import ALIASES, DYNAMO, renamed
 from controller.config.variables import PLACES, PREFIX, SECTIONS
 from events.errors import BadSetting, UsageError
 from workers.config.settings import WorkerSettings, annotations

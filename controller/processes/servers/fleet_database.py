@@ -91,7 +91,7 @@ class FleetDatabase:
 
     async def put_aside(self, name: str) -> None:
         """Rename the schema, so that its rows stay readable, and create a new one. Raise HoldfastError."""
-        from controller.adapters.postgres.rename_schema import rename
+        from controller.adapters.postgres.migrate import rename
 
         await rename(self.urls.owner, name)
         await self.migrate()

@@ -14,7 +14,7 @@ from scripted_worker import ScriptedWorker
 from controller.processes.controller_admin import serve, url_of
 from events.observations import BusyThresholdsSet
 from events.process.admin_guard import VARIABLE, is_local, own_hosts, refusal
-from workers.admin.pages import PageAnswer, Pages
+from workers.admin.server import PageAnswer, Pages
 
 THRESHOLD = {"model": "m", "active_decode_blocks_threshold": 0.5}
 EVIL = [

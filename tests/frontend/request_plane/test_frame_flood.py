@@ -7,7 +7,7 @@ import asyncio
 
 from test_worker_connection import connection_with
 
-from controller.adapters.request_plane.frame_budget import FRAMES, FrameBudget
+from controller.adapters.request_plane.connection import FRAMES, FrameBudget
 from events import wire
 from events.intrusion.send_budget import Rate, TrafficLimit
 from events.wire import Beat, Chunk, Load, Step

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.hang import HangPolicy, Process
-from controller.adapters.request_plane.hang_watch import HangWatch
+from controller.adapters.request_plane.worker_links import HangWatch
 
 QUICK = replace(HangPolicy(), tick_s=0.001, lag_s=1.0, all_silent_s=60.0)
 

@@ -8,8 +8,7 @@ import pytest
 from scripted_worker import ScriptedWorker
 from waits import until
 
-from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name
+from controller.adapters.request_plane.client import ProbePlanes, RequestPlaneClient, cover_name
 from controller.adapters.request_plane.worker_links import Address
 from events.wire import Generate, Sampling
 

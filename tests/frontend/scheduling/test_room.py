@@ -14,7 +14,7 @@ from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from waits import until
 
-from controller.adapters.request_plane.reported_load import without
+from controller.adapters.request_plane.connection import without
 from controller.frontend.settings import AdmissionSettings
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected

@@ -9,9 +9,8 @@ import pytest
 from prometheus_client.core import Metric
 
 from events.process.exposition import LabelSets, written
-from workers.admin import pages
 from workers.admin import server as admin
-from workers.admin.pages import PageAnswer, Pages
+from workers.admin.server import PageAnswer, Pages
 from workers.counters import WorkerCounters
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
@@ -20,7 +19,7 @@ from workers.engines.simulated.sequence import EngineShape
 @pytest.fixture
 async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
     """A server of one page. Its parameter: the seconds allowed for a request."""
-    bound = getattr(request, "param", pages.REQUEST_S_MAX)
+    bound = getattr(request, "param", admin.REQUEST_S_MAX)
     served = Pages({"/live": lambda: PageAnswer(b'{"status":"live"}')}, bound)
     yield await served.start("127.0.0.1", 0)
     served.close()
@@ -88,7 +87,7 @@ async def test_a_scrape_does_not_block_the_loop(workers: int) -> None:
 
 
 async def test_a_request_that_never_ends_is_aborted(port: int) -> None:
-    assert await ask(port, b"GET /live HTTP/1.1\r\nX: " + b"x" * 2 * pages.REQUEST_BYTES_MAX) == b""
+    assert await ask(port, b"GET /live HTTP/1.1\r\nX: " + b"x" * 2 * admin.REQUEST_BYTES_MAX) == b""
 
 
 @pytest.mark.parametrize("port", [0.2], indirect=True)
@@ -99,7 +98,7 @@ async def test_a_silent_client_is_closed_and_others_are_answered(port: int) -> N
 
 
 async def test_silent_clients_are_closed_to_make_room_for_requests(port: int) -> None:
-    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(pages.CONNECTIONS_MAX + 20)]
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(admin.CONNECTIONS_MAX + 20)]
     for _ in range(3):
         assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
     for _, writer in silent:

@@ -8,9 +8,8 @@ import pytest
 import shim
 from watch_kit import QUICK, Reports, Watching
 
-from workers.devices.fault_store import Memory
 from workers.devices.nvml import Nvml
-from workers.devices.watch import DeviceWatch, WatchPolicy
+from workers.devices.watch import DeviceWatch, Memory, WatchPolicy
 
 
 @pytest.fixture(scope="session")

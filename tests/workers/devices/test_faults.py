@@ -6,9 +6,18 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.devices.faults import IDLE, QUIET_S, DeviceFaults, DeviceReading, FaultChange
+from workers.devices.faults import (
+    IDLE,
+    QUIET_S,
+    DeviceFaults,
+    DeviceReading,
+    FaultChange,
+    Throttle,
+    ThrottlePolicy,
+    clock_weight,
+    evolve,
+)
 from workers.devices.taxonomy import LEVELS, XID_CLASSES, XIDS
-from workers.devices.throttle import Throttle, ThrottlePolicy, clock_weight, evolve
 
 THERMAL = 0x20
 POLICY = ThrottlePolicy()

@@ -10,9 +10,8 @@ from structlog.testing import capture_logs
 from waits import block_until
 from watch_kit import Reports, Watching
 
-from workers.devices.fault_store import Memory
 from workers.devices.faults import FaultChange
-from workers.devices.watch import DeviceWatch
+from workers.devices.watch import DeviceWatch, Memory
 
 XID = FaultChange(fault_class="xid", code="48", fatal=True)
 Before = dict[str, int]

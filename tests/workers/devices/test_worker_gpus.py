@@ -34,8 +34,8 @@ from events.observations import (
     WorkerLeft,
 )
 from events.process.presence import present
+from workers.config.settings import WorkerConfig
 from workers.config.settings_check import load_settings
-from workers.config.worker import WorkerConfig
 from workers.devices.mapping import UnknownGpus
 from workers.devices.nvml import Nvml
 from workers.devices.watch import DeviceWatch

@@ -16,7 +16,7 @@ from controller.adapters.request_plane.worker_links import Address
 from controller.runtime.settings import CanarySettings
 from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Engine
 from workers.worker import InferenceWorker
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.router.endpoints import Endpoint
+from workers.config.settings import WorkerConfig
 from workers.config.settings_check import load_settings
-from workers.config.worker import WorkerConfig
 from workers.control.membership import registration
 from workers.engines.admission import AT_CAPACITY, LimitedEngine, RequestLimit
 from workers.engines.build import build_engine

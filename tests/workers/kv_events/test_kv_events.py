@@ -20,7 +20,7 @@ from events.nats.connection import BrokerConnection
 from events.nats.overrides import FastClient
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Sampling
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import Announce, Deliver, discard_events
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

@@ -13,10 +13,9 @@ import msgspec
 
 from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
-from workers.kv_transfer.messages import Description, Grant, TransferAddress
+from workers.kv_transfer.messages import Description, Grant, TransferAddress, Transport
 from workers.kv_transfer.nixl import Nixl
 from workers.kv_transfer.receiver import Arrived, Receiver, Regions
-from workers.kv_transfer.transport import Transport
 
 ROOT = Path(__file__).parents[3]
 KV = Description("tiny", "main", "float32", 2, 2, 8, 16, 4096)

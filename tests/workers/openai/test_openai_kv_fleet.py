@@ -18,7 +18,7 @@ from events import blocks
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.connection import BrokerConnection
 from events.observations import WorkerJoined
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.kv_events.publisher import KvPublisher

@@ -12,7 +12,7 @@ from upstream import Upstream
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.bus import MemoryBus
 from events.observations import EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
-from workers.config.worker import WorkerConfig
+from workers.config.settings import WorkerConfig
 from workers.engines.engine import EngineChanged
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
