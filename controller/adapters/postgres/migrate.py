@@ -167,7 +167,7 @@ def _refuse_newer(found: str | None) -> None:
 
 
 async def rename(url: str, name: str) -> None:
-    """Rename the schema to preserve a projection whose journal is lost. Raise StoreUnavailable or StoreRefused."""
+    """Rename the schema of a projection, to preserve it although its journal is lost. Raise StoreUnavailable or StoreRefused."""
     link = Link(url)
     try:
         async with link.use() as connection:
