@@ -6,8 +6,8 @@ no alert, not missing data. Recording rules are inlined, because nothing records
 
 import json
 import re
-from typing import Any
 
+from grafana.model import Json
 from grafana.rules import ALERTS, RECORDED, Alert
 
 SOURCE = "holdfast-prometheus"  # of provisioning/datasources
@@ -16,18 +16,14 @@ NO_LESS = -1.0  # below every value of an alert, none of which is negative
 _VALUE = re.compile(r"\{\{ \$value(?: \| (\w+))? \}\}")
 
 
-def document() -> dict[str, Any]:
+def text() -> str:
     """Return the document that Grafana's alert provisioning reads."""
     group = {"orgId": 1, "name": "holdfast", "folder": "Holdfast", "interval": EVERY}
-    return {"apiVersion": 1, "groups": [group | {"rules": [_rule(alert) for alert in ALERTS]}]}
+    document = {"apiVersion": 1, "groups": [group | {"rules": [_rule(alert) for alert in ALERTS]}]}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def text() -> str:
-    """Return the document as file content."""
-    return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
-
-
-def _rule(alert: Alert) -> dict[str, Any]:
+def _rule(alert: Alert) -> Json:
     asks = {"refId": "A", "expr": _in_full(alert.expr), "instant": True, "range": False}
     threshold = {
         "refId": "B", "type": "threshold", "expression": "A",

@@ -6,9 +6,9 @@ both chosen by the viewer: `$datasource` is the Prometheus, `$history` the Postg
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-Json: TypeAlias = dict[str, Any]
+Json: TypeAlias = dict[str, object]
 Kind: TypeAlias = Literal["stat", "timeseries", "table", "state-timeline", "heatmap"]
 
 SCHEMA = 39  # dashboard schema version of Grafana 11
@@ -19,7 +19,7 @@ POSTGRES: Json = {"type": "grafana-postgresql-datasource", "uid": "${history}"}
 GREEN, YELLOW, ORANGE, RED, GREY = "green", "yellow", "orange", "red", "#8e8e8e"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Query:
     """One target of a panel. `legend` names its series by their labels."""
 
@@ -45,7 +45,7 @@ class Query:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One panel. `steps` lists thresholds: the color from each value on, starting with the base color."""
 
@@ -141,7 +141,7 @@ def _options(kind: Kind) -> Json:
             return {"showHeader": True, "cellHeight": "sm", "frameIndex": 0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A titled row of panels, from left to right."""
 
@@ -167,7 +167,7 @@ class Variable:
                 "name": self.name, "label": self.name, "type": "custom", "query": ",".join(self.values), "multi": False,
                 "includeAll": False, "current": first,
             }  # fmt: skip
-        asks: Any = {"query": self.asks, "refId": "values"} if self.source == "prometheus" else self.asks
+        asks: object = {"query": self.asks, "refId": "values"} if self.source == "prometheus" else self.asks
         all: Json = {"allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}} if self.many else {}
         return {
             "name": self.name, "label": self.name, "type": "query", "query": asks,
@@ -182,7 +182,7 @@ WORKER = Variable(name="worker", asks="label_values(dynamo_worker_status, worker
 FRONTEND = Variable(name="frontend", asks='label_values(up{role="frontend"}, process)')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Dashboard:
     """One dashboard. Its `uid` is part of its URL and never changes."""
 

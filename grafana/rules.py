@@ -8,7 +8,7 @@ the error budget over a long and a short window together: the long one shows tha
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from grafana.boards.common import OURS
 
@@ -21,7 +21,7 @@ DAY_S, DISK_BYTES_MIN = 86_400, 1 << 30
 STATUS = "max by (worker_id) (dynamo_worker_status)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A recording rule with a value that alerts and dashboards share."""
 
@@ -29,13 +29,14 @@ class Recorded:
     expr: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Alert:
     """An alert, which fires while `expr` has been true for `lasts`."""
 
     name: str
-    expr: str
     severity: str
+    _: KW_ONLY
+    expr: str
     summary: str
     says: str  # description, with {{ $value }} and {{ $labels.… }}
     lasts: str = "0s"
@@ -74,14 +75,8 @@ def _late(window: str) -> str:
 
 WINDOWS = sorted({window for long, short, _, _ in BURNS for window in (long, short)})
 RECORDED = (
-    *(
-        Recorded(name=f"holdfast:request_errors:ratio_rate{window}", expr=_errors(window))
-        for window in WINDOWS
-    ),
-    *(
-        Recorded(name=f"holdfast:first_tokens_late:ratio_rate{window}", expr=_late(window))
-        for window in WINDOWS
-    ),
+    *(Recorded(f"holdfast:request_errors:ratio_rate{window}", _errors(window)) for window in WINDOWS),
+    *(Recorded(f"holdfast:first_tokens_late:ratio_rate{window}", _late(window)) for window in WINDOWS),
 )
 
 
@@ -92,198 +87,140 @@ def _burning(name: str, figure: str, what: str) -> Iterator[Alert]:
             f"holdfast:{figure}:ratio_rate{long} > {bound} and holdfast:{figure}:ratio_rate{short} > {bound}"
         )
         yield Alert(
-            name=f"{name}{'Fast' if severity == 'critical' else 'Slow'}", expr=both, severity=severity, board="holdfast-slo",
+            f"{name}{'Fast' if severity == 'critical' else 'Slow'}", severity, expr=both, board="holdfast-slo",
             summary=f"{what} of {{{{ $labels.model }}}} consume their error budget {rate:g} times too fast",
             says=f"{{{{ $value | humanizePercentage }}}} in the last {long}, and also in the last {short}.",
         )  # fmt: skip
 
 
 ALERTS = (
-    Alert(
-        name="HoldfastSilentCorruption", severity="critical", board="holdfast-corruption",
+    Alert("HoldfastSilentCorruption", "critical", board="holdfast-corruption",
         expr=f"sum by (worker_id) (increase(dynamo_canary_failures_total{{{WRONG}}}[5m])) > 0",
         summary="{{ $labels.worker_id }} gave a wrong answer to a canary",
         says="{{ $value | humanize }} wrong answers within 5 minutes. The controller takes it out of service; the dashboard "
-        "lists the exposed requests.",
-    ),
-    Alert(
-        name="HoldfastWorkersFailing", severity="critical", lasts="1m",
+        "lists the exposed requests."),
+    Alert("HoldfastWorkersFailing", "critical", lasts="1m",
         expr=f"count({STATUS} == 2 or {STATUS} == 4) / count({STATUS} != 3) > 0.1",
         summary="More than a tenth of the workers are out of service because of faults",
-        says="{{ $value | humanizePercentage }} of the workers that are not being drained are unhealthy or dead.",
-    ),
-    Alert(
-        name="HoldfastCapacityDegraded", severity="warning", lasts="2m",
+        says="{{ $value | humanizePercentage }} of the workers that are not being drained are unhealthy or dead."),
+    Alert("HoldfastCapacityDegraded", "warning", lasts="2m",
         expr="max by (model) (holdfast_degradation_level) > 0 < 3",
         summary="{{ $labels.model }} is at degradation level {{ $value }}",
-        says="Its capacity is below its objective: batches are smaller, and from level 2 on the lowest tier is shed.",
-    ),
-    Alert(
-        name="HoldfastCapacityCritical", severity="critical", lasts="1m",
+        says="Its capacity is below its objective: batches are smaller, and from level 2 on the lowest tier is shed."),
+    Alert("HoldfastCapacityCritical", "critical", lasts="1m",
         expr="max by (model) (holdfast_degradation_level) >= 3",
         summary="{{ $labels.model }} is at degradation level {{ $value }}",
-        says="Its capacity is below half of its throughput objective: latencies are relaxed, and level 4 admits no new requests.",
-    ),
-    Alert(
-        name="HoldfastNoRoutableWorker", severity="critical", lasts="30s",
+        says="Its capacity is below half of its throughput objective: latencies are relaxed, and level 4 "
+        "admits no new requests."),
+    Alert("HoldfastNoRoutableWorker", "critical", lasts="30s",
         expr="max by (model) (holdfast_model_routable_weight) == 0",
         summary="No worker can serve {{ $labels.model }}",
-        says="No worker of this model is in service: each request is rejected with no_routable_worker.",
-    ),
-    Alert(
-        name="HoldfastSuspectServing", severity="critical", board="holdfast-corruption",
+        says="No worker of this model is in service: each request is rejected with no_routable_worker."),
+    Alert("HoldfastSuspectServing", "critical", board="holdfast-corruption",
         expr="max by (worker_id) (holdfast_worker_suspect) > 0",
         summary="{{ $labels.worker_id }} serves although canaries convict it",
-        says="No other worker of its model serves. Its answers may be wrong: they carry X-Holdfast-Suspect.",
-    ),
-    Alert(
-        name="HoldfastPanic", severity="warning", lasts="1m", board="holdfast-requests",
+        says="No other worker of its model serves. Its answers may be wrong: they carry X-Holdfast-Suspect."),
+    Alert("HoldfastPanic", "warning", lasts="1m", board="holdfast-requests",
         expr="max by (model) (holdfast_panic) > 0",
         summary="Frontends ignore their local breakers for {{ $labels.model }}",
-        says="Less than half of its weight would be routable: most of its workers fail requests.",
-    ),
-    Alert(
-        name="HoldfastExposureUnknown", severity="warning", board="holdfast-corruption",
+        says="Less than half of its weight would be routable: most of its workers fail requests."),
+    Alert("HoldfastExposureUnknown", "warning", board="holdfast-corruption",
         expr="sum by (worker_id) (increase(holdfast_exposure_unknown_total[10m])) > 0",
         summary="Exposed requests of {{ $labels.worker_id }} are not fully known",
-        says="It was convicted, and for {{ $value | humanize }} spans frontends do not know which requests it served.",
-    ),
-    Alert(
-        name="HoldfastTokensUnlikely", severity="warning", board="holdfast-corruption",
+        says="It was convicted, and for {{ $value | humanize }} spans frontends do not know which requests it served."),
+    Alert("HoldfastTokensUnlikely", "warning", board="holdfast-corruption",
         expr="sum by (worker_id) (increase(holdfast_tokens_unlikely_total[30m])) > 0",
         summary="{{ $labels.worker_id }} samples unlikely tokens: its sampler may be broken",
-        says="It continues to serve: no other worker could replace it, or users' tokens alone are not proof.",
-    ),
-    Alert(
-        name="HoldfastGoldenDisputed", severity="warning", board="holdfast-corruption",
+        says="It continues to serve: no other worker could replace it, or users' tokens alone are not proof."),
+    Alert("HoldfastGoldenDisputed", "warning", board="holdfast-corruption",
         expr="sum(increase(holdfast_golden_disputes_total[10m])) > 0",
         summary="Workers disagree on a canary's expected answer",
-        says="No worker is taken out of service for it: an operator must decide which answer is right.",
-    ),
-    Alert(
-        name="HoldfastStreamsLost", severity="critical", board="holdfast-requests",
+        says="No worker is taken out of service for it: an operator must decide which answer is right."),
+    Alert("HoldfastStreamsLost", "critical", board="holdfast-requests",
         expr='sum by (model) (increase(dynamo_frontend_model_migration_duration_seconds_count{outcome="failure"}[5m])) > 0',
         summary="Streams of {{ $labels.model }} have been lost",
-        says="{{ $value | humanize }} requests within 5 minutes lost their worker, and no other worker could continue them.",
-    ),
-    Alert(
-        name="HoldfastRefusals", severity="warning", lasts="5m", board="holdfast-requests",
+        says="{{ $value | humanize }} requests within 5 minutes lost their worker, and no other worker could continue them."),
+    Alert("HoldfastRefusals", "warning", lasts="5m", board="holdfast-requests",
         expr=f"sum by (model) (rate(dynamo_frontend_model_rejection_total[5m])) / sum by (model) (rate({REQUESTS}[5m])) > 0.05",
         summary="Requests for {{ $labels.model }} are rejected for lack of capacity",
-        says="{{ $value | humanizePercentage }} of the requests in 5 minutes were rejected: traffic exceeds capacity.",
-    ),
-    Alert(
-        name="HoldfastNoLeader", severity="critical", lasts="30s", board="holdfast-control-plane",
+        says="{{ $value | humanizePercentage }} of the requests in 5 minutes were rejected: traffic exceeds capacity."),
+    Alert("HoldfastNoLeader", "critical", lasts="30s", board="holdfast-control-plane",
         expr="sum(holdfast_leader) == 0 or absent(holdfast_leader)",
         summary="No controller leads",
-        says="No controller holds the lease: frontends still migrate streams, but no worker is taken out of service.",
-    ),
-    Alert(
-        name="HoldfastObserverBlind", severity="critical", lasts="1m", board="holdfast-control-plane",
+        says="No controller holds the lease: frontends still migrate streams, but no worker is taken out of service."),
+    Alert("HoldfastObserverBlind", "critical", lasts="1m", board="holdfast-control-plane",
         expr="max(holdfast_observer_blind) > 0",
         summary="The controller receives heartbeats from less than half of the fleet",
-        says="It probably lost its connection, so no worker is declared silent. Check the broker and the controller's network.",
-    ),
-    Alert(
-        name="HoldfastJournalUnreachable", severity="critical", lasts="30s", board="holdfast-control-plane",
+        says="It probably lost its connection, so no worker is declared silent. Check the broker and the controller's network."),
+    Alert("HoldfastJournalUnreachable", "critical", lasts="30s", board="holdfast-control-plane",
         expr="1 - avg(holdfast_journal_reachable) > 0.5",
         summary="Most processes cannot write to the journal",
         says="{{ $value | humanizePercentage }} of them cannot reach NATS, or do not trust its stream. Their facts "
-        "wait in their spools.",
-    ),
-    Alert(
-        name="HoldfastSpoolGrowing", severity="warning", lasts="1m", board="holdfast-control-plane",
+        "wait in their spools."),
+    Alert("HoldfastSpoolGrowing", "warning", lasts="1m", board="holdfast-control-plane",
         expr="max by (role, process) (holdfast_spool_depth) > 100",
         summary="{{ $labels.process }} records facts faster than the journal accepts them",
-        says="{{ $value | humanize }} facts are in its spool.",
-    ),
-    Alert(
-        name="HoldfastFactsDropped", severity="critical", board="holdfast-control-plane",
+        says="{{ $value | humanize }} facts are in its spool."),
+    Alert("HoldfastFactsDropped", "critical", board="holdfast-control-plane",
         expr="sum by (role, process) (increase(holdfast_facts_dropped_total[5m])) > 0",
         summary="{{ $labels.process }} has dropped facts",
-        says="{{ $value | humanize }} facts within 5 minutes did not fit into its spool and will be missing from the journal.",
-    ),
-    Alert(
-        name="HoldfastJournalFull", severity="critical", lasts="1m", board="holdfast-control-plane",
+        says="{{ $value | humanize }} facts within 5 minutes did not fit into its spool and will be missing from the journal."),
+    Alert("HoldfastJournalFull", "critical", lasts="1m", board="holdfast-control-plane",
         expr=f"min(holdfast_journal_full_in_seconds) < {DAY_S}",
         summary="The journal is about to be full",
-        says="At the growth of the last day it is full in {{ $value | humanizeDuration }}.",
-    ),
-    Alert(
-        name="HoldfastJournalFullSoon", severity="warning", lasts="10m", board="holdfast-control-plane",
+        says="At the growth of the last day it is full in {{ $value | humanizeDuration }}."),
+    Alert("HoldfastJournalFullSoon", "warning", lasts="10m", board="holdfast-control-plane",
         page="HoldfastJournalFull",
         expr=f"min(holdfast_journal_full_in_seconds) < {7 * DAY_S}",
         summary="The journal will be full within a week",
-        says="At the growth of the last day it is full in {{ $value | humanizeDuration }}.",
-    ),
-    Alert(
-        name="HoldfastJournalDiskLow", severity="critical", lasts="1m", board="holdfast-control-plane",
+        says="At the growth of the last day it is full in {{ $value | humanizeDuration }}."),
+    Alert("HoldfastJournalDiskLow", "critical", lasts="1m", board="holdfast-control-plane",
         page="HoldfastJournalFull",
         expr=f"min(holdfast_journal_free_bytes) < {DISK_BYTES_MIN}",
         summary="The broker's disk is nearly full",
-        says="{{ $value | humanize1024 }}B are free on the journal's disk, whatever has filled it.",
-    ),
-    Alert(
-        name="HoldfastCertificateExpiring", severity="warning", lasts="1m", board="holdfast-control-plane",
+        says="{{ $value | humanize1024 }}B are free on the journal's disk, whatever has filled it."),
+    Alert("HoldfastCertificateExpiring", "warning", lasts="1m", board="holdfast-control-plane",
         expr=f"clamp_min(min(holdfast_broker_certificate_ends_timestamp_seconds) - time(), 0) < {14 * DAY_S}",
         summary="The broker's certificate expires soon",
-        says="It is valid for {{ $value | humanizeDuration }} more; after that no process can reconnect to NATS.",
-    ),
-    Alert(
-        name="HoldfastStateStoreStuck", severity="critical", lasts="1m", board="holdfast-control-plane",
+        says="It is valid for {{ $value | humanizeDuration }} more; after that no process can reconnect to NATS."),
+    Alert("HoldfastStateStoreStuck", "critical", lasts="1m", board="holdfast-control-plane",
         expr="max(holdfast_projector_lag) > 0 and on () (sum(rate(holdfast_projector_events_total[1m])) == 0)",
         summary="The state store receives no events",
-        says="{{ $value | humanize }} events are waiting: Postgres is unreachable, or the projector is stuck.",
-    ),
-    Alert(
-        name="HoldfastStateStoreBehind", severity="warning", lasts="2m", board="holdfast-control-plane",
+        says="{{ $value | humanize }} events are waiting: Postgres is unreachable, or the projector is stuck."),
+    Alert("HoldfastStateStoreBehind", "warning", lasts="2m", board="holdfast-control-plane",
         expr="max(holdfast_projector_lag) > 1000",
         summary="The state store is behind",
-        says="It lacks {{ $value | humanize }} events. The planner makes no changes meanwhile.",
-    ),
-    Alert(
-        name="HoldfastWorkersMissing", severity="warning", lasts="1m", board="holdfast-control-plane",
+        says="It lacks {{ $value | humanize }} events. The planner makes no changes meanwhile."),
+    Alert("HoldfastWorkersMissing", "warning", lasts="1m", board="holdfast-control-plane",
         expr="max(holdfast_workers_registered) - max(holdfast_workers_reporting) > 0",
         summary="Workers that have joined send no heartbeat",
-        says="{{ $value | humanize }} registered workers have no fresh heartbeat.",
-    ),
-    Alert(
-        name="HoldfastBreakerFlapping", severity="warning", board="holdfast-worker",
+        says="{{ $value | humanize }} registered workers have no fresh heartbeat."),
+    Alert("HoldfastBreakerFlapping", "warning", board="holdfast-worker",
         expr="max by (worker_id) (changes(dynamo_circuit_breaker_state[15m])) > 6",
         summary="{{ $labels.worker_id }} fails repeatedly",
-        says="Its circuit breaker has changed {{ $value | humanize }} times in 15 minutes: it passes trials but fails requests.",
-    ),
-    Alert(
-        name="HoldfastPlaceEmpty", severity="warning", lasts="5m",
+        says="Its circuit breaker has changed {{ $value | humanize }} times in 15 minutes: it passes trials but fails requests."),
+    Alert("HoldfastPlaceEmpty", "warning", lasts="5m",
         expr="max by (model) (holdfast_places_empty) > 0",
         summary="A lost worker of {{ $labels.model }} has not been replaced",
-        says="{{ $value | humanize }} lost workers are not replaced: there are too few spares, or none is healthy.",
-    ),
-    Alert(
-        name="HoldfastWorkerNameTaken", severity="warning", board="holdfast-control-plane",
+        says="{{ $value | humanize }} lost workers are not replaced: there are too few spares, or none is healthy."),
+    Alert("HoldfastWorkerNameTaken", "warning", board="holdfast-control-plane",
         expr="max(increase(holdfast_worker_names_taken_total[10m])) > 0",
         summary="A worker was not started: another live worker has its name",
-        says="{{ $value | humanize }} starts within ten minutes were refused. The first worker with the name continues to serve.",
-    ),
-    Alert(
-        name="HoldfastWorkersLingering", severity="warning", lasts="5m", board="holdfast-control-plane",
+        says="{{ $value | humanize }} starts within ten minutes were refused. The first worker with the name "
+        "continues to serve."),
+    Alert("HoldfastWorkersLingering", "warning", lasts="5m", board="holdfast-control-plane",
         expr="max(holdfast_workers_lingering) > 0",
         summary="Processes of dead workers are still running",
-        says="{{ $value | humanize }} of them hold their GPUs, because they were not terminated.",
-    ),
-    Alert(
-        name="HoldfastWebhooksFailing", severity="warning", lasts="1m", board="holdfast-control-plane",
+        says="{{ $value | humanize }} of them hold their GPUs, because they were not terminated."),
+    Alert("HoldfastWebhooksFailing", "warning", lasts="1m", board="holdfast-control-plane",
         expr="max by (webhook) (holdfast_webhook_failures_in_a_row) >= 5 or max by (webhook) (holdfast_webhook_stopped) > 0"
         ' or sum by (webhook) (increase(holdfast_webhook_deliveries_total{outcome="dead_letter"}[10m])) > 0',
         summary="The webhook {{ $labels.webhook }} does not accept events",
-        says="Its receiver fails or is unreachable, answered 410 Gone, or rejected events, which are now dead letters.",
-    ),
-    Alert(
-        name="HoldfastTargetDown", severity="warning", lasts="1m", board="holdfast-control-plane",
+        says="Its receiver fails or is unreachable, answered 410 Gone, or rejected events, which are now dead letters."),
+    Alert("HoldfastTargetDown", "warning", lasts="1m", board="holdfast-control-plane",
         expr='up{job="holdfast"} == 0',
         summary="{{ $labels.role }} {{ $labels.process }} cannot be scraped",
-        says="It has not answered Prometheus for a minute.",
-    ),
+        says="It has not answered Prometheus for a minute."),
     *_burning("HoldfastErrorBudgetBurn", "request_errors", "Failed requests"),
     *_burning("HoldfastFirstTokensLate", "first_tokens_late", f"First tokens later than {FIRST_TOKEN_LE} s"),
 )  # fmt: skip

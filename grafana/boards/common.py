@@ -27,7 +27,7 @@ OURS = f'status="error",error_type!~"{NOT_OURS}"'
 def rate(metric: str, labels: str = "", by: str = "", legend: str = "") -> Query:
     """Query the rate per second of a counter, summed by some labels."""
     grouped = f" by ({by})" if by else ""
-    return Query(ask=f"sum{grouped} (rate({metric}{{{labels}}}[$__rate_interval]))", legend=legend)
+    return Query(f"sum{grouped} (rate({metric}{{{labels}}}[$__rate_interval]))", legend)
 
 
 def quantiles(
@@ -47,7 +47,7 @@ def quantiles(
 
 def history(sql: str, *, series: bool = False) -> Query:
     """Query the state store, for a table or for time series."""
-    return Query(ask=" ".join(sql.split()), source="postgres", series=series)
+    return Query(" ".join(sql.split()), source="postgres", series=series)
 
 
 def link(board: str, variable: str) -> Json:

@@ -29,63 +29,33 @@ def in_time(metric: str, bound: str, window: str) -> str:
 
 def burn(share: str, legend: str) -> Query:
     """Query the burn rate: error budget consumption relative to the sustainable rate."""
-    return Query(ask=f"{share} / (1 - $objective)", legend=legend)
+    return Query(f"{share} / (1 - $objective)", legend)
 
 
 FIRST, NEXT = "dynamo_frontend_time_to_first_token_seconds", "dynamo_frontend_inter_token_latency_seconds"
 
-BOARD = Dashboard(
-    uid="holdfast-slo",
-    title="SLO",
-    says="Availability, latency objectives and error budget burn rates",
-    variables=[MODEL, OBJECTIVE, TTFT, ITL],
-    rows=[
-        Row(
-            title="Availability",
-            panels=[
-                Panel(
-                    title="Available", says="Share of requests of the last 6 hours that did not fail by the fleet's fault",
-                    asks=[Query(ask=f"1 - {errors('6h')}", instant=True, legend="available")],
-                    kind="stat", unit="percentunit", width=6, steps=((None, RED), (0.99, ORANGE), (0.999, GREEN)),
-                ),
-                Panel(
-                    title="Error budget left", says="Of the last 6 hours; 1: all of it, below 0: objective missed",
-                    asks=[Query(ask=f"1 - {errors('6h')} / (1 - $objective)", instant=True, legend="left")],
-                    kind="stat", unit="percentunit", width=6, least=None, steps=((None, RED), (0, YELLOW), (0.5, GREEN)),
-                ),
-                Panel(
-                    title="Burn rate", says="1: the budget lasts exactly its period; 14: it is used up in two of thirty days",
-                    asks=[burn(errors(window), window) for window in WINDOWS], width=12,
-                ),
-            ],
-        ),
-        Row(
-            title="First tokens",
-            panels=[
-                Panel(
-                    title="First tokens in time", says="Share of first tokens within $ttft seconds",
-                    asks=[Query(ask=in_time(FIRST, "ttft", window), legend=window) for window in WINDOWS[:2]],
-                    unit="percentunit", width=12, most=1.0,
-                ),
-                Panel(
-                    title="Burn rate of first tokens", says="Burn rate of the budget for late first tokens",
-                    asks=[burn(f"(1 - {in_time(FIRST, 'ttft', window)})", window) for window in WINDOWS], width=12,
-                ),
-            ],
-        ),
-        Row(
-            title="Tokens",
-            panels=[
-                Panel(
-                    title="Tokens in time", says="Share of tokens within $itl seconds of the previous one",
-                    asks=[Query(ask=in_time(NEXT, "itl", window), legend=window) for window in WINDOWS[:2]],
-                    unit="percentunit", width=12, most=1.0,
-                ),
-                Panel(
-                    title="Burn rate of tokens", says="Burn rate of the budget for late tokens",
-                    asks=[burn(f"(1 - {in_time(NEXT, 'itl', window)})", window) for window in WINDOWS], width=12,
-                ),
-            ],
-        ),
-    ],
-)  # fmt: skip
+BOARD = Dashboard("holdfast-slo", "SLO", "Availability, latency objectives and error budget burn rates",
+    variables=[MODEL, OBJECTIVE, TTFT, ITL], rows=[
+    Row("Availability", [
+        Panel("Available", "Share of requests of the last 6 hours that did not fail by the fleet's fault",
+            [Query(f"1 - {errors('6h')}", "available", instant=True)],
+            kind="stat", unit="percentunit", width=6, steps=((None, RED), (0.99, ORANGE), (0.999, GREEN))),
+        Panel("Error budget left", "Of the last 6 hours; 1: all of it, below 0: objective missed",
+            [Query(f"1 - {errors('6h')} / (1 - $objective)", "left", instant=True)],
+            kind="stat", unit="percentunit", width=6, least=None, steps=((None, RED), (0, YELLOW), (0.5, GREEN))),
+        Panel("Burn rate", "1: the budget lasts exactly its period; 14: it is used up in two of thirty days",
+            [burn(errors(window), window) for window in WINDOWS], width=12),
+    ]),
+    Row("First tokens", [
+        Panel("First tokens in time", "Share of first tokens within $ttft seconds",
+            [Query(in_time(FIRST, "ttft", window), window) for window in WINDOWS[:2]], unit="percentunit", width=12, most=1.0),
+        Panel("Burn rate of first tokens", "Burn rate of the budget for late first tokens",
+            [burn(f"(1 - {in_time(FIRST, 'ttft', window)})", window) for window in WINDOWS], width=12),
+    ]),
+    Row("Tokens", [
+        Panel("Tokens in time", "Share of tokens within $itl seconds of the previous one",
+            [Query(in_time(NEXT, "itl", window), window) for window in WINDOWS[:2]], unit="percentunit", width=12, most=1.0),
+        Panel("Burn rate of tokens", "Burn rate of the budget for late tokens",
+            [burn(f"(1 - {in_time(NEXT, 'itl', window)})", window) for window in WINDOWS], width=12),
+    ]),
+])  # fmt: skip

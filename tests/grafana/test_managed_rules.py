@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from asked_metrics import KNOWN, base, selectors
 
-from grafana.managed_rules import SOURCE, document, text
+from grafana.managed_rules import SOURCE, text
 from grafana.rules import ALERTS
 from grafana.write import MANAGED
 
-RULES = {rule["title"]: rule for rule in document()["groups"][0]["rules"]}
+RULES = {rule["title"]: rule for rule in json.loads(text())["groups"][0]["rules"]}
 SOURCES = MANAGED.parents[1] / "datasources" / "holdfast.yaml"
 
 
