@@ -21,6 +21,7 @@ from controller.metric_table import MetricTable, counter, gauge, histogram, scra
 from controller.runtime.beats import Beats
 from events.decisions import HealthStatus
 from events.fact import Recorded
+from events.journal.counters import ObservedJournal
 from events.observations import (
     CanaryFailed,
     CanaryReason,
@@ -356,3 +357,28 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
         gauges.level.add_metric([model], levels.get(model, 0))
     gauges.worst_level.add_metric([], max(levels.values(), default=0))
     gauges.incidents.add_metric([], len(fleet.incidents))
+
+
+EXPORTED = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
+
+
+class JournalMetrics(Collector):
+    """Collects journal metrics at scrape time."""
+
+    def __init__(self, journal: ObservedJournal) -> None:
+        self._journal = journal
+
+    def collect(self) -> Iterable[Metric]:
+        journal = self._journal
+        counters = journal.counters
+        values = (
+            journal.reachable,
+            journal.spool_depth,
+            counters.dropped,
+            counters.withheld,
+            counters.unknown,
+        )
+        for name, value in zip(EXPORTED, values, strict=True):
+            text, kind = OWN[name]
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            yield family(f"holdfast_{name}", text, value=float(value))

@@ -6,7 +6,9 @@ escape denotes the same character.
 """
 
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
@@ -75,3 +77,21 @@ def _escape(found: "re.Match[str]") -> str:
 
 def _escape_but_colors(found: "re.Match[str]") -> str:
     return found[1] or _escape(found)
+
+
+USUAL = 80
+HANG = 4  # columns by which the rest of a line is indented
+
+
+def columns() -> int:
+    """Return the width of the output in columns."""
+    return shutil.get_terminal_size((USUAL, 24)).columns
+
+
+def fitted(line: str, width: int | None = None, hang: int = HANG) -> str:
+    """Return a line wrapped to `width` columns. Continuation lines are indented `hang` columns more than the line."""
+    width = width or columns()
+    if len(line) <= width:
+        return line
+    indent = min(len(line) - len(line.lstrip(" ")) + hang, width // 2)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -180,3 +180,27 @@ class Order(Generic[S]):
         for sources in (self.sources, self._seen):
             for source in [s for s, last in sources.items() if at - last[1] > REMEMBERED + CLOCK_SLACK]:
                 del sources[source]
+
+
+@dataclass(slots=True)
+class DecisionNumbering:
+    """Counts decisions without folding them, to inspect a journal at which every reader stops. Feed it every event.
+
+    A decision out of turn has not been folded, so the next one must have the number that was expected of it. A decision that only
+    a newer version can know has used a number (none, once it is quarantined). Until a known decision follows, either may be next.
+    """
+
+    last: int | None = 0  # number of the last decision in turn; None: the stream no longer has its beginning
+    unread: int = 0  # later decisions that only a newer version can know
+
+    def expected(self, event: Recorded) -> int | None:
+        """Add one event. Return the number that a decision out of turn should have had; None: it is in turn, or is no
+        decision."""
+        fact = event.fact
+        if isinstance(fact, Skipped):
+            self.unread += fact.unknown and fact.decided
+        elif isinstance(fact, Decision):
+            if self.last is not None and not self.last < fact.number <= self.last + 1 + self.unread:
+                return self.last + 1
+            self.last, self.unread = fact.number, 0
+        return None

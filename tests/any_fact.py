@@ -7,8 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from events.checked_decoding import INT_MAX
-from events.codec import KINDS
+from events.codec import INT_MAX, KINDS
 from events.fact import Fact
 
 INSTANTS = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))

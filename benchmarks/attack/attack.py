@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attack.parts import PARTS, Part, Seen
-from controller.columns import USUAL, columns, fitted
 from controller.processes.children import die_with
+from controller.terminal_text import USUAL, columns, fitted
 
 ROOT = Path(__file__).parents[2]
 STOPS_WITHIN_S = 20.0  # for a part that is asked to end

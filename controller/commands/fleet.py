@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from controller.columns import fitted
 from controller.processes.operator_client import Operator, operator_name
+from controller.terminal_text import fitted
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -18,13 +18,13 @@ from controller.processes.operator_client import find, operator_name
 from controller.replay import moment_parser
 from controller.runtime.bounded_read import patient
 from events import codec, subjects
-from events.decision_numbering import DecisionNumbering
 from events.decisions import PolicyAdopted
 from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import EventQuarantined
+from events.order import DecisionNumbering
 from events.versions import Known
 
 FINDING = 3

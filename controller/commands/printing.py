@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from controller.columns import USUAL, columns, fitted
 from controller.deciders.worker import SPARE
-from controller.terminal_text import escape_controls, safe_values
+from controller.terminal_text import USUAL, columns, escape_controls, fitted, safe_values
 from events import codec
 from events.fact import Recorded
 from events.process.presence import Presence

@@ -14,9 +14,9 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from controller.processes.operator_client import opened
 from controller.processes.up_flags import ROUTER, check_frontend_flags
 from events.errors import HoldfastError, UsageError
-from events.process.own_port import opened
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0

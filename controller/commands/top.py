@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from rich.console import Console
 from rich.live import Live
 
-from controller.columns import columns
 from controller.commands.status import fetch_status
 from controller.commands.top_view import FleetSeen, picture
 from controller.processes.operator_client import Operator, find
 from controller.replay.recent import TOLD_MAX
 from controller.runtime.bounded_read import held
+from controller.terminal_text import columns
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from controller.adapters.clock import SystemClock
-from controller.columns import fitted
 from controller.config.flags import describe
 from controller.processes.operator_client import find
 from controller.replay.sentences import count
+from controller.terminal_text import fitted
 from controller.webhooks import cloud_event, templates
 from controller.webhooks.message_context import FleetWording
 from controller.webhooks.retry_policy import Answer, is_away

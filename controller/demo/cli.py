@@ -7,23 +7,87 @@ import json
 import signal
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from controller.columns import fitted
-from controller.demo import incidents, profile, report, view
+from controller.commands.top_view import COLOURS
+from controller.demo import profile, report
 from controller.demo.clients import Users
 from controller.demo.fleet import DemoFleet, NotAsExpected
-from controller.demo.script import SCRIPT, SPARES, WORKERS, Act
 from controller.processes.children import shell_status
 from controller.processes.operator_client import Operator, find
 from controller.processes.up_flags import check_frontend_flags, frontend_variables
-from controller.terminal_text import escape_controls
+from controller.terminal_text import escape_controls, fitted
 from events.errors import HoldfastError, UsageError
+
+
+def render(
+    status: Mapping[str, Any], lines: list[str], elapsed: float, seconds: float, counts: str
+) -> RenderableType:
+    """Return one frame of the view."""
+    workers = Table(expand=True, box=None, pad_edge=False)
+    for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
+        justify: JustifyMethod = "left" if name in ("worker", "health", "breaker") else "right"
+        workers.add_column(name, justify=justify, overflow="fold", no_wrap=name != "worker")
+    for worker in status.get("workers", ()):
+        health = str(worker.get("health"))
+        workers.add_row(
+            Text(escape_controls(str(worker["id"]))),
+            Text(escape_controls(health), style=COLOURS.get(health, "")),
+            Text(escape_controls(str(worker.get("breaker", "")))),
+            f"{worker.get('weight') or 0:.2f}",
+            _number(worker.get("in_flight")),
+            _number(worker.get("pid")),
+        )
+    bar = ProgressBar(total=seconds, completed=min(elapsed, seconds))
+    head = Text(f"{elapsed:4.0f} / {seconds:.0f} s   {counts}")
+    return Panel(
+        Group(head, bar, Text(), workers, Text(), *[Text(escape_controls(line)) for line in lines[-8:]]),
+        title="Holdfast demo",
+    )
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One action on the fleet. `fault` names its row in the final table; None: the act only ends an earlier fault."""
+
+    at: float  # share of the duration
+    worker: int
+    verb: str  # of `holdfast chaos`, or drain, resume
+    argument: float | None
+    fault: str | None
+    says: str
+
+
+SCRIPT = (
+    Act(0.10, 1, "kill", None, "kill -9", "its process is killed during answers"),
+    Act(0.22, 2, "hang", None, "hang", "SIGSTOP: the process exists but does not respond"),
+    Act(0.32, 2, "unhang", None, None, "SIGCONT"),
+    Act(0.36, 0, "error", 6, "exception", "the engine raises an exception for its next requests"),
+    Act(0.42, 0, "heal", None, None, "the engine works again"),
+    Act(0.46, 3, "corrupt", 8, "corruption", "one token in eight is wrong, without an error"),
+    Act(0.60, 3, "heal", None, None, "the hardware was replaced"),
+    Act(0.64, 1, "blackhole", None, "blackhole", "the network drops everything without closing"),
+    Act(0.74, 1, "heal", None, None, "the network is back"),
+    Act(0.80, 0, "drain", None, "drain", "an operator drains it"),
+    Act(0.90, 0, "resume", None, None, "and returns it to service"),
+)
+WORKERS, SPARES = 4, 1
+
 
 RATE = 8.0  # requests a second: about 20 streams at once
 ITL_MS = 20.0
@@ -186,7 +250,7 @@ class Demo:
                         f"{len(users.streams)} requests, {users.in_flight} in flight, {users.tokens} tokens"
                     )
                     elapsed = time.monotonic() - started
-                    self.live.update(view.render(self.status, self.lines, elapsed, self.seconds, counts))
+                    self.live.update(render(self.status, self.lines, elapsed, self.seconds, counts))
                     await asyncio.sleep(0.25)
             finally:
                 self.live.update("")  # the last frame is drawn uncropped, and would stay on a small terminal
@@ -203,12 +267,12 @@ class Demo:
             data = self.fleet.data
             more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` show more"
         self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, markup=False)
-        async for line in incidents.incident_lines(find(self.fleet.data)["nats_url"], events):
+        async for line in report.incident_lines(find(self.fleet.data)["nats_url"], events):
             shown = fitted(escape_controls(line), self.console.width)
             self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
         self.console.print()
-        async for line in incidents.write_report(find(self.fleet.data)["nats_url"], where):
+        async for line in report.write_report(find(self.fleet.data)["nats_url"], where):
             self.console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1

@@ -7,6 +7,7 @@ child runs in its own session: Ctrl-C in a terminal reaches only the supervisor,
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,3 +153,19 @@ async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[
         if child.process is not None:
             child.process.wait()
     poll()
+
+
+LOG_BYTES_MAX = 32 * 1024 * 1024
+
+
+def trim(log: Path, most: int = LOG_BYTES_MAX) -> None:
+    """Truncate a process's log that is larger than `most` bytes, and keep its content as NAME.1.
+
+    The logging process keeps appending. Lines that it writes between the copy and the truncation are lost."""
+    try:
+        if log.stat().st_size <= most:
+            return
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        os.truncate(log, 0)
+    except OSError:  # no log yet, or a full disk: the next call tries again
+        return

@@ -1,10 +1,14 @@
-"""Garbage collector settings: objects alive at startup are frozen, full passes are rare.
+"""Memory of a process: garbage collector settings, and the return of freed memory to the system.
 
-A full pass over all live objects takes tens of milliseconds, during which nothing else runs. Events, states and requests leave
-no reference cycles, so rare passes suffice.
+A full garbage collection over all live objects takes tens of milliseconds, during which nothing else runs. So objects alive at
+startup are frozen. Events, states and requests leave no reference cycles, so rare full passes suffice.
 """
 
+import asyncio
+import ctypes
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
 COLLECT_AT = (20_000, 20, 50)
 COLLECT_HISTORY_AT = (500_000, 20, 50)  # while reading a whole journal
@@ -15,3 +19,58 @@ def freeze_and_tune(collect_at: tuple[int, int, int] = COLLECT_AT) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*collect_at)
+
+
+GROWN_BYTES = 16 * 2**20  # above the process's minimum so far
+WORTH_BYTES = 4 * 2**20
+PAUSE_S, PAUSE_S_MAX = 2.0, 30.0
+_PAGE = 4096
+_STATM = Path("/proc/self/statm")
+
+
+class HeapTrim:
+    """Decides when a process returns freed memory to the operating system.
+
+    The allocator keeps the memory that threads have freed in per-thread arenas: after tokenising eight texts of 10 MB, a frontend
+    had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory than its minimum
+    so far. That takes about 0.1 s per gigabyte, in a thread. If a call frees little memory, the next calls are less frequent.
+    """
+
+    def __init__(
+        self, resident: Callable[[], int] | None = None, trim: Callable[[], object] | None = None
+    ) -> None:
+        """`resident` returns the process's resident bytes, `trim` returns free memory to the system."""
+        self._resident = resident or resident_bytes
+        self._trim = trim or trim_heap
+        self._least = self._left = self._resident()  # minimum so far; after the last trim
+        self._pause_s = PAUSE_S
+        self._due = 0.0
+
+    async def look(self, now: float) -> None:
+        """Return freed memory to the system, if there may be some. Called every second."""
+        has = self._resident()
+        self._least = min(self._least, has)
+        if has - self._left > GROWN_BYTES:
+            self._pause_s, self._due = PAUSE_S, min(self._due, now + PAUSE_S)
+        if now < self._due or has - self._least < GROWN_BYTES:
+            return
+        await asyncio.to_thread(self._trim)
+        self._left = self._resident()
+        worth = has - self._left > WORTH_BYTES
+        self._pause_s = PAUSE_S if worth else min(2 * self._pause_s, PAUSE_S_MAX)
+        self._due = now + self._pause_s
+
+
+def resident_bytes() -> int:
+    """Return the resident bytes of this process; 0 where the system does not report them."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * _PAGE
+    except OSError:
+        return 0
+
+
+def trim_heap() -> None:
+    """Return the free memory of the C library's allocator to the system, where the library supports it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

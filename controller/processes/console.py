@@ -5,7 +5,7 @@ import sys
 from typing import TextIO
 
 from controller.terminal_text import escape_controls
-from events.process.stderr import ignore_exit_flush_errors
+from events.process.logs import ignore_exit_flush_errors
 
 
 def say(text: str) -> None:

@@ -6,12 +6,15 @@ fold that it has in memory, and spools facts.
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from controller.adapters.clock import SystemClock
+from controller.adapters.feeds.kv_events import KvEvents
+from controller.adapters.feeds.slot_sync import SlotSync
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import Dialer
 from controller.adapters.request_plane.nats_dialer import dialers
@@ -24,13 +27,13 @@ from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.open_port_check import check_open_port
-from controller.frontend.settings import FrontendSettings
+from controller.frontend.settings import FrontendSettings, RouterSettings
+from controller.metrics import JournalMetrics
 from controller.ports import Observe
 from controller.processes import collector
 from controller.processes import last_served as served
-from controller.processes.observability.journal_metrics import JournalMetrics
+from controller.processes.collector import HeapTrim
 from controller.processes.operating import frontend_console
-from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView
 from events import subjects
 from events.codec import UnknownKind
@@ -44,7 +47,6 @@ from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
 from events.order import OutOfTurn
 from events.process import descriptors, presence
-from events.process.heap import HeapTrim
 from events.versions import Known
 
 TICK_S = 0.1
@@ -53,10 +55,13 @@ LINKS_S = 1.0
 READY_S = 30.0
 AGAIN_S = 5.0  # delay before retrying an event that this frontend cannot fold
 PREPARE_S = 2.0  # longest wait before accepting requests; until then the host's other frontends get them
-BROKER_S = 2.0
+BROKER_S = 2.0  # how long to wait for the broker
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
 )
+
+Service = Callable[[], Coroutine[Any, Any, None]]
+"""Starts a service that runs as long as the frontend does."""
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +85,45 @@ async def run_frontend(
     broker = nats_url if settings.request_plane == "nats" else ""
     async with dialers(broker, f"frontend:{name}") as known:
         return await FrontendProcess(settings, name, data, known, key).run(nats_url, database_url)
+
+
+class RouterFeeds:
+    """The broker connections of one frontend's router, as its settings require."""
+
+    def __init__(self, kv: KvEvents | None, sync: SlotSync | None) -> None:
+        self._kv = kv
+        self._sync = sync
+
+    @classmethod
+    async def open(
+        cls, url: str, name: str, settings: RouterSettings, director: Director, wait_s: float = BROKER_S
+    ) -> "RouterFeeds":
+        """Connect within `wait_s` seconds, or keep trying in the background."""
+        scheduler, kv, sync = director.routing, None, None
+        if settings.mode == "kv" and settings.kv_events:
+            budget = director.settings.worker_budgets
+            kv = await KvEvents.open(url, name, wait_s=wait_s, limit=budget.kv_events)
+            scheduler.state.view = kv.view
+            kv.view.claims.lost = director.intrusions.claims_lost
+            kv.flooded = director.intrusions.claims_flooded_by
+        if settings.replica_sync:
+            sync = await SlotSync.open(url, name, scheduler.slots, director.peers.names, wait_s=wait_s)
+        return cls(kv, sync)
+
+    def services(self) -> list[Service]:
+        """Return the services to run as long as the frontend does."""
+        return [one.run for one in (self._kv, self._sync) if one is not None]
+
+    def absorb(self, joined: Iterable[WorkerJoined]) -> None:
+        """Update the set of live workers."""
+        if self._kv is not None:
+            self._kv.absorb(joined)
+
+    async def close(self) -> None:
+        """Close the connections to the broker."""
+        for one in (self._kv, self._sync):
+            if one is not None:
+                await one.close()
 
 
 class FrontendProcess:

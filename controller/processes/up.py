@@ -17,21 +17,18 @@ from collections.abc import Coroutine
 from typing import Any
 
 from controller.adapters.embedded.servers import EmbeddedServer
-from controller.processes import private_dir
-from controller.processes.children import Child, reap_orphan, shell_status, stop_all
+from controller.processes.children import Child, reap_orphan, shell_status, stop_all, trim
 from controller.processes.console import say, warn
-from controller.processes.fleet_dir import FleetDir
-from controller.processes.logs import trim
+from controller.processes.fleet_dir import FleetDir, restrict
 from controller.processes.operator_client import http_ok
-from controller.processes.port import hold
 from controller.processes.process_plan import database_processes, frontend_grace_s, names, plan, spare_names
-from controller.processes.readiness.watch import ReadinessWatch, status_reader
-from controller.processes.recovery.store_rebuilder import StoreRebuilder
+from controller.processes.readiness_watch import ReadinessWatch, status_reader
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.servers.fleet_prometheus import FleetPrometheus
-from controller.processes.up_checks import check
+from controller.processes.store_rebuilder import StoreRebuilder
+from controller.processes.up_checks import check, hold
 from controller.processes.up_flags import PATIENT, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
@@ -118,7 +115,7 @@ class FleetSupervisor:
                 await self._stop()
 
     def _restrict_directory(self) -> None:
-        if foreign := private_dir.restrict(self.dir.path):
+        if foreign := restrict(self.dir.path):
             warn(
                 f"{self.dir.path} is readable by other users, because it also contains {foreign[0]}, which is not the fleet's. "
                 "The fleet's own files in it are private; use a separate directory with --data"
@@ -182,16 +179,16 @@ class FleetSupervisor:
         return await self.database.migrate()
 
     async def _accept_journal(self, place: tuple[int, str] | None) -> None:
-        from controller.processes.recovery import journal_check
+        from controller.processes import journal_recovery
 
-        await journal_check.accept(self._supervisor_url, self.dir.spools, self.database, place)
+        await journal_recovery.accept(self._supervisor_url, self.dir.spools, self.database, place)
 
     async def _check_history(self, place: tuple[int, str] | None) -> None:
         """Raise JournalLost if the database has folded another journal."""
-        from controller.processes.recovery import journal_check
+        from controller.processes import journal_recovery
 
         if not self.args.accept_journal:  # otherwise the projection of another journal was set aside
-            await journal_check.refuse_lost(self.journal, self.dir.spools, place)
+            await journal_recovery.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
@@ -215,10 +212,10 @@ class FleetSupervisor:
             warn(f"cannot start {child.name}, retrying: {error}")
 
     async def _open_journal(self) -> None:
-        from controller.processes.recovery import journal_check, journal_watch
+        from controller.processes import journal_recovery
 
-        self.journal = await journal_check.open_journal(self._supervisor_url, self.dir.spools)
-        self.watch = journal_watch.JournalWatch(self.journal)
+        self.journal = await journal_recovery.open_journal(self._supervisor_url, self.dir.spools)
+        self.watch = journal_recovery.JournalWatch(self.journal)
         after: int | None = None
         with contextlib.suppress(JournalUnavailable):
             after = (
@@ -269,7 +266,7 @@ class FleetSupervisor:
 
     async def _supervise(self) -> None:
         if self.ready:  # not if it was stopped while starting
-            from controller.processes.recovery.journal_bounds import JournalBounding
+            from controller.processes.journal_recovery import JournalBounding
 
             self.bounding = JournalBounding(self.journal, journal_bounds(self.args))
         trim_at, reap_at, orphan = 0.0, 0.0, 0

@@ -1,7 +1,10 @@
 """Checks of the flags of `holdfast up`: combinations, and values that its processes would reject."""
 
 import argparse
+import errno
 import os
+import socket
+import sys
 from urllib.parse import urlsplit
 
 from controller.config.flags import gather
@@ -18,7 +21,7 @@ from controller.processes.up_flags import (
     frontend_variables,
     journal_bounds,
 )
-from events.errors import UsageError
+from events.errors import HoldfastError, UsageError
 from events.process.key_file import read_key
 
 
@@ -119,3 +122,41 @@ def _is_http(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         return False
+
+
+class PortTaken(HoldfastError):
+    """The port is in use by another process. Stop that process, or choose another port with --port."""
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """Return a socket that, while open, keeps any other `holdfast up` off this port. Raise PortTaken or HoldfastError.
+
+    The kernel would let two fleets share the port of their frontends.
+    """
+    held = _name(host, port)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise _refusal(host, port, error) from error
+    return held
+
+
+def _name(host: str, port: int) -> socket.socket:
+    """Bind a name for the port in Linux's abstract namespace: a name has one owner, and is freed when the owner dies."""
+    held = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        try:
+            held.bind(f"\0holdfast:{host}:{port}")
+        except OSError as error:
+            held.close()
+            raise _refusal(host, port, error) from error
+    return held
+
+
+def _refusal(host: str, port: int, error: OSError) -> HoldfastError:
+    if error.errno == errno.EADDRINUSE:
+        return PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}")
+    return HoldfastError(f"{host}:{port} cannot be used: {error.strerror}")

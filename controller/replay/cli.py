@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from controller.columns import fitted
 from controller.ports import Archive
 from controller.replay import moment_parser, request_story, sentences, timeline, travel
 from controller.replay.rebuild import rebuild
@@ -20,6 +19,7 @@ from controller.replay.verify import verify
 from controller.replay.whatif import whatif_cli
 from controller.replay.why import as_json, why
 from controller.replay.why import lines as why_lines
+from controller.terminal_text import fitted
 from events.errors import HoldfastError
 from events.journal.port import Journal
 

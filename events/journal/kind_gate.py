@@ -3,27 +3,59 @@
     kinds in force not known yet ── wait (bounded) ──▶ in force: published, in the order of observation
                                                   └──▶ not in force: dropped, counted, logged once per kind
 
-Kinds of release 0.2.0 always pass, with older enum values in place of new ones that are not in force (`events.enum_words`). Kinds
+Kinds of release 0.2.0 always pass, with older enum values in place of new ones that are not in force (`events.versions`). Kinds
 that an earlier process on the same directory knew to be in force also pass (`kind_memory`).
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+import msgspec
 import structlog
 
-from events.enum_words import NEW_WORDS, NewWord, older
 from events.fact import Observation
 from events.journal.counters import JournalCounters
-from events.journal.kind_memory import KindMemory
-from events.versions import BASE_KINDS
+from events.versions import BASE_KINDS, NEW_WORDS, NewWord, names, older
 
 WAITING_MAX = 256  # observations; beyond it the oldest is dropped: without a broker the process must not grow
 COMMANDS_MAX = 100  # ids of operator commands that led to a dropped observation
 
+IN_FORCE = "kinds_in_force.json"
+
 log = structlog.get_logger(__name__)
 
 Publish = Callable[[Observation], None]
+
+
+class KindMemory:
+    """Stores the kinds in force in a small file beside the spool; without a path, nothing is stored.
+
+    On one stream the set of kinds in force only grows. So a process that starts while the broker is unreachable may publish, into
+    its spool on disk, the kinds that were in force before, instead of holding them in memory until then.
+    """
+
+    def __init__(self, path: Path | None, *, read: bool = True) -> None:
+        self._path = path
+        self.kinds = frozenset[str]()
+        if read and path is not None and path.exists():
+            try:
+                self.kinds = names(msgspec.json.decode(path.read_bytes()))
+            except (OSError, msgspec.MsgspecError, ValueError) as error:
+                log.warning("kinds_in_force_unreadable", file=str(path), error=str(error))
+
+    def keep(self, kinds: frozenset[str]) -> None:
+        """Write the kinds in force, atomically."""
+        if self._path is None or kinds == self.kinds:
+            return
+        fresh = self._path.with_suffix(".tmp")
+        try:
+            fresh.write_bytes(msgspec.json.encode(sorted(kinds)))
+            fresh.replace(self._path)
+        except OSError as error:
+            log.warning("kinds_in_force_not_saved", file=str(self._path), error=str(error))
+            return
+        self.kinds = kinds
 
 
 class KindGate:

@@ -24,8 +24,7 @@ from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
 from events.journal.announcer import Announcer
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
-from events.journal.kind_gate import KindGate
-from events.journal.kind_memory import IN_FORCE, KindMemory
+from events.journal.kind_gate import IN_FORCE, KindGate, KindMemory
 from events.journal.outbox import Outbox
 from events.journal.port import (
     Fenced,
@@ -36,7 +35,7 @@ from events.journal.port import (
     StreamEnd,
 )
 from events.journal.publisher import Publisher
-from events.journal.reading import JournalReadAccess
+from events.journal.reader import JournalReadAccess
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused
 from events.nats import keys

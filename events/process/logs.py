@@ -4,15 +4,16 @@ No log contains a user's text. Of an unexpected exception a log has the type and
 which may quote anything: an undecodable body, or a prompt that no tokenizer accepts.
 """
 
+import atexit
+import contextlib
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import TextIO, cast
 
 import structlog
-
-from events.process.stderr import Stderr
 
 
 def quiet() -> None:
@@ -75,3 +76,38 @@ def _lines(error: BaseException, seen: set[int]) -> Iterator[str]:
         for one in error.exceptions:
             if id(one) not in seen:
                 yield from _lines(one, seen)
+
+
+class Stderr:
+    """The process's stderr, without errors."""
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop it."""
+        try:
+            sys.stderr.write(text)
+        except (OSError, ValueError):
+            ignore_exit_flush_errors()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the text, or drop it."""
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            ignore_exit_flush_errors()
+
+
+def ignore_exit_flush_errors() -> None:
+    """Keep unwritten text from failing the exit: Python flushes once more, and makes a failure the exit code."""
+    atexit.unregister(_settle)
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    try:
+        sys.stderr.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    except ValueError:
+        pass  # stderr is closed: there is nothing to flush

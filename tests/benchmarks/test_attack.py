@@ -19,7 +19,7 @@ from benchmarks.attack.attack import main
 from benchmarks.attack.parts import IN_ALL_S_MAX, PARTS, Part, Seen
 from benchmarks.failures.walk import came_through
 from benchmarks.serving.abuse import holds
-from controller.columns import USUAL
+from controller.terminal_text import USUAL
 
 LATE_S = 120  # reached only on a fault
 STAYS = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True)"

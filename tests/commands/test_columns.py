@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typed_commands import run_command
 
-from controller.columns import USUAL, fitted
 from controller.commands.printing import event_line, print_processes, print_status
-from controller.demo import report, view
+from controller.demo import cli, report
 from controller.demo.clients import TokenDifference
 from controller.replay import cli as replay
 from controller.replay.flags import add_arguments
+from controller.terminal_text import USUAL, fitted
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import CommandRefused, DrainRequested
@@ -175,7 +175,7 @@ def test_the_tables_of_the_demo_fit(name: str) -> None:
     events = [f"12.3 s  corrupt {name}: {WHY}"]
     for shown in (
         report.table(whole),
-        view.render(status(name), events, 12, 60, "12345 requests, 128 in the air"),
+        cli.render(status(name), events, 12, 60, "12345 requests, 128 in the air"),
     ):
         console = Console(file=io.StringIO(), width=WIDTH)
         console.print(shown)

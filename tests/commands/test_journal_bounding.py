@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from fleet_history import History
 
-from controller.processes.recovery.journal_bounds import JournalBounding, words
+from controller.processes.journal_recovery import JournalBounding, words
 from controller.read_model.snapshot import parts
 from events.journal import stream
 from events.journal.nats import NatsJournal

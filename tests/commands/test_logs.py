@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.processes.children import trim
 from controller.processes.console import say
-from controller.processes.logs import trim
 
 
 def test_a_log_within_its_limit_is_unchanged(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_an_unread_pipe_does_not_block_the_writer(
 @pytest.mark.parametrize(
     "script",
     [
-        "from events.process.stderr import Stderr; Stderr().write('lost\\n')",
+        "from events.process.logs import Stderr; Stderr().write('lost\\n')",
         "from controller.processes.console import warn; warn('lost')",
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from controller.processes.private_dir import restrict
+from controller.processes.fleet_dir import restrict
 from events.process import logs
 from events.wire import without_quotes
 

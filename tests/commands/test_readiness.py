@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.processes.readiness.missing_workers import absent, lines
-from controller.processes.readiness.watch import ReadinessTimes, ReadinessWatch
+from controller.processes.readiness_watch import ReadinessTimes, ReadinessWatch, absent, lines
 
 UNREACHABLE = "cannot connect to http://u"
 DEFAULT_TIMES = ReadinessTimes()

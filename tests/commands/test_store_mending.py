@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.processes.children import Child
-from controller.processes.recovery.store_rebuilder import FINDING, OFTEN, StoreRebuilder
+from controller.processes.store_rebuilder import FINDING, OFTEN, StoreRebuilder
 from events.errors import Finding
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from controller.demo import cli as demo
-from controller.demo import incidents, profile, report, view
+from controller.demo import profile, report
 from controller.demo.clients import Received, TokenDifference, compare
 from controller.trace.rows import BadTrace
 from events.decisions import SpareActivated
@@ -104,7 +104,7 @@ def test_a_migration_long_after_a_fault_does_not_belong_to_it() -> None:
 def test_the_view_shows_a_worker_without_a_known_state() -> None:
     unknown = {"id": "w0", "health": None, "breaker": None, "weight": None, "in_flight": None, "pid": None}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view.render({"workers": [unknown]}, ["kill w0"], 1.0, 60.0, "3 requests"))
+    console.print(demo.render({"workers": [unknown]}, ["kill w0"], 1.0, 60.0, "3 requests"))
     shown = console.export_text()
     assert "w0" in shown and "3 requests" in shown and "kill w0" in shown
 
@@ -142,9 +142,9 @@ async def test_a_demo_stops_sending_and_injecting_when_its_fleet_has_ended() -> 
 def test_a_long_incident_is_shortened_but_keeps_its_end() -> None:
     silent = WorkerSilent(worker="w2", instance="i", silent_s=3.0, observer="controller:c:1")
     heard = WorkerHeard(worker="w2", instance="i", observer="controller:c:1")
-    steps = incidents.steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
+    steps = report.steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
                              + [Recorded(seq=20, at=NOW, fact=heard, id="20")])  # fmt: skip
-    assert len(steps) == incidents.STEPS_MAX + 1
+    assert len(steps) == report.STEPS_MAX + 1
     assert steps[-2] == "… 9 more …" and steps[-1].endswith("w2 sends heartbeats again (observer c)")
 
 

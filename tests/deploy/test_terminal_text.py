@@ -15,7 +15,7 @@ from controller.cli import main
 from controller.commands.plan_now import show
 from controller.commands.printing import event_line, print_status
 from controller.commands.top_view import FleetSeen, picture
-from controller.demo import view
+from controller.demo import cli
 from controller.demo.clients import TokenDifference
 from controller.demo.report import DemoReport, ReportRow, table
 from controller.processes.console import warn
@@ -114,7 +114,7 @@ def test_the_demo_shows_names_and_reasons_as_text() -> None:
     nothing = TokenDifference(0, 0, 0)
     found = DemoReport(1, 1, (), (ReportRow("kill", EVIL, 1, 0, nothing, None, None),), nothing, 0, (), 0)
     console = Console(file=io.StringIO(), width=300, force_terminal=False)
-    console.print(view.render({"workers": [WORKER]}, [EVIL], 1.0, 60.0, "3 requests"))
+    console.print(cli.render({"workers": [WORKER]}, [EVIL], 1.0, 60.0, "3 requests"))
     console.print(table(found))
     out = cast(io.StringIO, console.file).getvalue()
     assert clean(out) and out.count("u001b") > 3

@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
-from controller.metrics import ControllerMetrics, FleetCollector
-from controller.processes.observability.journal_metrics import JournalMetrics
+from controller.metrics import ControllerMetrics, FleetCollector, JournalMetrics
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
 from controller.webhooks.metrics import NotifierMetrics

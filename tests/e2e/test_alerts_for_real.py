@@ -33,10 +33,9 @@ from controller.adapters.embedded.free_port import free_port
 from controller.deciders.capacity import Slo, worker_capacity
 from controller.deciders.fleet import Fleet
 from controller.demo.fleet import DemoFleet
-from controller.metrics import FleetCollector
+from controller.metrics import FleetCollector, JournalMetrics
 from controller.processes.children import die_with
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.processes.observability.scrape_targets import http_sd, rule_files
 from controller.runtime.storage_usage import JournalRoom
 from events.journal.broker import ask

@@ -1,6 +1,6 @@
 """A process returns memory while it has much more than its minimum, less often if that frees little."""
 
-from events.process.heap import HeapTrim, resident_bytes, trim_heap
+from controller.processes.collector import HeapTrim, resident_bytes, trim_heap
 
 MB = 2**20
 

@@ -12,8 +12,7 @@ from store_databases import execute
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.recovery.journal_check import JournalLost, accept, open_journal, refuse_lost
-from controller.processes.recovery.journal_watch import JournalWatch
+from controller.processes.journal_recovery import JournalLost, JournalWatch, accept, open_journal, refuse_lost
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.runtime.projection.projector import Projector
 from events import subjects

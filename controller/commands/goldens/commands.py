@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from controller.adapters.postgres.reader import RowReader
-from controller.columns import fitted
 from controller.commands.goldens import file
 from controller.deciders.golden import Golden
 from controller.processes.operator_client import Operator, find, operator_name
 from controller.read_model.rows import read_golden
-from controller.terminal_text import escape_controls
+from controller.terminal_text import escape_controls, fitted
 from events.errors import HoldfastError, UsageError
 
 READ_S = 5.0

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.postgres.reader import RowReader
+from controller.metrics import JournalMetrics
 from controller.ports import ScaleHook
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
-from controller.processes.observability.journal_metrics import JournalMetrics
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings

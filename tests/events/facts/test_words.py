@@ -7,9 +7,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from events.enum_words import NEW_WORDS
 from events.fact import Observation
-from events.versions import BASE_KINDS, KINDS
+from events.versions import BASE_KINDS, KINDS, NEW_WORDS
 
 THEN: dict[str, list[str]] = json.loads((Path(__file__).parent / "words-0.2.0.json").read_text())
 
@@ -44,7 +43,7 @@ def test_a_new_word_of_an_old_kind_has_an_older_replacement() -> None:
         gained = now[path] - set(then)
         assert not set(then) - now[path], f"{path}: a word was removed, but old journals contain it"
         missing = {word for word in gained if (path, word) not in listed}
-        assert not missing, f"{path} has gained {missing}: list them in `events.enum_words.NEW_WORDS`"
+        assert not missing, f"{path} has gained {missing}: list them in `events.versions.NEW_WORDS`"
 
 
 def test_replacements_are_known_words_and_no_decision_is_listed() -> None:

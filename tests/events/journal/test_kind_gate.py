@@ -3,12 +3,11 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from events.enum_words import NewWord
 from events.fact import Observation
 from events.journal.counters import JournalCounters
-from events.journal.kind_gate import WAITING_MAX, KindGate
-from events.journal.kind_memory import KindMemory
+from events.journal.kind_gate import WAITING_MAX, KindGate, KindMemory
 from events.observations import DrainRequested, RestartRequested, WorkerAwaited, WorkerLeft
+from events.versions import NewWord
 
 NEW = WorkerAwaited(worker="w0", instance="i0", reason="loads")
 OLD = WorkerLeft(worker="w0", instance="i0", mode="graceful")

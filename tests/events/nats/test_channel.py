@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_sides import RecordingProtocol, Sides
 
-from events.nats.channel import CLOSE, DATA, HEAD, OPEN, SILENT_S_MAX, Channel, NoResponders
-from events.nats.windows import BUFFER_BYTES, WINDOW_BYTES
+from events.nats.channel import (
+    BUFFER_BYTES,
+    CLOSE,
+    DATA,
+    HEAD,
+    OPEN,
+    SILENT_S_MAX,
+    WINDOW_BYTES,
+    Channel,
+    NoResponders,
+)
 
 Play = Callable[[Sides], None]
 

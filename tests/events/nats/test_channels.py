@@ -11,9 +11,8 @@ from two_sides import SUBJECT, RecordingPeer, World
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import subjects
-from events.nats.channel import SILENT_S_MAX, NoResponders
+from events.nats.channel import SILENT_S_MAX, WINDOW_BYTES, NoResponders
 from events.nats.channels import Channels
-from events.nats.windows import WINDOW_BYTES
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]

@@ -19,9 +19,9 @@ from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded.free_port import free_port
 from events.nats import connection
 from events.nats.bus import NatsBus
+from events.nats.channel import WINDOW_BYTES
 from events.nats.channels import Channels
 from events.nats.connection import BrokerConnection
-from events.nats.windows import WINDOW_BYTES
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]

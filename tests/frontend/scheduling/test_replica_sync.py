@@ -9,7 +9,7 @@ from scripted_worker import ScriptedWorker
 from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer
-from controller.processes.router_feeds import RouterFeeds
+from controller.processes.frontend import RouterFeeds
 
 PROMPT = list(range(300, 300 + 64))  # four blocks
 

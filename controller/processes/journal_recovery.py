@@ -1,0 +1,199 @@
+"""Checks, when `holdfast up` starts, that the broker's journal belongs to this data directory.
+
+Processes store in files which event the broker acknowledged last, and the database stores the last event in its projection. A
+broker that lacks such an event, or has another event at that sequence, has lost events or is another broker. Continuing would
+create an inconsistent history. Only the operator can know which of the two is right, so `up` stops and prints the choices.
+"""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from controller.processes.console import say, warn
+from controller.processes.servers.fleet_database import FleetDatabase
+from controller.runtime.snapshot_publisher import newest_kept
+from events.codec import new_id
+from events.errors import HoldfastError
+from events.journal import bounds
+from events.journal.acknowledged import AcknowledgedEvent, lost_since, remembered
+from events.journal.broker import BrokerRefused
+from events.journal.nats import NatsJournal
+from events.journal.port import JournalChanged, JournalGone, JournalUnavailable
+from events.journal.retention import JournalBounds
+from events.versions import Known
+
+Place = tuple[int, str]  # a stream sequence and the ce-id of that event
+
+
+class JournalLost(HoldfastError):
+    """Restore the broker's directory from a backup. Or continue with what the journal holds now, with `holdfast up
+    --accept-journal`: the database's rows are then put aside and rebuilt."""
+
+
+async def open_journal(url: str, spools: Path) -> NatsJournal:
+    """Return the supervisor's connection to the journal. Raise JournalLost if it is not the journal of this directory.
+
+    The stream is created if no process has seen one before.
+    """
+    source = f"supervisor:{new_id()}"
+    try:
+        journal = await NatsJournal.connect(
+            url, source, spools / "supervisor", make=not remembered(spools), known=Known.ours()
+        )
+    except JournalChanged as error:
+        raise JournalLost(f"{error} {JournalLost.__doc__}") from error
+    try:
+        await refuse_lost(journal, spools)
+    except BaseException:
+        await journal.close()
+        raise
+    return journal
+
+
+async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = None) -> None:
+    """Raise JournalLost if the stream lacks an acknowledged event, or the last event in the database (`place`). A broker that
+    does not answer is no proof of a loss."""
+    with contextlib.suppress(JournalUnavailable):
+        newest = max(remembered(spools).values(), key=lambda event: event.seq, default=None)
+        if lost := await _lost(journal, newest):
+            raise JournalLost(f"{lost}: the broker has lost events, or is another one. {JournalLost.__doc__}")
+        if place is not None and (lost := await _lost(journal, AcknowledgedEvent(*place))):
+            raise JournalLost(f"the database has folded event {place[0]}, but {lost}. {JournalLost.__doc__}")
+
+
+async def accept(url: str, spools: Path, database: FleetDatabase, place: Place | None) -> None:
+    """Accept the journal as it is: delete the records of another journal's acknowledged events, and set its projection aside."""
+    journal = await NatsJournal.connect(url, "supervisor:accept", None)
+    try:
+        last = await journal.last_seq()
+        for path, event in remembered(spools).items():
+            if await _lost(journal, event):
+                path.rename(path.with_suffix(".before"))
+        if place is not None and await _lost(journal, AcknowledgedEvent(*place)):
+            name = time.strftime("holdfast_before_%Y%m%d_%H%M%S", time.gmtime())
+            await database.put_aside(name)
+            say(f"the projection of the other journal is kept in the database's schema {name}")
+        say(f"accepted the journal, which holds {last} events")
+    finally:
+        await journal.close()
+
+
+async def _lost(journal: NatsJournal, seen: AcknowledgedEvent | None) -> str:
+    """Return why the journal does not hold the event `seen`, or "" if it does."""
+    if seen is None:
+        return ""
+    try:
+        return await lost_since(journal.connection, seen, await journal.stream_state())
+    except JournalGone:
+        return f"the stream is missing, although its event {seen.seq} had been read or acknowledged"
+    except BrokerRefused as error:
+        raise JournalUnavailable(str(error)) from error
+
+
+LOOK_EVERY_S = 2.0
+ASK_S = 5.0
+
+
+class JournalWatch:
+    """Background task that checks the stream as long as the fleet runs."""
+
+    def __init__(self, journal: NatsJournal, look_every_s: float = LOOK_EVERY_S) -> None:
+        self._journal = journal
+        self._look_every_s = look_every_s
+        self._reported = ""
+        self._task = asyncio.create_task(self._run(), name="journal-watch")
+
+    async def _run(self) -> None:
+        created = self._journal.state.created if self._journal.state is not None else ""
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            try:
+                async with asyncio.timeout(ASK_S):
+                    found = (await self._journal.stream_state()).created
+            except JournalGone as error:
+                self._report(
+                    f"the journal is gone; requests are still served, and each process spools its facts. {error}"
+                )
+                continue
+            except (JournalUnavailable, TimeoutError):
+                continue  # the broker is unreachable, which its supervisor reports
+            created = created or found
+            self._report(
+                "" if found == created else f"the journal was replaced: its stream was recreated at {found}"
+            )
+
+    def _report(self, words: str) -> None:
+        if words == self._reported:
+            return
+        self._reported = words
+        if words:
+            warn(words)
+        else:
+            say("the journal is available again")
+
+    async def stop(self) -> None:
+        """Stop checking."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+BOUND_EVERY_S = 5.0
+FORBIDDEN_S = 600.0  # retry delay if an external broker forbids it
+BOUND_WITHIN_S = 60.0
+
+
+class JournalBounding:
+    """Background task that sets the journal's bounds as soon as the retained events include a snapshot."""
+
+    def __init__(
+        self, journal: NatsJournal, wanted: JournalBounds, look_every_s: float = BOUND_EVERY_S
+    ) -> None:
+        self._journal = journal
+        self._wanted = wanted
+        self._look_every_s = look_every_s
+        self._warned = False
+        self._task = asyncio.create_task(self._run(), name="journal-bounding")
+
+    async def _run(self) -> None:
+        wait_s = self._look_every_s
+        while wait_s:
+            try:
+                async with asyncio.timeout(BOUND_WITHIN_S):
+                    wait_s = await self._try()
+            except (HoldfastError, TimeoutError):
+                wait_s = self._look_every_s  # the broker is unreachable, which its supervisor reports
+            await asyncio.sleep(wait_s)
+
+    async def _try(self) -> float:
+        """Set the bounds if no event without a snapshot is lost. Return the seconds until the next try, 0 if they are set."""
+        usage = await self._journal.usage(growth=False)
+        if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
+            return 0.0
+        kept = await newest_kept(self._journal) if self._wanted else None
+        if not bounds.safe(self._wanted, usage, kept):
+            return self._look_every_s
+        try:
+            changed = await bounds.bound(self._journal.connection, self._wanted)
+        except (HoldfastError, BrokerRefused) as error:
+            if not self._warned and self._journal.connected:
+                warn(f"cannot set the journal's bounds, retrying every {FORBIDDEN_S / 60:g} min: {error}")
+            self._warned = self._journal.connected
+            return FORBIDDEN_S if self._warned else self._look_every_s
+        if changed:
+            say(f"the journal now keeps {words(self._wanted)}")
+        return 0.0
+
+    async def stop(self) -> None:
+        """Stop retrying."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+
+def words(wanted: JournalBounds) -> str:
+    """Return a text about the events that a journal with these bounds keeps."""
+    limits = [] if wanted.bytes is None else [f"at most {wanted.bytes / (1 << 20):,.0f} MiB"]
+    limits += (
+        [] if wanted.age is None else [f"events of the last {wanted.age.total_seconds() / 86400:g} days"]
+    )
+    return " and ".join(limits) or "everything"
