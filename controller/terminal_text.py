@@ -15,9 +15,8 @@ from typing import Any, TextIO, cast
 
 _BAD = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
 _unsafe = re.compile(f"[{_BAD}]")
-_unsafe_in_output = re.compile(
-    f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]"
-)  # the commands' own colours are kept
+# the commands' own colours are kept
+_unsafe_in_output = re.compile(f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]")
 
 
 def escape_controls(text: str) -> str:

@@ -119,9 +119,8 @@ class Order(Generic[S]):
             if self._is_new(own):
                 self.pending.append(own)
                 self._fresh.append(own)
-        self.last_seq = (
-            event.seq
-        )  # last: after an OutOfTurn a reader that continues reads the same event again
+        # last: after an OutOfTurn a reader that continues reads the same event again
+        self.last_seq = event.seq
 
     def _is_new(self, event: Recorded) -> bool:
         if not event.source or event.source_number <= 0:
@@ -157,9 +156,8 @@ class Order(Generic[S]):
     def _settle(self, through: int) -> None:
         """Move the events up to `through` from pending to settled."""
         at = None  # the stream's time of the last event that moves
-        if (
-            self.pending and self.pending[-1].seq <= through
-        ):  # usually all pending events, and their fold exists already
+        # usually all pending events, and their fold exists already
+        if self.pending and self.pending[-1].seq <= through:
             self.settled, at = self.shown, self.pending[-1].at
             for event in self.pending:
                 if event.source:

@@ -150,9 +150,8 @@ class NewWord:
     kind: str
     field: str
     word: str
-    instead: (
-        str  # a word that older releases know; or a new word of an earlier release, listed after this one
-    )
+    # a word that older releases know; or a new word of an earlier release, listed after this one
+    instead: str
 
     @property
     def name(self) -> str:

@@ -170,16 +170,9 @@ def join(earlier: Chunk, later: Chunk) -> bool:
     and the other tokens, or logprobs would no longer match their tokens."""
     if earlier.finish is not None or earlier.error is not None:
         return False
-    if later.logprobs or later.text is not None or earlier.text is not None:
-        if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
-            return False
-        if later.logprobs:
-            known = earlier.logprobs or []
-            if len(known) != len(earlier.tokens):
-                return False
-            earlier.logprobs = known + later.logprobs
-        if later.text is not None:
-            earlier.text = (earlier.text or "") + later.text
+    details = later.logprobs or later.text is not None or earlier.text is not None
+    if details and not _join_details(earlier, later):
+        return False
     earlier.tokens.extend(later.tokens)
     if later.finish is not None:  # setting a struct's field takes longer than this check
         earlier.finish = later.finish
@@ -187,6 +180,20 @@ def join(earlier: Chunk, later: Chunk) -> bool:
         earlier.error = later.error
     if earlier.cached_tokens is None and later.cached_tokens is not None:
         earlier.cached_tokens = later.cached_tokens
+    return True
+
+
+def _join_details(earlier: Chunk, later: Chunk) -> bool:
+    """Append the logprobs and the text, unless one chunk cannot carry both."""
+    if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
+        return False
+    if later.logprobs:
+        known = earlier.logprobs or []
+        if len(known) != len(earlier.tokens):
+            return False
+        earlier.logprobs = known + later.logprobs
+    if later.text is not None:
+        earlier.text = (earlier.text or "") + later.text
     return True
 
 

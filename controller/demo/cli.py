@@ -104,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
         if args.trace
         else profile.from_profile(args.seconds, RATE)
     )
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a SIGTERM must also end the fleet and remove its folder
+    # a SIGTERM must also end the fleet and remove its folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         data = args.data or fresh_folder()
         if not (args.data or args.keep):

@@ -175,9 +175,8 @@ class FrontendProcess:
         director = self._director(journal.observe)
         measured = director.metrics.registry
         measured.register(JournalMetrics(journal))
-        wait_s = (
-            BROKER_S if bus.since is not None else 0.0
-        )  # do not wait for an unreachable broker a second time
+        # do not wait for an unreachable broker a second time
+        wait_s = BROKER_S if bus.since is not None else 0.0
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(director, feeds, view, batch))

@@ -61,9 +61,8 @@ def find(data: Path, user: str = "operator") -> dict[str, Any]:
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
     known["nats_url"] = as_user(known["nats_url"], user)
-    known["database_owner_url"] = (
-        owner or known["database_url"]
-    )  # a fleet of an older release has only one URL
+    # a fleet of an older release has only one URL
+    known["database_owner_url"] = owner or known["database_url"]
     return known
 
 

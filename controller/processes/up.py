@@ -218,9 +218,8 @@ class FleetSupervisor:
         self.watch = journal_recovery.JournalWatch(self.journal)
         after: int | None = None
         with contextlib.suppress(JournalUnavailable):
-            after = (
-                await self.journal.last_seq()
-            )  # before a worker of this fleet joins, so that no join is missed
+            # before a worker of this fleet joins, so that no join is missed
+            after = await self.journal.last_seq()
         self._following = asyncio.create_task(self._follow(after))
 
     async def _follow(self, after: int | None) -> None:

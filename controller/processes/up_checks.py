@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from controller.config.flags import gather
@@ -32,45 +33,62 @@ def check(args: argparse.Namespace) -> None:
     journal_bounds(args)
     ladder_variables(args, os.environ)
     check_webhooks(args, os.environ)
-    if args.workers_per_process > 1 and args.engine != "simulated":
-        raise UsageError(f"--workers-per-process requires --engine simulated, not --engine {args.engine}")
-    if args.workers_per_process > PER_PROCESS_MAX:
-        raise UsageError(
-            f"--workers-per-process {args.workers_per_process}: the maximum is {PER_PROCESS_MAX}"
-        )
-    if args.engine == "transformers" and args.model is None:
-        raise UsageError(
-            "--engine transformers needs --model DIR; `holdfast model tiny DIR` creates a small one"
-        )
-    if args.engine == "openai" and not args.upstream:
-        raise UsageError("--engine openai needs --upstream URL, once for each server")
-    if args.engine == "openai" and args.model is None:
-        raise UsageError("--engine openai needs --model DIR, the folder with the model's tokenizer.json")
-    if args.model is not None and not args.model.is_dir():
-        raise UsageError(f"the model folder {args.model} does not exist")
-    if args.model is not None and args.engine == "simulated":
-        raise UsageError(
-            "--model requires --engine transformers or openai; the simulated engine has no model"
-        )
+    for why in (*_engine_conflicts(args), *_upstream_conflicts(args), *_key_conflicts(args)):
+        raise UsageError(why)
+    for file in args.upstream_key_file:
+        try:
+            read_key(file)
+        except ValueError as error:
+            raise UsageError(f"--upstream-key-file {error}") from error
+
+
+def _engine_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    engine, model, most = args.engine, args.model, PER_PROCESS_MAX
+    if args.workers_per_process > 1 and engine != "simulated":
+        yield f"--workers-per-process requires --engine simulated, not --engine {engine}"
+    if args.workers_per_process > most:
+        yield f"--workers-per-process {args.workers_per_process}: the maximum is {most}"
+    if engine == "transformers" and model is None:
+        yield "--engine transformers needs --model DIR; `holdfast model tiny DIR` creates a small one"
+    if engine == "openai":
+        if not args.upstream:
+            yield "--engine openai needs --upstream URL, once for each server"
+        if model is None:
+            yield "--engine openai needs --model DIR, the folder with the model's tokenizer.json"
+    if model is not None:
+        if not model.is_dir():
+            yield f"the model folder {model} does not exist"
+        if engine == "simulated":
+            yield "--model requires --engine transformers or openai; the simulated engine has no model"
     if args.spare_threshold is not None and args.spares != AUTO:
-        raise UsageError("--spare-threshold requires --spares auto")
-    if args.engine == "openai" and (args.spares == AUTO or args.spares >= len(args.upstream)):
-        servers = len(args.upstream)
-        raise UsageError(
-            f"--spares {args.spares}: with --engine openai the spares are among the {servers} servers, and one must serve"
-        )
+        yield "--spare-threshold requires --spares auto"
+
+
+def _upstream_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    servers = len(args.upstream)
+    if args.engine == "openai" and (args.spares == AUTO or args.spares >= servers):
+        yield f"--spares {args.spares}: with --engine openai the spares are among the {servers} servers, and one must serve"
     if args.upstream and args.engine != "openai":
-        raise UsageError(f"--upstream requires --engine openai, not --engine {args.engine}")
-    if wrong := [url for url in args.upstream if not _is_http(url)]:
-        raise UsageError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
-    _check_key_files(args)
-    for flag, given in (
-        ("--upstream-kv-events", args.upstream_kv_events),
-        ("--upstream-kv-replay", args.upstream_kv_replay),
-    ):
-        if given and len(given) != len(args.upstream):
-            raise UsageError(
-                f"{flag} is given {len(given)} times, --upstream {len(args.upstream)} times: give it once for each"
+        yield f"--upstream requires --engine openai, not --engine {args.engine}"
+    for url in args.upstream:
+        if not _is_http(url):
+            yield f"--upstream {url!r} is not a server's URL, such as http://127.0.0.1:8001"
+
+
+def _key_conflicts(args: argparse.Namespace) -> Iterator[str]:
+    servers = len(args.upstream)
+    for flag, given in (("--upstream-key-file", args.upstream_key_file), ("--revision", args.revision)):
+        if given and args.engine != "openai":
+            yield f"{flag} requires --engine openai, not --engine {args.engine}"
+        if len(given) not in (0, 1, servers):
+            yield (
+                f"{flag} is given {len(given)} times, --upstream {servers} times: give it once for all, or once for each"
+            )
+    for flag in ("upstream_kv_events", "upstream_kv_replay"):
+        given = getattr(args, flag)
+        if given and len(given) != servers:
+            yield (
+                f"--{flag.replace('_', '-')} is given {len(given)} times, --upstream {servers} times: give it once for each"
             )
 
 
@@ -93,27 +111,6 @@ def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -
     tiers = tier_names(args, os.environ)
     if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
         raise UsageError(f"--ttft-deadlines: unknown tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}")
-
-
-def _check_key_files(args: argparse.Namespace) -> None:
-    files, servers = args.upstream_key_file, len(args.upstream)
-    if files and args.engine != "openai":
-        raise UsageError(f"--upstream-key-file requires --engine openai, not --engine {args.engine}")
-    if len(files) not in (0, 1, servers):
-        raise UsageError(
-            f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: give it once for all, or once for each"
-        )
-    if args.revision and args.engine != "openai":
-        raise UsageError(f"--revision requires --engine openai, not --engine {args.engine}")
-    if len(args.revision) not in (0, 1, servers):
-        raise UsageError(
-            f"--revision is given {len(args.revision)} times, --upstream {servers} times: give it once for all, or once for each"
-        )
-    for file in files:
-        try:
-            read_key(file)
-        except ValueError as error:
-            raise UsageError(f"--upstream-key-file {error}") from error
 
 
 def _is_http(url: str) -> bool:

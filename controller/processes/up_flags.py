@@ -273,9 +273,8 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the flags of frontends as environment variables."""
     own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
-    folders = (
-        [str(args.model.resolve())] if isinstance(args.model, Path) else []
-    )  # in `route`, --model is a model's name
+    # in `route`, --model is a model's name
+    folders = [str(args.model.resolve())] if isinstance(args.model, Path) else []
     folders += [given["model_folders"]] if given.get("model_folders") else []
     given["model_folders"] = ",".join(folders) or None
     return as_variables("frontend", FrontendSettings, given)

@@ -29,9 +29,8 @@ class MemoryStream:
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
     first: int = field(default=1, init=False)  # older events have been dropped
     decided: int = field(default=0, init=False)  # sequence of the last message on a decision's subject
-    quarantined: dict[int, Recorded] = field(
-        default_factory=dict, init=False
-    )  # by sequence: the event that quarantines it
+    # by sequence: the event that quarantines it
+    quarantined: dict[int, Recorded] = field(default_factory=dict, init=False)
     _places: dict[int, str] = field(default_factory=dict, init=False)  # ids of skipped messages, by sequence
     _last_of: dict[str, int] = field(default_factory=dict, init=False)  # sequence, by subject
     _reachable: bool = True

@@ -66,9 +66,8 @@ class NatsJournal(JournalReadAccess):
     ) -> None:
         super().__init__(connection)
         self.source = source
-        self.fault: HoldfastError | None = (
-            None  # why this stream cannot be trusted; until it can, facts are spooled
-        )
+        # why this stream cannot be trusted; until it can, facts are spooled
+        self.fault: HoldfastError | None = None
         self._replicas = replicas
         self._append_deadline_s = append_deadline_s
         self._make = make

@@ -38,9 +38,8 @@ class Outbox:
 
     def __init__(self, spool: Spool | None, counters: JournalCounters) -> None:
         self.bytes = 0
-        self.moved = (
-            asyncio.Event()
-        )  # a flag for `flush`: something was acknowledged, or the connection changed
+        # a flag for `flush`: something was acknowledged, or the connection changed
+        self.moved = asyncio.Event()
         self._spool = spool
         self._counters = counters
         self._bytes_max = spool.bytes_max if spool is not None else BYTES_MAX

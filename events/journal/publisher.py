@@ -308,9 +308,8 @@ class Publisher:
             self._away.clear()
             self._checked = False
             self._paused_until, self._pause_s = 0.0, PAUSE_MIN_S
-            self._singly = len(
-                self._flight
-            )  # a batch of them would be refused because of one that was stored
+            # a batch of them would be refused because of one that was stored
+            self._singly = len(self._flight)
             self._rewind()
         else:
             self._away.set()

@@ -29,9 +29,8 @@ import structlog
 from events.errors import HoldfastError
 
 BYTES_MAX = 64 * 1024 * 1024  # of one process; about 100,000 facts
-SEGMENT_BYTES = (
-    2 * 1024 * 1024
-)  # a longer file is followed by another, and removed when all of its facts are marked
+# a longer file is followed by another, and removed when all of its facts are marked
+SEGMENT_BYTES = 2 * 1024 * 1024
 RECORD_BYTES_MAX = 8 * 1024 * 1024
 SUFFIX = ".spool"  # <instance>.<number of the segment>.spool
 
@@ -243,9 +242,8 @@ class Spool:
             segment.unsynced = False
             try:
                 os.fdatasync(segment.file)
-            except (
-                OSError
-            ) as error:  # called in a thread: the file may have been removed meanwhile, which is fine
+            except OSError as error:
+                # called in a thread: the file may have been removed meanwhile, which is fine
                 self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:

@@ -305,14 +305,12 @@ class BrokerConnection:
     async def _on_error(self, error: Exception) -> None:
         if FORBIDDEN in str(error).lower():
             self._forbidden(str(error))
-        if repr(error) != repr(
-            self.last_error
-        ):  # an unreachable broker causes the same error ten times a second
+        # an unreachable broker causes the same error ten times a second
+        if repr(error) != repr(self.last_error):
             log.debug("nats_error", error=repr(error), connection=self.name)
         refused = "authorization" in str(self.last_error).lower()
-        if not (
-            refused and isinstance(error, ConnectionError)
-        ):  # the broker closes a refused connection with this error
+        # the broker closes a refused connection with this error
+        if not (refused and isinstance(error, ConnectionError)):
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:

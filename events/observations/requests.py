@@ -166,9 +166,8 @@ class RequestAbandoned(FrontendObservation):
     model: str
     worker: str
     instance: str
-    reason: (
-        str  # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
-    )
+    # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
+    reason: str
     tokens: int  # accepted until then
 
 
