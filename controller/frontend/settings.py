@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -385,7 +385,7 @@ class FrontendSettings(Strict):
         mode="before",
     )
     @classmethod
-    def _number_or_none(cls, value: Any) -> Any:
+    def _number_or_none(cls, value: object) -> object:
         """Parse a number, `None` (as Dynamo writes it) or an empty text."""
         if not isinstance(value, str):
             return value
@@ -404,7 +404,7 @@ class FrontendSettings(Strict):
 
     @field_validator("ttft_deadlines", "model_aliases", mode="before")
     @classmethod
-    def _pairs(cls, value: Any, info: ValidationInfo) -> Any:
+    def _pairs(cls, value: object, info: ValidationInfo) -> object:
         """Parse `premium=500,standard=2000` or `gpt-4o=llama-70b`."""
         if not isinstance(value, str):
             return value
@@ -429,15 +429,15 @@ class FrontendSettings(Strict):
 
     @field_validator("moving", mode="before")
     @classmethod
-    def _merge_defaults(cls, value: Any) -> Any:
+    def _merge_defaults(cls, value: object) -> object:
         """Allow one value of one link to be set alone: each link has its own defaults."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
 
 
-def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Return `below` overridden by `above`, at every depth."""
     found = {**below, **above}
     for name, value in above.items():
-        if isinstance(value, Mapping) and isinstance(below.get(name), Mapping):
-            found[name] = laid_over(below[name], value)
+        if isinstance(value, Mapping) and isinstance(before := below.get(name), Mapping):
+            found[name] = laid_over(before, value)
     return found

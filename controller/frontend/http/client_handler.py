@@ -9,6 +9,7 @@ its own deadline.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -87,7 +88,7 @@ class ClientHandler(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            access_log=cast(Any, None),  # disables the access log
+            access_log=cast(logging.Logger, None),  # disables the access log
             keepalive_timeout=clients.settings.idle_s,
             max_line_size=clients.settings.head_bytes_max,
             max_field_size=clients.settings.head_bytes_max,

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -98,15 +97,14 @@ class Listeners:
     @property
     def url(self) -> str:
         """The URL of the API. Valid between `open` and `refuse`."""
-        return self._url(self.sockets[0].getsockname())
+        return self._url(*self.sockets[0].getsockname())
 
     @property
     def admin_url(self) -> str:
         """The URL of this frontend's metrics and readiness."""
-        return self._url(self._admin.addresses[0])
+        return self._url(*self._admin.addresses[0])
 
-    def _url(self, address: Any) -> str:
-        host, port = address[:2]
+    def _url(self, host: str, port: int, *_: object) -> str:
         return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def check(self) -> None:

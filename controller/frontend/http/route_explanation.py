@@ -3,8 +3,6 @@
 The worker is chosen as for a real request, from this frontend's current state. In a round-robin mode this advances the rotation.
 """
 
-from typing import Any
-
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,7 +47,7 @@ class RoutingQuestion(BaseModel):
     router: dict[str, str] = Field(default_factory=dict)
 
 
-async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, Any]:
+async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, object]:
     """Return the worker that would get a prompt, the cost of each candidate by term, and why other workers are no candidates.
 
     The request's body is a `RoutingQuestion` as JSON. Raise ApiError: 400 if it is invalid, 404 for a model that no worker

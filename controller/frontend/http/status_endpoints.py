@@ -12,11 +12,11 @@ New values are written to the journal and apply on every frontend of the fleet. 
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
 
 import msgspec
 from aiohttp import web
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from controller.deciders.thresholds import BusyThresholds
 from controller.frontend.errors import ApiError, quoted, starting
@@ -116,7 +116,7 @@ async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -
     except ApiError as error:
         return _error(error.status, str(error))
     except ValidationError as error:
-        return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
+        return _error(422, "; ".join(_sentence(one) for one in error.errors()))
     except ValueError as error:
         return _error(400, str(error))
     monitor = director.routing.monitor
@@ -130,7 +130,7 @@ async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -
     return web.json_response(_shown(body.model, given.over(now)))
 
 
-def _shown(model: str, thresholds: BusyThresholds) -> Mapping[str, Any]:
+def _shown(model: str, thresholds: BusyThresholds) -> Mapping[str, object]:
     return {
         "model": model,
         "active_decode_blocks_threshold": thresholds.active_decode_blocks,
@@ -143,6 +143,6 @@ def _error(status: int, why: str) -> web.Response:
     return web.json_response({"error": why}, status=status)
 
 
-def _sentence(error: Mapping[str, Any]) -> str:
+def _sentence(error: ErrorDetails) -> str:
     place = ".".join(str(part) for part in error["loc"])
-    return f"{place}: {error['msg']}" if place else str(error["msg"])
+    return f"{place}: {error['msg']}" if place else error["msg"]

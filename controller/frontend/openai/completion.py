@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -62,7 +61,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
         asked = parsed.sampling
-        defaults: dict[str, Any] = {}
+        defaults: dict[str, float] = {}
         if not external and self.tokens.defaults:
             given = self.tokens.defaults
             defaults = {name: given[name] for name in asked.unset if name in given}

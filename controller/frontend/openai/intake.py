@@ -169,8 +169,7 @@ class Intake:
         with suppress(DecompressedTooLarge):
             return inflated(body, encoding, min(most, SMALL_BYTES))
         try:
-            whole: bytes = await self.long_texts.inflate(len(body), partial(inflated, body, encoding, most))
-            return whole
+            return await self.long_texts.inflate(len(body), partial(inflated, body, encoding, most))
         except DecompressedTooLarge as error:
             raise self._too_large() from error
 
@@ -280,7 +279,7 @@ def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param
         raise too_long(least, context, param, least=True)
 
 
-def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
+def _token_ids(given: list[int], size: int, context: int) -> list[int]:
     """Return a prompt of token ids. One that is too long is refused unchecked: checking millions would block the event loop."""
     if len(given) >= context:
         raise too_long(len(given), context, "prompt")

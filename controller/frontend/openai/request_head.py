@@ -15,11 +15,10 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -136,7 +135,7 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
     """Parse a head up to its empty line. Return None if anything about the request is unusual or invalid."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
         return None  # parsers disagree on where such a head ends
-    parser = HttpRequestParser(cast(Any, None), cast(Any, None), READ_AHEAD, response_with_body=False)
+    parser = HttpRequestParser(None, None, READ_AHEAD, response_with_body=False)
     try:
         messages, upgraded, _ = parser.feed_data(raw)
         [(message, _)] = messages
@@ -176,7 +175,7 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
             raise invalid(f"the header {name} is given more than once", name)
         if name:
             found[name] = value.decode("latin-1").strip()
-    asked: dict[str, Any] = {}
+    asked: dict[str, object] = {}
     for name, (field, parse) in _ADMISSION.items():
         if name not in found or field in asked:
             continue
@@ -189,7 +188,7 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
             asked[field] = parsed
     if key := found.get("authorization", "").partition(" ")[2].strip():
         asked["api_key"] = blake2b(key.encode(), digest_size=8).hexdigest()
-    return AdmissionHeaders(**asked)
+    return msgspec.convert(asked, AdmissionHeaders)
 
 
 def _client(given: str) -> str | None:
@@ -220,7 +219,7 @@ def _retries(given: str) -> int:
     return min(int(given[:9]), 1_000_000)
 
 
-_ADMISSION: dict[str, tuple[str, Any]] = {
+_ADMISSION: dict[str, tuple[str, Callable[[str], str | float | None]]] = {
     "X-Holdfast-Client": ("header", _client),
     "x-llm-d-inference-fairness-id": ("header", _client),
     "X-Holdfast-TTFT-Deadline-Ms": ("deadline_s", _milliseconds),

@@ -11,10 +11,9 @@ The API's messages differ from what templates expect. Before rendering, they are
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from events.errors import HoldfastError
 
@@ -27,6 +26,7 @@ SIM_TEMPLATE = (
 # text messages of these roles are the same in each format
 PLAIN_ROLES = frozenset({"user", "assistant", "system"})
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+Message = Mapping[str, object]
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a model's templates, as in transformers
 
 
@@ -42,7 +42,7 @@ class MessageFormat:
     strings: bool = True  # it accepts content as a string
     developer: bool = False  # it knows the role `developer`
 
-    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the API's messages in this format. The given messages are not modified."""
         for message in messages:
             plain = len(message) == 2 and message.get("role") in PLAIN_ROLES
@@ -50,8 +50,8 @@ class MessageFormat:
                 return [self._message(message) for message in messages]
         return list(messages)  # the common case
 
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        changed: dict[str, Any] = {}
+    def _message(self, message: Message) -> Message:
+        changed: dict[str, object] = {}
         content = message.get("content")
         if isinstance(content, list):
             if not self.parts:
@@ -62,13 +62,14 @@ class MessageFormat:
             changed["role"] = "system"
         if isinstance(calls := message.get("tool_calls"), list):
             changed["tool_calls"] = [_with_object(call) for call in calls]
-        return message | changed if changed else message
+        return {**message, **changed} if changed else message
 
 
-def _with_object(call: Any) -> Any:
+def _with_object(call: object) -> object:
     """Return a tool call with its arguments as an object. Arguments that are not the JSON text of an object stay unchanged."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    if not isinstance(text := function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(text) if text else {}
@@ -113,7 +114,7 @@ class ChatTemplate:
         """Return whether the template reads the variable of this name."""
         return name in self._reads
 
-    def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **extra: object) -> str:
         """Return the prompt, which ends where the assistant's answer begins. Raise BadTemplate for any error.
 
         `extra` comes from the client: it may contain any name, but cannot replace the messages.
@@ -141,7 +142,7 @@ def load_template(folder: Path | None) -> ChatTemplate | None:
     return ChatTemplate(sources[DEFAULT], specials, with_tools)
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _config(file: Path) -> dict[str, object]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -151,7 +152,7 @@ def _config(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _sources(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Return a model's templates by name, from the files in which transformers looks for them."""
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
@@ -162,11 +163,10 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return {str(name): source for name, source in sources.items() if isinstance(source, str)}
 
 
-def _specials(config: dict[str, Any]) -> dict[str, str]:
+def _specials(config: Mapping[str, object]) -> dict[str, str]:
     """Return the named special tokens: the usual ones, and those that a model adds (`image_token`)."""
     more = config.get("extra_special_tokens")
-    found = {name: config.get(name) for name in SPECIAL_NAMES}
-    found |= more if isinstance(more, dict) else {}
+    found = {name: config.get(name) for name in SPECIAL_NAMES} | (more if isinstance(more, dict) else {})
     names = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
     }

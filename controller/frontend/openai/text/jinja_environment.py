@@ -22,7 +22,7 @@ The module is imported with the first template: a process that only counts token
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import UTC, datetime
 from functools import wraps
 from itertools import chain
@@ -150,7 +150,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         assert isinstance(tree, nodes.Template)
         return tree
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Apply an operator. Raise OverBudget before an oversized result is built."""
         match operator:
             case "*":
@@ -167,23 +167,23 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 self.budget.spend(1 + cost)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, obj: object, /, *args: object, **kwargs: object) -> object:
         """Call a function, a method or a macro. Raise OverBudget."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if owner is not None and getattr(obj, "__name__", "") in REFUSED_METHODS:
-            raise OverBudget(f"it calls {obj.__name__}, which is not allowed")
+        name = getattr(obj, "__name__", "")
+        if owner is not None and name in REFUSED_METHODS:
+            raise OverBudget(f"it calls {name}, which is not allowed")
         cost = _whole_cost(owner) if isinstance(owner, list | tuple) else _cost(owner)
         if isinstance(owner, str):
-            args = self._checked(owner, obj.__name__, args, kwargs)
+            args = self._checked(owner, name, args, kwargs)
         if not isinstance(obj, Macro):
-            for given in (*args, *kwargs.values()):
-                cost += _whole_cost(given)
+            cost += sum(map(_whole_cost, (*args, *kwargs.values())))
         self.budget.spend(1 + cost)
         return self._counted_value(super().call(context, obj, *args, **kwargs))
 
     def _checked(
-        self, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
+        self, text: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[object, ...]:
         """Return the arguments of a string method, if its result is limited. Raise OverBudget."""
         given = (*args, *kwargs.values())
         if method in WIDE_METHODS:
@@ -205,14 +205,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return (self._parts(args[0], text), *args[1:])
         return args
 
-    def _counted_filter(self, name: str, filter: Any) -> Any:
+    def _counted_filter(self, name: str, filter: Callable[..., object]) -> Callable[..., object]:
         """Return a filter that charges its inputs and its result to the budget."""
         first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # position of the value among its arguments
         cost = _cost if name in REFERENCE_FILTERS else _whole_cost
         factor = SLOWER if name in SLOW_FILTERS else 1
 
         @wraps(filter)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: object, **kwargs: object) -> object:
             value, rest = args[first], args[first + 1 :]
             given = (*rest, *kwargs.values())
             if name in SIZE_FILTERS:
@@ -243,18 +243,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         return counted
 
-    def _counted_test(self, test: Any) -> Any:
+    def _counted_test(self, test: Any) -> Callable[..., object]:
         """Return a test that charges its inputs to the budget."""
 
         @wraps(test)
-        def counted(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(value: object, *args: object, **kwargs: object) -> object:
             others = (*args, *kwargs.values()) or (value,)
             self.budget.spend(1 + sum(map(_whole_cost, others)))
             return test(value, *args, **kwargs)
 
         return counted
 
-    def _printed(self, value: Any) -> Any:
+    def _printed(self, value: object) -> object:
         """Return a value to be printed, charged with all that it contains."""
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
@@ -263,18 +263,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.budget.spend(cost)
         return value
 
-    def _compared(self, value: Any) -> Any:
+    def _compared(self, value: object) -> object:
         """Return a value to be compared, charged with all that it contains."""
         self.budget.spend(_whole_cost(value))
         return value
 
-    def _searched(self, value: Any) -> Any:
+    def _searched(self, value: object) -> object:
         """Return a container for a membership test; in a dict only one key is read."""
         if not isinstance(value, dict):
             self.budget.spend(_whole_cost(value))
         return self._items(value) if isinstance(value, Iterator) else value
 
-    def _counted_value(self, value: Any) -> Any:
+    def _counted_value(self, value: object) -> object:
         """Return a charged value: at once if it has a length, per item if it is computed lazily."""
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
@@ -283,12 +283,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.budget.spend(_cost(value))
         return value
 
-    def _items(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _items(self, values: Iterable[object]) -> Iterator[object]:
         for value in values:
             self.budget.spend(1 + _cost(value))
             yield value
 
-    def _parts(self, value: Iterable[Any], separator: str) -> list[Any]:
+    def _parts(self, value: Any, separator: str) -> list[object]:
         """Return the parts to join, if the result is limited. Raise OverBudget."""
         parts, made = [], 0
         for part in value:
@@ -300,19 +300,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             parts.append(part)
         return parts
 
-    def _step(self, value: Any, steps: int) -> Any:
+    def _step(self, value: object, steps: int) -> object:
         """Charge steps and return `value`. The rewritten tree calls this in loops and macros."""
         self.budget.spend(steps)
         return value
 
-    def _concat(self, parts: Sequence[Any]) -> str:
+    def _concat(self, parts: Sequence[object]) -> str:
         """Return the concatenation of parts: the operator `~`."""
         self.budget.spend(1 + sum(map(_whole_cost, parts)))
         texts = [str(part) for part in parts]
         self.budget.spend(sum(map(len, texts)) // CHARS_OF_A_STEP)
         return "".join(texts)
 
-    def _slice(self, value: Any, start: int | None, stop: int | None, step: int | None) -> Any:
+    def _slice(self, value: Any, start: int | None, stop: int | None, step: int | None) -> object:
         return self._counted_value(value[start:stop:step])
 
 
@@ -327,13 +327,18 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _rewritten(node: Any) -> Any:
+def _rewritten(node: nodes.Node) -> nodes.Node:
     """Return a tree that charges its operations: a step in each loop and macro; filters for `~`, slices and comparisons."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, field, _rewritten(value))
         elif isinstance(value, list):
             setattr(node, field, [_rewritten(v) if isinstance(v, nodes.Node) else v for v in value])
+    return _charged(node)
+
+
+def _charged(node: nodes.Node) -> nodes.Node:
+    """Return a node that charges its own operation."""
     match node:
         case nodes.For():
             if node.test is not None:
@@ -367,14 +372,14 @@ def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filte
     return nodes.Filter(value, name, args, [], None, None)
 
 
-def _cost(value: Any) -> int:
+def _cost(value: object) -> int:
     """Return the steps for reading or copying a value, without the contents of its items."""
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
 
 
-def _whole_cost(value: Any) -> int:
+def _whole_cost(value: object) -> int:
     """Return the steps for reading a value and all that it contains, counting at most the limit of one operation.
 
     Raise OverBudget if it is nested too deeply.
@@ -384,7 +389,7 @@ def _whole_cost(value: Any) -> int:
     if not isinstance(value, _CONTAINERS):
         return 0
     chars = items = 0
-    open_: list[Iterator[Any]] = [iter((value,))]
+    open_: list[Iterator[object]] = [iter((value,))]
     while open_:
         for part in open_[-1]:
             if isinstance(part, str):
@@ -406,17 +411,17 @@ def _whole_cost(value: Any) -> int:
     return chars // CHARS_OF_A_STEP + items // ITEMS_OF_A_STEP
 
 
-def _width(values: Sequence[Any]) -> int:
+def _width(values: Sequence[object]) -> int:
     """Return the width of an indentation: the largest of its arguments, or the default without any."""
     widths = [len(value) if isinstance(value, str) else value for value in values]
     return max([4, *(width for width in widths if isinstance(width, int))])
 
 
-def _chars(value: Any) -> int:
+def _chars(value: object) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-def _product_cost(left: Any, right: Any) -> int:
+def _product_cost(left: object, right: object) -> int:
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
         return 0
@@ -426,7 +431,7 @@ def _product_cost(left: Any, right: Any) -> int:
     return len(sized) * max(0, times) // (CHARS_OF_A_STEP if isinstance(sized, str) else ITEMS_OF_A_STEP)
 
 
-def _replacing_cost(text: str, old: Any, new: Any) -> int:
+def _replacing_cost(text: str, old: object, new: object) -> int:
     old, new = str(old), str(new)
     return (len(text) + (text.count(old) if old else len(text) + 1) * len(new)) // CHARS_OF_A_STEP
 
@@ -436,7 +441,7 @@ def _check_bits(bits: int) -> None:
         raise OverBudget(f"it computes an integer of more than {INTEGER_BITS_MAX} bits")
 
 
-def _check_widths(values: Sequence[Any]) -> None:
+def _check_widths(values: Sequence[object]) -> None:
     if any(isinstance(value, int) and abs(value) > WIDTH_MAX for value in values):
         raise OverBudget(f"it requests a width or count of more than {WIDTH_MAX:,}")
     if any(isinstance(value, str) and len(value) > WIDTH_MAX for value in values):
@@ -449,7 +454,7 @@ def _check_format(text: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,

@@ -14,12 +14,13 @@ is being tokenized, the thread stays busy until the end.
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from controller.frontend.errors import ApiError, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import TokenizingSettings
 
+T = TypeVar("T")
 LONG_TEXT = 16_384  # characters: takes milliseconds on the event loop
 HUGE_TEXT = 2**20  # characters: takes a second of a thread
 MB = 1_000_000
@@ -37,7 +38,7 @@ class LongTexts:
         self._inflating = _Lane(1)
         self.chars = 0  # being tokenized or waiting
 
-    async def read(self, chars: int, work: "partial[Any]") -> Any:
+    async def read(self, chars: int, work: "partial[T]") -> T:
         """Return the result of `work`, which processes this many characters: at once if they are few, otherwise in a thread.
 
         Raise ApiError (503) above a limit.
@@ -46,11 +47,11 @@ class LongTexts:
             return work()
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
-    async def inflate(self, size: int, work: "partial[Any]") -> Any:
+    async def inflate(self, size: int, work: "partial[T]") -> T:
         """Return the result of `work`, which decompresses a body of this many bytes. Raise ApiError (503) above a limit."""
         return await self._run(self._inflating, size, work)
 
-    async def _run(self, lane: "_Lane", chars: int, work: "partial[Any]") -> Any:
+    async def _run(self, lane: "_Lane", chars: int, work: "partial[T]") -> T:
         most = self._settings.waiting_mb_max * MB
         if self.chars and self.chars + chars > most:
             raise self._busy(
@@ -70,7 +71,7 @@ class LongTexts:
         running.add_done_callback(partial(self._ended, lane, chars))
         return await asyncio.shield(running)
 
-    def _ended(self, lane: "_Lane", chars: int, running: "asyncio.Future[Any]") -> None:
+    def _ended(self, lane: "_Lane", chars: int, running: "asyncio.Future[T]") -> None:
         self.chars -= chars
         lane.free.release()
         if not running.cancelled():

@@ -20,12 +20,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from controller.frontend.openai.text.long_texts import LongTexts
-from controller.frontend.openai.text.token_count_bound import parts_of
+from controller.frontend.openai.text.token_count_bound import TokenizerJson, parts_of
 
 KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
 # A segment that takes more than 1/64 of that is not cached: it would evict all others.
@@ -65,7 +64,7 @@ class SegmentCache:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, config: dict[str, Any], kept_bytes: int = KEPT_BYTES
+        cls, tokenizer: Tokenizer, config: TokenizerJson, kept_bytes: int = KEPT_BYTES
     ) -> "SegmentCache | None":
         """Return an empty cache for a tokenizer with this JSON; None if its segments may depend on each other."""
         if not _reads_segments_alone(config):
@@ -128,7 +127,7 @@ def _takes(segment: str, tokens: "array[int]") -> int:
     return ENTRY_BYTES + len(segment) * char_bytes + len(tokens) * tokens.itemsize
 
 
-def _reads_segments_alone(config: dict[str, Any]) -> bool:
+def _reads_segments_alone(config: TokenizerJson) -> bool:
     """Return whether a tokenizer tokenizes each segment independently and deterministically."""
     if config["truncation"] or config["padding"] or config["model"].get("dropout"):
         return False

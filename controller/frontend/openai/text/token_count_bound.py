@@ -24,6 +24,8 @@ from tokenizers import Tokenizer
 
 from controller.frontend.openai.text.detokenizer import byte_of_char
 
+TokenizerJson = Mapping[str, Any]
+"""A tokenizer.json, or a part of it."""
 # characters of the longest canonical decomposition (U+1F82, for example; guaranteed by Unicode's stability policy)
 COMPOSED_MAX = 4
 PIECE = 2**16  # characters examined at a time
@@ -60,7 +62,7 @@ class TokenReach:
         return -(-found // reach)
 
 
-def reach_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> TokenReach | None:
+def reach_of(tokenizer: Tokenizer, config: TokenizerJson) -> TokenReach | None:
     """Return the reach of a tokenizer with this JSON; None if one token can stand for any number of characters."""
     shrinks = _shrinks(config["normalizer"])
     words = list(parts_of(config["pre_tokenizer"]))
@@ -82,7 +84,7 @@ def reach_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> TokenReach | No
     return TokenReach(longest * plain, longest * plain * composed, drops)
 
 
-def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
+def _shrinks(normalizer: TokenizerJson | None) -> tuple[int, int] | None:
     """Return how many characters a normalizer merges into one at most, and the additional factor for text that is not ASCII.
 
     None: there is no limit.
@@ -102,7 +104,7 @@ def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
     return plain, composed
 
 
-def _keeps(part: Mapping[str, Any]) -> bool:
+def _keeps(part: TokenizerJson) -> bool:
     """Return whether a pre-tokenizer drops nothing except blanks."""
     kind = part["type"]
     if kind in _KEEPS_UNLESS_TOLD:
@@ -111,7 +113,7 @@ def _keeps(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_every_character(
-    model: Mapping[str, Any], vocabulary: Mapping[str, int], stand_ins: Mapping[str, int]
+    model: TokenizerJson, vocabulary: Mapping[str, int], stand_ins: Mapping[str, int]
 ) -> bool:
     """Return whether each character of a model's input becomes its own token or part of a known one."""
     if model["type"] not in ("BPE", "Unigram"):
@@ -130,7 +132,7 @@ def _characters(token: str, byte_of: Mapping[str, int]) -> int:
     return len(token)
 
 
-def parts_of(config: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def parts_of(config: TokenizerJson | None) -> Iterator[TokenizerJson]:
     """Yield a step of a tokenizer's JSON, and all steps in it if it is a sequence."""
     if config is not None:
         yield config

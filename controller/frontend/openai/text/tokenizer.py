@@ -97,8 +97,7 @@ class Tokens:
         segments = self.segments
         if shared and segments is not None and (segments.bare or not special) and len(text) < TEXT_MAX:
             return await segments.read(text, threads)
-        found: list[int] = await threads.read(len(text), partial(self.encode, text, special=special))
-        return found
+        return await threads.read(len(text), partial(self.encode, text, special=special))
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
