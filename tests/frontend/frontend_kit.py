@@ -216,7 +216,7 @@ def check_slot_counts(director: Director) -> None:
 
 async def _ticks(director: Director) -> None:
     while True:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the interval of a frontend's ticks
         director.tick()
 
 

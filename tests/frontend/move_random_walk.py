@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 from frontend_kit import PROFILE, joined
 from scripted_worker import ScriptedWorker, next_token
+from waits import turns
 
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.hang import HangPolicy
@@ -353,7 +354,7 @@ class Walk:
             (40, 40, 10, 40, 1, 8, 0.4, 4, 0.2, 10, 0.2, 0.03),
         )
         happens[0](name)
-        await asyncio.sleep(0)  # callbacks scheduled for the end of the turn
+        await turns()  # callbacks scheduled for the end of the turn
         assert not any(one.wanted.live.over for one in self.director.planned_moves.under_way)
 
     def deliver(self, name: str) -> None:
@@ -482,7 +483,7 @@ class Walk:
                 self.decode(name)
                 while self.models[name].outbox:
                     self.deliver(name)
-                await asyncio.sleep(0)
+                await turns()
             self.clock.at += 0.2
             self.director.tick()
             self.director.changed()

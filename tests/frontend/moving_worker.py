@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from waits import turns
 
 from events.wire import Chunk, Committed, Declined, Generate, Reserve, Reserved, Sampling, Ship, Stay, Step
 
@@ -96,13 +97,13 @@ class MovingWorker(ScriptedWorker):
             self._say(writer, Declined(frame.stream, "the target cannot be reached"))
         if self.ships in ("no", "nothing"):
             return
-        await asyncio.sleep(self.ship_s)
+        await asyncio.sleep(self.ship_s)  # how long a transfer takes
         if frame.stream not in self.running:
             self._say(writer, Declined(frame.stream, "it is over"))
             return
         mine = self.running[frame.stream]
         mine.goes.clear()
-        await asyncio.sleep(0)  # its output has been sent
+        await turns()  # its output has been sent
         mine.tokens += undisturbed(mine.tokens, self.unsaid, self.follow)
         target, stream = self.GRANTS[frame.grants[0]]
         if self.ships == "yes" and not target.commit(stream, mine.tokens):
@@ -132,7 +133,7 @@ class MovingWorker(ScriptedWorker):
         count = wanted if act.after is None else min(act.after, wanted)
         try:
             for made in range(1, count + 1):
-                await asyncio.sleep(self.step_s)
+                await asyncio.sleep(self.step_s)  # how long the engine takes for a token
                 await mine.goes.wait()
                 mine.tokens.append(self.follow(mine.tokens))
                 finish = act.finish if act.how == "finish" and made == count else None

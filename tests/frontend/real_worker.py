@@ -124,7 +124,7 @@ class RealWorker:
         if threading.get_ident() == self._thread:
             self.engine.chaos("slow", self._slow_s / SLOWED_STEP_S)
         else:  # on its own thread; a slowdown by a factor would look like a hang on a busy machine
-            time.sleep(self._slow_s)
+            time.sleep(self._slow_s)  # the slowdown itself
 
     def _asked(self, connection: FrontendConnection, request: Generate) -> None:
         self.requests.append(request)

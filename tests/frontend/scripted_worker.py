@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import xxhash
+from waits import turns
 
 from controller.adapters.embedded.free_port import free_port
 from events import subjects, wire
@@ -127,8 +128,7 @@ class ScriptedWorker:
             self._server.close()
             self._server = None
         self.drop()
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns(3)
 
     def drop(self) -> None:
         """Break every connection."""
@@ -179,7 +179,7 @@ class ScriptedWorker:
 
     async def _beats(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # the interval of a worker's beats
             self._say(writer, self._beat())
 
     def _beat(self) -> Beat:
@@ -203,7 +203,7 @@ class ScriptedWorker:
         tokens, made = list(request.tokens), 0
         while made < count:
             if self.step_s:
-                await asyncio.sleep(self.step_s)
+                await asyncio.sleep(self.step_s)  # how long the engine takes for a token
             new = []
             for _ in range(min(act.per_step, count - made)):
                 tokens.append(self.follow(tokens))

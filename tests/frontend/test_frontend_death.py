@@ -14,6 +14,7 @@ from frontend_kit import frontend
 from roles import Process
 from scripted_worker import ScriptedWorker
 from test_frontend_process import ASK, Rig
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.frontend.http.api import Api
@@ -71,14 +72,17 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 async def connected(port: int) -> Client:
     """A streamed request to a frontend that is starting."""
-    while True:
+
+    async def answered() -> Client | None:
         with contextlib.suppress(OSError):
             client = await Client.ask(port, HEADS["fast path"], stream=True)
             client.said = await client.reader.read(65536)
             if b" 200 OK" in client.said:
                 return client
             client.writer.close()
-        await asyncio.sleep(0.05)
+        return None
+
+    return await until(answered)
 
 
 def port_of(rig: Rig) -> int:
@@ -92,9 +96,7 @@ async def started(rig: Rig) -> Process:
     flags = ("--name", "f0", "--static", f"127.0.0.1:{port}", "--port", str(own), "--grace-s", GRACE_S)
     frontend = await rig.start("frontend", *flags)
     rig.url = f"http://127.0.0.1:{own}"
-    async with asyncio.timeout(20):
-        while not await rig.healthy("f0", 1):  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+    await until(lambda: rig.healthy("f0", 1))
     return frontend
 
 

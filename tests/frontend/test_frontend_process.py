@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from frontend_kit import text_of
 from roles import Process, Roles
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 
@@ -34,9 +35,7 @@ class Rig(Roles):
         static = ",".join(f"127.0.0.1:{p}" for p in ports)
         process = await self.start("frontend", "--name", name, "--static", static, "--port", str(port))
         self.url = f"http://127.0.0.1:{port}"
-        async with asyncio.timeout(20):
-            while not await self.healthy(name, len(ports)):  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.05)
+        await until(lambda: self.healthy(name, len(ports)))
         return process
 
     async def healthy(self, name: str, workers: int) -> bool:
@@ -88,12 +87,11 @@ async def test_a_request_that_is_not_http_gets_a_400_and_is_not_quoted_in_a_log(
             async with asyncio.timeout(20):
                 for piece in pieces:
                     writer.write(piece)
-                    await asyncio.sleep(0.1)  # a packet each
+                    await asyncio.sleep(0.1)  # a packet each: the other process must read it alone
                 answer = await reader.readuntil(b"\r\n\r\n")
                 assert b" 400 Bad Request" in answer.splitlines()[0]
                 await reader.read()  # read to the end: the start of the next request is unknown
-                while "aiohttp" not in rig.log.read_text():  # noqa: ASYNC110 (another process)
-                    await asyncio.sleep(0.05)
+                await until(lambda: "aiohttp" in rig.log.read_text())
         finally:
             writer.close()
     said = [json.loads(line) for line in rig.log.read_text().splitlines()]
@@ -171,19 +169,21 @@ async def test_while_a_frontend_reaches_no_worker_the_other_one_on_its_port_gets
     assert serving() == 1
     static = f"127.0.0.1:{free_port()}"  # no process listens there
     await rig.start("frontend", "--name", "f1", "--static", static, "--port", str(shared))
-    async with asyncio.timeout(20):
-        while not rig.admin("f1"):  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
-        began = time.monotonic()
-        while True:
-            status = await health()
-            if serving() == 2:
-                break
-            assert status == 200
-            await asyncio.sleep(0.005)
-        assert time.monotonic() - began > 1.0
-        while await health() == 200:  # noqa: ASYNC110 (finally it reports itself that it has no worker)
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.admin("f1"))
+    began = time.monotonic()
+
+    async def both_serve() -> bool:
+        status = await health()
+        assert status == 200 or serving() == 2
+        return serving() == 2
+
+    await until(both_serve, every_s=0.005)
+    assert time.monotonic() - began > 1.0
+
+    async def without_workers() -> bool:
+        return await health() != 200  # finally it reports itself that it has no worker
+
+    await until(without_workers, every_s=0.005)
 
 
 async def test_sigterm_finishes_requests_in_flight_and_the_other_frontend_gets_new_ones(rig: Rig) -> None:
@@ -207,20 +207,19 @@ async def test_sigterm_finishes_requests_in_flight_and_the_other_frontend_gets_n
             await asyncio.wait([streaming])
     seen: list[tuple[str, int]] = []
 
-    async def look() -> None:
-        """Probe the first frontend until it no longer answers."""
+    async def gone() -> bool:
+        """Probe the first frontend. Return whether it no longer answers."""
         with suppress(aiohttp.ClientError):
-            while True:
-                for path in ("/ready", "/live"):
-                    async with rig.http.get(admin + path) as answer:
-                        seen.append((path, answer.status))
-                await asyncio.sleep(0.01)
+            for path in ("/ready", "/live"):
+                async with rig.http.get(admin + path) as answer:
+                    seen.append((path, answer.status))
+            return False
+        return True
 
     admin = rig.admin("f0")
     first.send_signal(signal.SIGTERM)
-    looking = asyncio.ensure_future(look())
-    while ("/ready", 503) not in seen:  # noqa: ASYNC110 (another process)
-        await asyncio.sleep(0.01)
+    looking = asyncio.ensure_future(until(gone, every_s=0.01))
+    await until(lambda: ("/ready", 503) in seen)
     assert not streaming.done(), "at once, while there is still something to finish"
     assert len(await rig.stream()) == 61  # on a new connection, which only the second one accepts
     events = await asyncio.wait_for(streaming, 20)
@@ -240,9 +239,7 @@ async def test_streams_that_exceed_the_grace_period_end_with_an_error(rig: Rig) 
     flags = ("--name", "f0", "--static", f"127.0.0.1:{port}", "--port", str(own), "--grace-s", "0.3")
     first = await rig.start("frontend", *flags, HOLDFAST_FRONTEND__ADMISSION__INFLIGHT_MAX="1")
     rig.url = f"http://127.0.0.1:{own}"
-    async with asyncio.timeout(20):
-        while not await rig.healthy("f0", 1):  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+    await until(lambda: rig.healthy("f0", 1))
 
     async def waits() -> tuple[int, str]:
         async with rig.http.post(rig.url + "/v1/completions", json=ASK) as answer:

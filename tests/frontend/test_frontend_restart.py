@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.processes import last_served as served
 from events.journal.nats import NatsJournal
 from events.observations import CanaryFailed, CanaryPassed, ExposureUnknown, ResumeRequested
 
 pytestmark = pytest.mark.servers
-Eventually = Callable[..., Awaitable[None]]
 
 
 @contextmanager
@@ -53,7 +53,7 @@ async def unknown(journal: NatsJournal) -> list[ExposureUnknown]:
 
 
 async def test_a_conviction_that_a_dead_frontend_missed_is_reported_once(
-    nats_url: str, tmp_path: Path, eventually: Eventually
+    nats_url: str, tmp_path: Path
 ) -> None:
     path = served.path_of(tmp_path, "f0")
 
@@ -66,7 +66,7 @@ async def test_a_conviction_that_a_dead_frontend_missed_is_reported_once(
             return left is not None and left.seq >= seq and left.until > began
 
         with frontend_process(nats_url, tmp_path):
-            await eventually(so_far, 20)
+            await until(so_far)
 
     journal = await NatsJournal.connect(nats_url, "test")
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from frontend_kit import TOKENS, Kit, frontend
 from scripted_worker import ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from controller.frontend.openai.text.long_texts import LONG_TEXT
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
@@ -194,7 +194,7 @@ async def test_a_head_may_arrive_in_pieces() -> None:
         for _ in range(2):
             for at in range(len(LIVE)):
                 writer.write(LIVE[at : at + 1])
-                await asyncio.sleep(0)
+                await turns()
             async with asyncio.timeout(SECONDS):
                 assert b" 200 " in await reader.readuntil(b"}")
         writer.close()
@@ -230,9 +230,7 @@ async def free_again(port: int) -> None:
         async with client(port, LIVE) as reader:
             return b" 200 " in await reader.readline()
 
-    async with asyncio.timeout(SECONDS):
-        while not await answered():  # noqa: ASYNC110 (closed connections are noticed after a moment)
-            await asyncio.sleep(0.01)
+    await until(answered, SECONDS)  # closed connections are noticed after a moment
 
 
 async def test_without_limits_any_number_of_connections_is_accepted() -> None:

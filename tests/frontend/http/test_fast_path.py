@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from frontend_kit import Kit, frontend
 from scripted_worker import Act, ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from controller.deciders.tiers import Tiers
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection
@@ -99,7 +99,7 @@ class Paths:
                 said = []
                 for piece in pieces:
                     writer.write(piece)
-                    await asyncio.sleep(0)
+                    await turns()
                     if len(pieces) == answers:
                         said.append(await answer(reader))
                 while len(said) < answers:
@@ -376,7 +376,7 @@ async def unread(port: int, raw: bytes, count: int) -> tuple[socket.socket, int]
             async with asyncio.timeout(1.0):
                 await loop.sock_sendall(client, raw)
             sent += 1
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # otherwise the next request is pipelined, which aiohttp serves
     except TimeoutError:
         pass
     return client, sent

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from frontend_kit import Kit, frontend
 from scripted_worker import Act, ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from controller.frontend.http.client_handler import BodyEnd
 
@@ -106,7 +106,7 @@ async def test_a_connection_without_a_new_head_does_not_time_out(before: str) ->
         for _ in range(2):
             one.writer.write(BEFORE[before])
             assert 408 not in await one.statuses(requests)
-            await asyncio.sleep(2 * HEAD_S)
+            await asyncio.sleep(2 * HEAD_S)  # longer than a head may take, without a head
         one.writer.write(LIVE)
         assert await one.statuses(1) == [200]
 
@@ -131,7 +131,7 @@ async def test_a_head_sent_ahead_of_its_turn_has_its_time_limit_from_its_turn_on
     async with served(worker) as kit, client(kit.url) as one:
         await begin(kit, one)
         one.writer.write(LIVE + LIVE[:9])
-        await asyncio.sleep(3 * HEAD_S)
+        await asyncio.sleep(3 * HEAD_S)  # longer than a head may take, before its turn
         assert not kit.counted("holdfast_bound_refusals_total", "bound")
         goes_on.set()
         assert await one.statuses(2) == [400, 200]
@@ -144,8 +144,14 @@ async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> Non
     async with served(worker, head_s=60) as kit, client(kit.url) as one:
         await begin(kit, one)
         one.writer.write(filler * 300 + LIVE * 5000)
-        await asyncio.sleep(0.3)
-        assert one.writer.transport.get_write_buffer_size() > 15_000_000, "reading has stopped"
+        sizes: list[int] = []
+
+        def unchanged() -> bool:
+            sizes.append(one.writer.transport.get_write_buffer_size())
+            return len(sizes) > 20 and len(set(sizes[-20:])) == 1
+
+        await until(unchanged, what="reading has stopped: the unsent bytes")
+        assert sizes[-1] > 15_000_000
         goes_on.set()
         assert await one.statuses(301) == [400] * 301
         assert await one.statuses(5000) == [200] * 5000
@@ -161,7 +167,7 @@ async def test_requests_are_answered_in_turn_however_their_bytes_are_split(seed:
         while at < len(said):
             step = r.choice((1, 2, 7, 100, 1000))
             one.writer.write(said[at : at + step])
-            await asyncio.sleep(0)
+            await turns()
             at += step
         assert await reading == [400 if each is BLANK else 200 for each in asked]
 

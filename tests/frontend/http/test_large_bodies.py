@@ -13,7 +13,7 @@ import psutil
 import pytest
 from frontend_kit import frontend
 from scripted_worker import ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.body_parsers import COMMAND
@@ -58,20 +58,20 @@ async def test_other_tasks_run_every_64_kib_whatever_a_body_contains() -> None:
 
     Only bodies within the limits of cheap ones are decoded on the event loop.
     """
-    dice, turns = random.Random(18), 0
+    dice, taken = random.Random(18), 0
 
     async def others() -> None:
-        nonlocal turns
+        nonlocal taken
         while True:
-            turns += 1
-            await asyncio.sleep(0)
+            taken += 1
+            await turns()
 
     intake = Intake(FrontendSettings())
     task = asyncio.create_task(others())
     mixes = [bodies(dice) for _ in range(12)]
     for _ in range(1000):
         body = dice.choice(list(dice.choice(mixes).values()))
-        scan, excess, before = BodyScan(AdmissionSettings()), "", turns
+        scan, excess, before = BodyScan(AdmissionSettings()), "", taken
         for at in range(0, len(body), SLICE_BYTES):
             if excess := scan.feed(body[at : at + SLICE_BYTES]):
                 break
@@ -82,7 +82,7 @@ async def test_other_tasks_run_every_64_kib_whatever_a_body_contains() -> None:
             assert excess and str(error).endswith(excess)
         else:
             assert not excess and (not found.cheap or len(body) <= CHEAP_BYTES)
-        assert turns - before >= (scan.size - 1) // (YIELD_BYTES + SLICE_BYTES)
+        assert taken - before >= (scan.size - 1) // (YIELD_BYTES + SLICE_BYTES)
     task.cancel()
 
 
@@ -171,7 +171,7 @@ async def test_a_dead_parser_is_replaced_and_a_slow_one_is_killed() -> None:
         for pause_s in (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01):  # its pipes close one after another
             (process,) = parsers()
             os.kill(process.pid, signal.SIGKILL)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)  # at which moment after its death it is used
             assert (await intake.parsed("completions", body)).model == "m"
             assert parsers() != [process]
         process = intake._parsers._processes[0]._process
@@ -194,7 +194,8 @@ async def test_a_client_that_disconnects_does_not_stop_the_parser() -> None:
         await intake.parsed("completions", body)
         (first,) = parsers()
         task = asyncio.create_task(intake.parsed("completions", body))
-        await asyncio.sleep(0.01)
+        await turns(100)  # it is scanned and sent to the process
+        assert not task.done()
         task.cancel()
         assert (await intake.parsed("completions", body)).model == "m"
         assert parsers() == [first]

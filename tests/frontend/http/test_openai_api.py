@@ -771,8 +771,8 @@ async def test_a_client_that_disconnects_is_cancelled_at_the_worker() -> None:
             asking = asyncio.create_task(
                 kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4000, stream=stream)
             )
-            await until(lambda: worker.active == 1)
-            await asyncio.sleep(0.05)
+            await until(lambda: any(one.accepted for c in kit.api.openai.completions for one in c.answers))
+            assert worker.active == 1
             began = kit.director.now()
             asking.cancel()
             await until(lambda: worker.active == 0)

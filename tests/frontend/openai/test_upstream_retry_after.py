@@ -8,7 +8,7 @@ from collections import deque
 
 from frontend_kit import Kit, first_goes_to, frontend, keep_busy
 from scripted_worker import Act, ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from events.observations import RequestAbandoned, RequestFailed
 
@@ -37,6 +37,13 @@ def closed(kit: Kit, worker: str) -> bool:
     """Return whether the frontend knows that a worker is closed."""
     load = kit.plane.external_load(worker)
     return load is not None and load.closed_s > 0
+
+
+async def ticks(kit: Kit) -> None:
+    """Let the frontend tick a few times: waiting requests are retried with each."""
+    for _ in range(3):
+        kit.director.tick()
+        await turns(10)
 
 
 async def test_a_request_is_tried_once_per_worker_and_the_client_gets_the_shortest_time() -> None:
@@ -89,7 +96,8 @@ async def test_a_queued_request_is_not_sent_to_the_worker_that_declined_it() -> 
         asking = asyncio.ensure_future(answer)
         await until(lambda: refusing.requests)
         refusing.closed_s = 0.0  # open again, but not to be asked a second time
-        await asyncio.sleep(0.3)
+        await until(lambda: not closed(kit, "w0"))
+        await ticks(kit)
         assert attempts(refusing) == [1] and kit.director.admission.queued("m") == 1
         endpoint.end(requests=100)
         status, _, _ = await asking
@@ -110,9 +118,8 @@ async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_f
         assert attempts(declining, failing, busy) == [1, 1, 0]
         declining.closed_s = 0.0
         await until(lambda: not closed(kit, "w0"))
-        for _ in range(3):
-            kit.director.tick()  # a parked request retries with each tick
-            await asyncio.sleep(0.01)
+        await ticks(kit)
+        assert kit.director.driver.waiting.parked
         assert attempts(declining, failing, busy) == [1, 1, 0]
         endpoint.end(requests=100)
         assert (await asking)[0] == 200
