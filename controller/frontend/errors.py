@@ -60,7 +60,8 @@ class ApiError(HoldfastError):
         self.status = status
         self.code = code
         self.param = param
-        self.kind = kind or _kind(status)
+        server_error = "service_unavailable_error" if status == 503 else "server_error"
+        self.kind = kind or ("invalid_request_error" if status < 500 else server_error)
         self.retry_after_s = retry_after_s
         self.should_retry = should_retry  # False: a retry cannot succeed
         self.allow = allow  # the methods that the path supports
@@ -106,12 +107,6 @@ class ApiError(HoldfastError):
         return headers
 
 
-def _kind(status: int) -> str:
-    if status < 500:
-        return "invalid_request_error"
-    return "service_unavailable_error" if status == 503 else "server_error"
-
-
 def quoted(text: str) -> str:
     """Return client input, shortened for use in an error message."""
     return text if len(text) <= QUOTED_MAX else text[: QUOTED_MAX - 1] + "…"
@@ -153,11 +148,6 @@ def internal() -> ApiError:
 def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     """Return a 503 with the time after which to retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
-
-
-def tokenizer_missing(model: str) -> ApiError:
-    """Return the 503 for a model if its tokenizer cannot be loaded."""
-    return unavailable(f"the tokenizer of {model} cannot be loaded", "tokenizer_missing", 30)
 
 
 def shed(tier: str) -> ApiError:

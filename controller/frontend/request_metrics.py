@@ -24,11 +24,6 @@ POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 class ModelTraffic:
     """The traffic of one model since its last report, and its latency objectives."""
 
-    __slots__ = (
-        "late", "output_tokens", "prompt_tokens", "prompt_tokens_squared", "reading_s", "rejected", "requests", "tpot_s",
-        "ttft_s",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self.ttft_s = self.tpot_s = inf
         self.reading_s = 0.0  # seconds that a worker needs to read one prompt token
@@ -61,11 +56,6 @@ class ModelTraffic:
 
 class ModelMetrics:
     """The metrics of one model."""
-
-    __slots__ = (
-        "_histograms", "_model", "_requests", "cached", "decisions", "duration", "hit_rate", "inputs", "itl", "outputs",
-        "overlap", "rendered", "tokens", "traffic", "ttft",
-    )  # fmt: skip
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
         self._model = model

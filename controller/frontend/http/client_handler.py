@@ -11,6 +11,7 @@ its own deadline.
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
@@ -19,16 +20,69 @@ from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.open_connections import OpenConnections
-from controller.frontend.http.responses import refusal
+from controller.frontend.http.responses import encoded_response, refusal
+from controller.frontend.metrics import BoundMetrics
+from controller.frontend.settings import ConnectionSettings
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20
+RETRY_AFTER_S = 1  # of a refused connection
 AHEAD_BYTES_MAX = 2**18  # unread pipelined data above which reading pauses
 _END = b"\r\n\r\n"  # end of a head
 LINE_MAX = 64  # inspected bytes of a chunk-size line or a trailer
 _ENDLESS = 2**63
 _size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
+
+
+class OpenConnections:
+    """Limits the connections of one port, in total and per client address.
+
+    A connection is counted until it is lost, also after the fast path hands it over to aiohttp. A refused connection gets an
+    HTTP error at once.
+    """
+
+    def __init__(self, settings: ConnectionSettings, bounds: BoundMetrics) -> None:
+        """Start without connections. `bounds` counts each connection that is refused or ended."""
+        self.settings = settings
+        self._bounds = bounds
+        self._by_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self._by_address.total()
+
+    def enter(self, transport: asyncio.Transport) -> bool:
+        """Count a connection and return True. At a limit, send an error, close the connection and return False."""
+        address, settings = address_of(transport), self.settings
+        if settings.per_address_max and self._by_address[address] >= settings.per_address_max:
+            bound = "connections_of_address"
+            why = f"this address already has {settings.per_address_max} connections"
+        elif settings.total_max and len(self) >= settings.total_max:
+            bound, why = "connections", f"this frontend already has {settings.total_max} connections"
+        else:
+            self._by_address[address] += 1
+            return True
+        error = ApiError(503, why, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
+        self.end(transport, bound, error)
+        return False
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Remove a counted connection."""
+        address = address_of(transport)
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
+        """Send an error to a connection that exceeds a limit and has no request yet, and close it."""
+        self._bounds.count(bound)
+        transport.write(encoded_response(refusal(error, {"Connection": "close"})))
+        transport.close()
+
+
+def address_of(transport: asyncio.Transport) -> str:
+    """Return a client's address without the port."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if peer else ""
 
 
 class BodyEnd:

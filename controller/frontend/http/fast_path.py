@@ -17,7 +17,7 @@ from typing import cast
 
 from aiohttp import web
 
-from controller.frontend.http.open_connections import OpenConnections
+from controller.frontend.http.client_handler import OpenConnections
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.responses import encoded_response
 from controller.frontend.openai.request_head import Head, HeadCache

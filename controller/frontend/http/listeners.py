@@ -8,10 +8,9 @@ from functools import partial
 from aiohttp import web
 
 from controller.frontend.http.api import Api
-from controller.frontend.http.client_handler import ClientServer, Handler
+from controller.frontend.http.client_handler import ClientServer, Handler, OpenConnections
 from controller.frontend.http.credentials import Tls
 from controller.frontend.http.fast_path import FastPathConnection
-from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.openai.request_head import HeadCache
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError

@@ -12,7 +12,7 @@ from aiohttp import web
 from controller.frontend.admission.admission import Reservation
 from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
-from controller.frontend.errors import ApiError, internal, invalid, tokenizer_missing, unavailable
+from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.responses import Cors, json_answer, refusal
 from controller.frontend.http.served_models import model_of
@@ -42,6 +42,8 @@ from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
+
+TOKENIZER_RETRY_S = 30
 
 log = structlog.get_logger(__name__)
 
@@ -256,7 +258,8 @@ class OpenAiEndpoints:
             return await self.tokens(lineage[1])
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=model, why=str(error))
-            raise tokenizer_missing(model) from error
+            why = f"the tokenizer of {model} cannot be loaded"
+            raise unavailable(why, "tokenizer_missing", TOKENIZER_RETRY_S) from error
 
     def check(self, now: float) -> None:
         """Disconnect clients that have not read for too long, and reload changed keys. Called every second."""

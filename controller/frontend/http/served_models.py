@@ -45,13 +45,13 @@ def model_of(director: Director, name: str) -> str:
     raise not_served(director, model)
 
 
-def served_names(director: Director) -> list[tuple[str, str]]:
-    """Return every name of a served model, with the model."""
+def served_names(director: Director) -> dict[str, str]:
+    """Return the model of each name of a served model: first the models' own names."""
     served = director.table.served
     further = director.table.further | director.settings.model_aliases
-    return [(model, model) for model in served] + [
-        (name, model) for name, model in further.items() if model in served and name not in served
-    ]
+    return {model: model for model in served} | {
+        name: model for name, model in further.items() if model in served and name not in served
+    }
 
 
 def chosen_model(director: Director, name: str | None) -> str:

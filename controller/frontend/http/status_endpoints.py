@@ -48,14 +48,14 @@ async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.St
     director = endpoints.director
     if not director.live and not director.table.served:
         raise starting()
-    entries = [model_entry(director, *names) for names in served_names(director)]
+    entries = [model_entry(director, *names) for names in served_names(director).items()]
     return json_answer(msgspec.json.encode(ModelList(entries)))
 
 
 async def model(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
     """Describe a served model. Raise ApiError (404, 503) if it is not served."""
     director, name = endpoints.director, request.path.removeprefix("/v1/models/")
-    found = dict(served_names(director)).get(name)
+    found = served_names(director).get(name)
     if found is None:
         raise not_served(director, name)
     return json_answer(msgspec.json.encode(model_entry(director, name, found)))

@@ -18,6 +18,7 @@ from controller.frontend.errors import ApiError, invalid, too_long, unavailable,
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.body_parsers import BodyParsers
 from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
+from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
 from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
@@ -70,33 +71,29 @@ class BodyScan:
         limits = self._limits
         self.size += len(piece)
         if self._backslash or b"\\" in piece:
-            piece = self._without_escapes(self._backslash + piece)
+            piece = (self._backslash + piece).replace(b"\\\\", b"").replace(b'\\"', b"")
+            self._backslash = b"\\" if piece.endswith(b"\\") else b""
+            piece = piece.removesuffix(b"\\")
         if quotes := piece.count(b'"'):
             self._quotes += quotes
             if self._quotes > 2 * limits.body_texts_max:
                 return f"{limits.body_texts_max} texts and names"
-            piece = self._outside(piece.split(b'"'))
+            parts = piece.split(b'"')
+            piece = b"".join(parts[self._in_text :: 2])  # the text outside strings
+            self._in_text ^= len(parts) % 2 == 0
         elif self._in_text:
             return ""
         self.names += piece.count(b":")
         self.nested += piece.count(b"[") + piece.count(b"{")
         self.values += piece.count(b",")
-        if self.names > limits.body_names_max:
-            return f"{limits.body_names_max} names"
-        if self.nested > limits.body_lists_max:
-            return f"{limits.body_lists_max} lists and objects"
-        return f"{limits.body_values_max} values" if self.values > limits.body_values_max else ""
-
-    def _outside(self, parts: list[bytes]) -> bytes:
-        """Return the text outside strings, from parts separated by quotation marks."""
-        outside = b"".join(parts[self._in_text :: 2])
-        self._in_text ^= len(parts) % 2 == 0
-        return outside
-
-    def _without_escapes(self, piece: bytes) -> bytes:
-        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        self._backslash = b"\\" if piece.endswith(b"\\") else b""
-        return piece[: len(piece) - len(self._backslash)]
+        for count, most, what in (
+            (self.names, limits.body_names_max, "names"),
+            (self.nested, limits.body_lists_max, "lists and objects"),
+            (self.values, limits.body_values_max, "values"),
+        ):
+            if count > most:
+                return f"{most} {what}"
+        return ""
 
 
 class DecompressedTooLarge(Exception):
@@ -245,14 +242,7 @@ async def read_prompts(
     bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
     if bias and (highest := max(bias)) >= tokens.size:
         raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
-    prompts = parsed.prompts or []
-    if parsed.messages is not None:
-        if tokens.template is None:
-            message = "this model has no chat template; use /v1/completions"
-            raise invalid(message, "messages", "no_chat_template")
-        if parsed.template_reads and not tokens.template.reads(parsed.template_reads):
-            raise unsupported(parsed.template_reads, "this model's chat template does not read it")
-        prompts = [tokens.template.render(parsed.messages, **(parsed.template_extra or {}))]
+    prompts = [_rendered(parsed, tokens.template)] if chat else parsed.prompts or []
     for prompt in prompts:
         if isinstance(prompt, str):
             _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
@@ -267,6 +257,16 @@ async def read_prompts(
     if not chat and not all(prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
+
+
+def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
+    """Return a chat rendered by the model's template. Raise ApiError (400) or BadTemplate."""
+    if template is None:
+        message = "this model has no chat template; use /v1/completions"
+        raise invalid(message, "messages", "no_chat_template")
+    if parsed.template_reads and not template.reads(parsed.template_reads):
+        raise unsupported(parsed.template_reads, "this model's chat template does not read it")
+    return template.render(parsed.messages or (), **(parsed.template_extra or {}))
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:

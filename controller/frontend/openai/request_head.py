@@ -52,6 +52,7 @@ MS_MAX = 86_400_000.0
 CLIENT_CHARS_MAX = 128
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")
+_PARTS = re.compile(f"(?:{_PART.pattern})+")
 
 
 class AdmissionHeaders(msgspec.Struct, frozen=True):
@@ -106,7 +107,9 @@ def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
     """Return the parts of a head that cannot be invalid: without overrides and admission headers."""
-    tier, warning = tier_asked(tiers, headers.get("X-Priority"))
+    priority = headers.get("X-Priority")
+    tier, known = tiers.asked(priority)
+    warning = "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
     id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
     key, origin = headers.get("Authorization", ""), headers.get("Origin", "")
     return Head(
@@ -158,12 +161,6 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
     plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
     end = len(raw)
     return msgspec.structs.replace(plain, overrides=overrides, asked=asked, end=end, whole=end + length)
-
-
-def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:
-    """Return the tier named by X-Priority, and a warning for the client if it names an unknown one."""
-    tier, known = tiers.asked(priority)
-    return tier, "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
 
 
 def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
@@ -236,13 +233,9 @@ def go_duration(text: str) -> float | None:
     """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`); None if it is invalid."""
     if text == "0":
         return 0.0
-    seconds, at = 0.0, 0
-    for part in _PART.finditer(text):
-        if part.start() != at:
-            return None
-        seconds += float(part[1]) * _UNITS_S[part[2]]
-        at = part.end()
-    return seconds if at == len(text) and at else None
+    if not _PARTS.fullmatch(text):
+        return None
+    return sum(float(part[1]) * _UNITS_S[part[2]] for part in _PART.finditer(text))
 
 
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:

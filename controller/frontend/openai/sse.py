@@ -10,11 +10,11 @@ client is disconnected.
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
-from typing import Any
 
 import structlog
 from aiohttp import web
@@ -123,9 +123,10 @@ class SseStream:
         self.abort()
 
     @property
-    def socket(self) -> Any:
-        """The connection's socket, as returned by its transport."""
-        return self._transport.get_extra_info("socket")
+    def socket(self) -> socket.socket:
+        """The connection's socket."""
+        found: socket.socket = self._transport.get_extra_info("socket")
+        return found
 
     @property
     def waiting(self) -> int:

@@ -21,9 +21,9 @@ from scripted_worker import Act, ScriptedWorker
 from waits import turns, until
 
 from controller.deciders.tiers import Tiers
+from controller.frontend.http.client_handler import OpenConnections
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection
 from controller.frontend.http.listeners import Listeners
-from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.openai.request_head import KEPT_MAX, HeadCache
 from controller.frontend.settings import ConnectionSettings, RouterSettings
 
