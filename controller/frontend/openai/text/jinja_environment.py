@@ -62,10 +62,11 @@ READING_TESTS = {
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
     "upper",
 }  # fmt: skip
-WIDE_FILTERS = {"batch", "center", "indent", "slice"}
-WIDE_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
-QUADRATIC_METHODS = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
-"""Methods that take time proportional to the text length times the argument length."""
+TEXT_FILTERS = {"format", "indent", "replace"}  # these convert their value to text
+WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "zfill"}
+"""Filters and methods with an argument that sets a width or a count."""
+QUADRATIC = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"}
+"""Filters and methods that take time proportional to the text length times the argument length."""
 # the size of their results has no simple limit
 REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}
 
@@ -175,35 +176,40 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             raise OverBudget(f"it calls {name}, which is not allowed")
         cost = _whole_cost(owner) if isinstance(owner, list | tuple) else _cost(owner)
         if isinstance(owner, str):
-            args = self._checked(owner, name, args, kwargs)
+            self._spend_on_text(name, owner, args, (*args, *kwargs.values()))
+            if name == "join" and args:
+                args = (self._parts(args[0], owner), *args[1:])
         if not isinstance(obj, Macro):
             cost += sum(map(_whole_cost, (*args, *kwargs.values())))
         self.budget.spend(1 + cost)
         return self._counted_value(super().call(context, obj, *args, **kwargs))
 
-    def _checked(
-        self, text: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[object, ...]:
-        """Return the arguments of a string method, if its result is limited. Raise OverBudget."""
-        given = (*args, *kwargs.values())
-        if method in WIDE_METHODS:
+    def _spend_on_text(
+        self, name: str, text: str, args: tuple[object, ...], given: tuple[object, ...]
+    ) -> None:
+        """Charge what a filter or method costs beyond reading a text and its arguments. Raise OverBudget.
+
+        `args`: the arguments given by position. `given`: all arguments.
+        """
+        spend = self.budget.spend
+        if name in WIDE:
             _check_widths(given)
-            if method == "expandtabs":
-                self.budget.spend(text.count("\t") * WIDTH_MAX // CHARS_OF_A_STEP)
-        elif method in ("format", "format_map"):
+        if name == "expandtabs":
+            spend(text.count("\t") * WIDTH_MAX // CHARS_OF_A_STEP)
+        elif name == "indent":
+            spend(text.count("\n") * _width(given) // CHARS_OF_A_STEP)
+        elif name in ("format", "format_map"):
             _check_format(text)
-            self.budget.spend(text.count("{") * sum(map(_whole_cost, given)))
-        elif method == "replace" and len(args) >= 2:
-            self.budget.spend(_replacing_cost(text, *args[:2]))
-        elif method in ("split", "rsplit", "splitlines"):
+            spend(text.count("{") * sum(map(_whole_cost, given)))
+        elif name == "replace" and len(args) >= 2:
+            spend(_replacing_cost(text, *args[:2]))
+        elif name in ("split", "rsplit", "splitlines"):
             separator = given[0] if given and isinstance(given[0], str) and given[0] else ""
-            items = text.count(separator) if separator else len(text) // 2
-            self.budget.spend(items // ITEMS_OF_A_STEP)
-        if method in QUADRATIC_METHODS:
-            self.budget.spend(len(text) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
-        if method == "join" and args:
-            return (self._parts(args[0], text), *args[1:])
-        return args
+            spend((text.count(separator) if separator else len(text) // 2) // ITEMS_OF_A_STEP)
+        elif name == "list":
+            spend(len(text) // ITEMS_OF_A_STEP)
+        if name in QUADRATIC:
+            spend(len(text) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
 
     def _counted_filter(self, name: str, filter: Callable[..., object]) -> Callable[..., object]:
         """Return a filter that charges its inputs and its result to the budget."""
@@ -224,19 +230,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                     value = list(self._items(value))
                     args = (*args[:first], value, *rest)
                 self.budget.spend(1 + factor * (cost(value) + sum(map(cost, given))))
-            if name == "list" and isinstance(value, str):
-                self.budget.spend(len(value) // ITEMS_OF_A_STEP)
-            elif name == "trim" and isinstance(value, str):
-                self.budget.spend(len(value) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
-            elif name in WIDE_FILTERS:
-                _check_widths(given)
-                if name == "indent":
-                    self.budget.spend(str(value).count("\n") * _width(given) // CHARS_OF_A_STEP)
-            elif name == "format":
-                _check_format(str(value))
-            elif name == "replace" and len(rest) >= 2:
-                self.budget.spend(_replacing_cost(str(value), *rest[:2]))
-            elif name == "join":
+            text = str(value) if isinstance(value, str) or name in TEXT_FILTERS else ""
+            self._spend_on_text(name, text, rest, given)
+            if name == "join":
                 separator = rest[0] if rest else kwargs.get("d", "")
                 args = (*args[:first], self._parts(value, str(separator)), *rest)
             return self._counted_value(filter(*args, **kwargs))
