@@ -137,9 +137,8 @@ class RequestMetrics:
         return found
 
     def traffic(self) -> Iterator[tuple[str, ModelTraffic]]:
-        """Yield each model with its traffic."""
-        for model, metrics in self._models.items():
-            yield model, metrics.traffic
+        """Return each model with its traffic."""
+        return ((model, metrics.traffic) for model, metrics in self._models.items())
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
         """Count the choice of a worker, and how many of the prompt's blocks it has cached, as far as is known."""

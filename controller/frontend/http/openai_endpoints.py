@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-from functools import cache
 
 import msgspec
 import structlog
@@ -72,7 +71,7 @@ class OpenAiEndpoints:
         self._admission = director.admission
         self._requests = director.metrics.requests
         self._counts = director.request_metrics
-        self._tokenizer_ms = cache(director.metrics.histograms.tokenizer_ms.of)
+        self._tokenizer_ms = director.metrics.histograms.tokenizer_ms.of
         self._slow_clients = director.metrics.faults.slow_clients
 
     @property

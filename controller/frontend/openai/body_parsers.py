@@ -109,11 +109,9 @@ class _ParserProcess:
 
     async def _running(self) -> Process:
         if self._process is None or self._process.returncode is not None:
-            environment = {
-                name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")
-            }
+            own = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
             self._process = await asyncio.create_subprocess_exec(
-                *COMMAND, stdin=PIPE, stdout=PIPE, env=environment, limit=PIECE_BYTES
+                *COMMAND, stdin=PIPE, stdout=PIPE, env=own, limit=PIECE_BYTES
             )
         return self._process
 

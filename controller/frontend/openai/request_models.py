@@ -28,6 +28,7 @@ SALT_CHARS_MAX = 256
 TEXT_CHARS_MAX = 2**20  # of /tokenize
 TOKENS_MAX = 2**18  # of /detokenize: about four times as many characters
 
+Json = dict[str, object]
 Count = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -50,32 +51,34 @@ def _no_more(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _read_later(*schemas: dict[str, object]) -> WithJsonSchema:
+def _read_later(*schemas: Json) -> WithJsonSchema:
     """Describe a field that the parser validates later: its content must not be read before its length is checked."""
     return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
 
 
-_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
-_TOKENS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: Json = {"type": "string", "minLength": 1}
+_TOKENS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _STOP = {**_TEXT, "maxLength": STOP_CHARS_MAX}
 _STOPS = {"type": "array", "items": _STOP, "maxItems": STOPS_MAX}
 _PROMPTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": N_MAX}
 _TOKEN_PROMPTS = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": N_MAX}
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed response."""
+class Lenient(BaseModel):
+    """A part of a body. Unknown fields are kept, so that they can be reported."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Lenient):
+    """Options of a streamed response."""
 
     include_usage: bool = option("add a final event with the usage", False)
     continuous_usage_stats: bool = option("add the usage so far to every event; needs include_usage", False)
 
 
-class RequestBody(BaseModel):
+class RequestBody(Lenient):
     """Fields common to chat and completion requests."""
-
-    model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
     model: str = Field(description="a name listed by /v1/models")
     stream: bool = option("send an event for each token instead of the whole answer", False)
@@ -118,31 +121,25 @@ class RequestBody(BaseModel):
     )
     return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
     return_tokens_as_token_ids: bool | None = option('show the tokens of logprobs as "token_id:N"')
-    response_format: dict[str, object] | None = option(
-        "format of the answer: type text, json_object or json_schema"
-    )
-    structured_outputs: dict[str, object] | None = option(
+    response_format: Json | None = option("format of the answer: type text, json_object or json_schema")
+    structured_outputs: Json | None = option(
         "format of the answer, in vLLM's form: json, regex, choice, grammar …"
     )
-    guided_json: dict[str, object] | str | None = option("structured_outputs.json")
+    guided_json: Json | str | None = option("structured_outputs.json")
     guided_regex: str | None = option("structured_outputs.regex")
     guided_choice: list[str] | None = option("structured_outputs.choice")
     guided_grammar: str | None = option("structured_outputs.grammar")
 
 
-class Part(BaseModel):
+class Part(Lenient):
     """One part of a message's content."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Lenient):
     """One message of a conversation. Additional fields are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[list[Part], Field(max_length=PARTS_MAX)] | None = option(
@@ -150,21 +147,22 @@ class ChatMessage(BaseModel):
     )
 
 
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, description="the conversation so far")
+]
+
+
 class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(
-        min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
-    )
+    messages: Messages
     max_completion_tokens: int | None = option("like max_tokens, over which it has precedence", ge=1)
     logprobs: bool | None = option("return the logprob of each chosen token")
     top_logprobs: int | None = option(
         "also return those of this many most likely tokens; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
     )
-    chat_template_kwargs: dict[str, object] | None = option("variables for the chat template")
-    tools: list[dict[str, object]] | None = option(
-        'only accepted with tool_choice: "none"', max_length=TOOLS_MAX
-    )
+    chat_template_kwargs: Json | None = option("variables for the chat template")
+    tools: list[Json] | None = option('only accepted with tool_choice: "none"', max_length=TOOLS_MAX)
     tool_choice: Annotated[object, _read_later({"enum": ["none", "auto"]})] = option(
         '"none"; or "auto" without tools'
     )
@@ -219,10 +217,8 @@ class PlainChat(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
 
-class TokenizerBody(BaseModel):
+class TokenizerBody(Lenient):
     """Fields common to /tokenize and /detokenize. Their format is vLLM's."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = option("optional if only one model is served")
 
@@ -238,14 +234,12 @@ class TokenizePromptBody(TokenizerBody):
 class TokenizeChatBody(TokenizerBody):
     """POST /tokenize with a conversation."""
 
-    messages: list[ChatMessage] = Field(
-        min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
-    )
+    messages: Messages
     add_generation_prompt: bool = option("include what the chat template adds before an answer", True)
     add_special_tokens: bool = option("include the special tokens that the tokenizer adds to a prompt", False)
     return_token_strs: bool | None = option("return each token's name in the vocabulary")
-    chat_template_kwargs: dict[str, object] | None = option("variables for the chat template")
-    tools: list[dict[str, object]] | None = option("for the chat template", max_length=TOOLS_MAX)
+    chat_template_kwargs: Json | None = option("variables for the chat template")
+    tools: list[Json] | None = option("for the chat template", max_length=TOOLS_MAX)
 
 
 class DetokenizeBody(TokenizerBody):

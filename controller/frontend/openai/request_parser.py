@@ -59,10 +59,10 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     logprobs: int | None = None  # number of top tokens shown; None: no logprobs
     logprobs_by_id: bool = False  # tokens in logprobs are named by their ids
     details: AnswerDetails = NO_DETAILS
-    guided: dict[str, object] | None = None
+    guided: models.Json | None = None
     cache_salt: str = ""  # cached prefixes are shared only with requests that have the same salt
-    messages: list[dict[str, object]] | None = None  # of a chat
-    template_extra: dict[str, object] | None = None  # variables for the chat template
+    messages: list[models.Json] | None = None  # of a chat
+    template_extra: models.Json | None = None  # variables for the chat template
     template_reads: str = ""  # a field that the chat template must read; otherwise it is refused
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
@@ -74,8 +74,8 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
 
     model: str | None
     text: str | None = None  # None: messages are given
-    messages: list[dict[str, object]] = []
-    template_names: dict[str, object] = {}  # for the chat template
+    messages: list[models.Json] = []
+    template_names: models.Json = {}  # for the chat template
     special: bool
     token_strs: bool
     unknown: tuple[str, ...] = ()
@@ -246,7 +246,7 @@ def _stops(stop: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _guided(body: models.RequestBody) -> dict[str, object] | None:
+def _guided(body: models.RequestBody) -> models.Json | None:
     """Return the constraint on the answer's form, for engines that support one. Raise ApiError (400)."""
     found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     wanted = body.response_format
@@ -263,7 +263,7 @@ def _guided(body: models.RequestBody) -> dict[str, object] | None:
     return found or None
 
 
-def plain_message(place: int, message: models.ChatMessage) -> dict[str, object]:
+def plain_message(place: int, message: models.ChatMessage) -> models.Json:
     """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400)."""
     extra, given, where = message.model_extra or {}, message.content, f"messages.{place}.content"
     content = [_text_part(part, where) for part in given] if isinstance(given, list) else given
@@ -314,7 +314,7 @@ def parse_tokenize(data: object) -> TokenizeRequest:
         raise invalid("give either prompt or messages", "prompt")
     body = validated(models.TokenizeChatBody, data) if chat else validated(models.TokenizePromptBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_TOKENIZE)
-    text, messages, names = None, [], dict[str, object]()
+    text, messages, names = None, [], models.Json()
     if isinstance(body, models.TokenizePromptBody):
         text = body.prompt
     else:

@@ -31,6 +31,7 @@ from events.wire import Logprob
 # four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
 ROLE = {"role": "assistant", "content": ""}
+Logprobs = Sequence[Logprob] | None
 ShownLogprobs = dict[str, list[object]]
 
 
@@ -90,9 +91,7 @@ class AnswerContext(msgspec.Struct):
     def __post_init__(self) -> None:
         self.due = self.logprobs
 
-    def split_logprobs(
-        self, logprobs: Sequence[Logprob] | None, tokens: Sequence[int]
-    ) -> Sequence[Logprob] | None:
+    def split_logprobs(self, logprobs: Logprobs, tokens: Sequence[int]) -> Logprobs:
         """Keep the logprobs of the prompt, if they are due, and return those of these answer tokens."""
         if not self.due or logprobs is None:
             return logprobs
@@ -231,7 +230,7 @@ class StreamingWriter(ResponseWriter):
         # None until the fast path cannot handle a token
         self._detokenizer: IncrementalDetokenizer | None = None
 
-    def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+    def write(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         if not self._begun:
             self._begin()
         table, whole = self._table, self._bytes
@@ -259,7 +258,7 @@ class StreamingWriter(ResponseWriter):
         self._detokenizer = self._detokenizer or self._format.detokenizer()
         return self._detokenizer
 
-    def _write_each(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+    def _write_each(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         check_tokens(tokens, self._format.tokens.size)
         detokenizer = self._started_detokenizer()
         logprobs = self._context.split_logprobs(logprobs, tokens)
@@ -362,11 +361,11 @@ class BufferedWriter(ResponseWriter):
         self._detokenizer = self._format.detokenizer()
         self.stopped = False
 
-    def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+    def write(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         logprobs = self._context.split_logprobs(logprobs, tokens)
         return len(tokens) if self._context.silent else self._gather(tokens, logprobs)
 
-    def _gather(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+    def _gather(self, tokens: Sequence[int], logprobs: Logprobs) -> int:
         check_tokens(tokens, self._format.tokens.size)
         used = 0
         for token in tokens:

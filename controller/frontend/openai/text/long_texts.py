@@ -54,9 +54,8 @@ class LongTexts:
     async def _run(self, lane: "_Lane", chars: int, work: "partial[T]") -> T:
         most = self._settings.waiting_mb_max * MB
         if self.chars and self.chars + chars > most:
-            raise self._busy(
-                "long_texts", "queue_full", f"texts with {self.chars} characters are already waiting"
-            )
+            why = f"texts with {self.chars} characters are already waiting"
+            raise self._busy("long_texts", "queue_full", why)
         self.chars += chars
         try:
             async with asyncio.timeout(self._settings.wait_s):
