@@ -15,6 +15,7 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.credentials import ApiKeys
 from controller.frontend.http.responses import Cors, json_answer, refusal
 from controller.frontend.http.served_models import model_of
+from controller.frontend.openai import request_head as heads
 from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
@@ -22,16 +23,7 @@ from controller.frontend.openai.completion import (
     refuse_unsupported,
 )
 from controller.frontend.openai.intake import UNSCANNED_BYTES, Intake, read_prompts
-from controller.frontend.openai.request_head import (
-    ENDPOINTS,
-    Call,
-    Head,
-    fresh_id,
-    read_admission,
-    read_head,
-    unknown_fields,
-    worker_headers,
-)
+from controller.frontend.openai.request_head import Head
 from controller.frontend.openai.request_parser import ParsedRequest, parse_body
 from controller.frontend.openai.sse import SseStream, StreamedResponse
 from controller.frontend.openai.text.chat_templates import BadTemplate
@@ -88,7 +80,7 @@ class OpenAiEndpoints:
         """Handle a completion request that arrived through aiohttp."""
         version, tiers = (request.version.major, request.version.minor), self.director.table.tiers
         keep = bool(request.keep_alive)
-        head = read_head(ENDPOINTS[request.path], request.headers, version, tiers, keep=keep)
+        head = heads.read_head(heads.ENDPOINTS[request.path], request.headers, version, tiers, keep=keep)
         response = await self._respond(head, request, request.transport)
         return StreamedResponse(keep=head.keep) if response is None else response
 
@@ -112,7 +104,7 @@ class OpenAiEndpoints:
                 self.keys.check(head.credentials)
             if not isinstance(given, bytes):  # the fast path has read these with the head
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
-                asked = read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
+                asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
             parsed: ParsedRequest
             # Most bodies are small and need no coroutine.
@@ -121,7 +113,7 @@ class OpenAiEndpoints:
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:
-                unknown_warning = unknown_fields(parsed.unknown)
+                unknown_warning = heads.unknown_fields(parsed.unknown)
                 headers["Warning"] = f"{head.warning}, {unknown_warning}" if head.warning else unknown_warning
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self.director.table.known:
@@ -130,7 +122,7 @@ class OpenAiEndpoints:
             model = parsed.model
             self._counts.active[model] += 1
             self.answering += 1
-            call = Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
+            call = heads.Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
             response, error = await self._answer(call)
             return response
         except ApiError as raised:
@@ -150,7 +142,7 @@ class OpenAiEndpoints:
             # break the cycle with this frame in its traceback, which would keep the body until the next garbage collection
             error = None
 
-    async def _answer(self, call: Call) -> tuple[web.Response | None, ApiError | None]:
+    async def _answer(self, call: heads.Call) -> tuple[web.Response | None, ApiError | None]:
         """Return the response that is still to be written, and the error of a stream that failed."""
         parsed, headers = call.parsed, call.headers
         stream: SseStream | None = None
@@ -177,12 +169,12 @@ class OpenAiEndpoints:
         if stream is not None and (error is None or stream.started):
             return None, error
         if stream is None and completion.answers[0].endpoint is not None:
-            headers |= worker_headers(completion.answers)
+            headers |= heads.worker_headers(completion.answers)
         if error is not None:
             raise error
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
-    async def _admit(self, call: Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
+    async def _admit(self, call: heads.Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
         """Return an admitted request, and its room, already released for the answers. Raise ApiError."""
         routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
         if self._admission.by_deadline:
@@ -196,7 +188,7 @@ class OpenAiEndpoints:
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
         return Completion(admitted, stream, priority, routing.limit(model)), reservation
 
-    async def _admit_by_deadline(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
+    async def _admit_by_deadline(self, call: heads.Call) -> tuple[AdmittedRequest, Reservation]:
         """Return a request that is admitted by its deadline, and its room, already released for the answers. Raise ApiError."""
         head, parsed = call.head, call.parsed
         client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
@@ -210,7 +202,7 @@ class OpenAiEndpoints:
         reservation.free()
         return msgspec.structs.replace(admitted, first_token_by=until), reservation
 
-    async def _admitted(self, call: Call, lineage: Lineage) -> AdmittedRequest:
+    async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
         """Return a request with its prompts tokenized. Raise ApiError."""
         parsed, director = call.parsed, self.director
         began = director.now()
@@ -314,7 +306,7 @@ def _shutting_down() -> ApiError:
 
 def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
     """Return the headers common to all responses to this request."""
-    headers = {"X-Request-Id": head.id or fresh_id()}
+    headers = {"X-Request-Id": head.id or heads.fresh_id()}
     if head.warning:
         headers["Warning"] = head.warning
     if cors is not None:

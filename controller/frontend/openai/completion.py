@@ -7,20 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
+from controller.frontend.openai import writers
 from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import NO_DETAILS, ParsedRequest
 from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
-from controller.frontend.openai.writers import (
-    PLAIN,
-    AnswerContext,
-    BufferedWriter,
-    ResponseFormat,
-    StreamingWriter,
-    event,
-    usage,
-)
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames
@@ -95,7 +87,7 @@ class Completion:
         call = admitted.call
         self._parsed = parsed = call.parsed
         created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._format = ResponseFormat(parsed, admitted.tokens, call.id, created)
+        self._format = writers.ResponseFormat(parsed, admitted.tokens, call.id, created)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -129,14 +121,14 @@ class Completion:
 
     def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
         """Return the writer of the next answer. `accepted`: its token list."""
-        format, wanted, context = self._format, self._parsed.details, PLAIN
+        format, wanted, context = self._format, self._parsed.details, writers.PLAIN
         if wanted != NO_DETAILS:
             echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
             due = wanted.echo and self._parsed.logprobs is not None
-            context = AnswerContext(wanted, prompt, echoed, self._silent, due, accepted)
+            context = writers.AnswerContext(wanted, prompt, echoed, self._silent, due, accepted)
         if self.stream is None:
-            return BufferedWriter(format, context)
-        return StreamingWriter(format, self.stream, len(self.answers), context)
+            return writers.BufferedWriter(format, context)
+        return writers.StreamingWriter(format, self.stream, len(self.answers), context)
 
     @property
     def _silent(self) -> bool:
@@ -164,7 +156,7 @@ class Completion:
         if error is not None and not stream.started:
             stream.parts.clear()
         elif error is not None:
-            stream.end(event(error.body()))
+            stream.end(writers.event(error.body()))
         else:
             if self._parsed.include_usage:
                 stream.parts.append(self._format.total(self.usage()))
@@ -176,13 +168,15 @@ class Completion:
         prompts = self.answers[:: self._parsed.n]  # the choices of a prompt share it
         cached = sum(answer.cached_tokens or 0 for answer in prompts)
         read = sum(len(answer.request.prompt) for answer in prompts)
-        total = usage(read, 0 if self._silent else made)
+        total = writers.usage(read, 0 if self._silent else made)
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def body(self) -> dict[str, object]:
         """Return the response body of a request that is not streamed."""
-        writers = [answer.writer for answer in self.answers]
-        choices = [writer.choice(i) for i, writer in enumerate(writers) if isinstance(writer, BufferedWriter)]
+        parts = [
+            answer.writer for answer in self.answers if isinstance(answer.writer, writers.BufferedWriter)
+        ]
+        choices = [part.choice(index) for index, part in enumerate(parts)]
         name = "chat.completion" if self._parsed.chat else "text_completion"
         whole = self._format.response(name, choices) | {"usage": self.usage()}
         if self._parsed.chat and self._parsed.details.token_ids:
