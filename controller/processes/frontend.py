@@ -24,9 +24,9 @@ from controller.console.endpoints import PATH
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.frontend.director import SERVED_EVERY_S, Director, ServedUntil, World
 from controller.frontend.http.api import Api
+from controller.frontend.http.credentials import check_open_port
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.metrics import JournalMetrics
 from controller.ports import Observe

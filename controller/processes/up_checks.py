@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from controller.config.flags import gather
 from controller.config.variables import PREFIX
-from controller.frontend.http.credentials import ApiKeys, Tls
-from controller.frontend.open_port_check import check_open_port
+from controller.frontend.http.credentials import ApiKeys, Tls, check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.processes.ladder_flags import ladder_variables, tier_names
 from controller.processes.notifying.webhook_flags import check_webhooks

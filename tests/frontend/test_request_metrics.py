@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.histograms import LabelledHistogram, token_histogram
-from controller.frontend.metrics import FrontendMetrics
+from controller.frontend.metrics import FrontendMetrics, LabelledHistogram, token_histogram
 from events.decisions import HealthStatus
 from events.observations import WorkerLeft
 

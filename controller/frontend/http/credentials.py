@@ -8,14 +8,17 @@ digests stay in memory, and only a key's name is ever shown. A new certificate a
 
 import hmac
 import re
+import socket
 import ssl
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
 
 from controller.frontend.errors import ApiError
 from controller.frontend.metrics import BoundMetrics
+from controller.frontend.settings import FrontendSettings
 from events.errors import BadSetting
 
 KEYS_MAX = 1_000  # each adds 0.2 µs to every request
@@ -175,3 +178,26 @@ def _reason(error: Exception) -> str:
         # a file without PEM data yields no reason
         return _REASONS.get(error.reason or "", error.reason or NOT_PEM)
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+
+
+def check_open_port(settings: FrontendSettings) -> None:
+    """Raise BadSetting if clients of other hosts could use the API without a key, and `--insecure` is not given."""
+    if settings.api_key_file or settings.insecure or is_loopback(settings.host):
+        return
+    raise BadSetting(
+        f"the host {settings.host} lets clients of other hosts use the API without a key. Give --api-key-file FILE "
+        "(docs/operations/security.md), listen on 127.0.0.1 behind a proxy that authenticates, or give --insecure"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or every address of a name, is reachable from this host only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host or None, None, flags=0 if host else socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

@@ -19,9 +19,8 @@ from certificates import certificate
 from frontend_kit import Kit, frontend
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.http.credentials import ApiKeys, Tls, read_keys
+from controller.frontend.http.credentials import ApiKeys, Tls, check_open_port, read_keys
 from controller.frontend.http.listeners import Listeners
-from controller.frontend.open_port_check import check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.processes.up_checks import check_front_port
 from controller.processes.up_flags import add_arguments

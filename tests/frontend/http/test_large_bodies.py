@@ -16,8 +16,7 @@ from scripted_worker import ScriptedWorker
 from waits import turns, until
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.body_parsers import COMMAND
-from controller.frontend.openai.intake import CHEAP_BYTES, SLICE_BYTES, YIELD_BYTES, BodyScan, Intake
+from controller.frontend.openai.intake import CHEAP_BYTES, COMMAND, SLICE_BYTES, YIELD_BYTES, BodyScan, Intake
 from controller.frontend.openai.request_parser import parse_body
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
