@@ -1,21 +1,37 @@
 """Clients of a virtual frontend: their requests, arrival times, and retries of rejected requests."""
 
 import asyncio
+import itertools
 import json
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from random import Random
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
 from benchmarks.overload.world import VirtualFrontend
+from benchmarks.router.virtual.fleet import percentile
+from benchmarks.rows import Row
+from controller.frontend.admission.pool import ALONE_TIMES
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
+from controller.trace.prompts import tokens
+from controller.trace.rows import BLOCK_TOKENS, TraceRow
+from workers.engines.simulated.language import VOCABULARY
 
 RETRIES_MAX = 2  # the default of OpenAI's client
 RETRY_AFTER_MAX_S = 60.0
 BACKOFF_S, BACKOFF_MAX_S = 0.5, 8.0
 AGAIN = (408, 409, 429)
+WARM_S = 5.0  # at the beginning, while the fleet fills: not counted
+# share, deadline in seconds
+TIERS = (("premium", 0.075, 1.0), ("standard", 0.6, 2.0), ("best_effort", 0.325, 4.0))
+CLIENTS = 16
+VOCABULARY_USED = range(300, VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +169,104 @@ class Clients:
         if 0 < told_s <= RETRY_AFTER_MAX_S:
             return told_s
         return float(min(BACKOFF_MAX_S, BACKOFF_S * 2**number) * (1 - 0.25 * dice.random()))
+
+
+def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
+    """Return the figures of the requests that arrived in full seconds after the warm-up.
+
+    `goodput`: answers within their deadline, per second. `admitted_p99`: the 99th percentile of the time to the first token of
+    answered requests, divided by the deadline. `refused_at_once`: the share of rejections that took computing time only.
+    """
+    seen = [one for one in attempts if WARM_S <= one.coming.at_s < seconds]
+    span = seconds - WARM_S
+    answered = [one for one in seen if one.status == 200]
+    first = [one for one in seen if one.number == 0]
+    good = {one.coming.key for one in seen if one.good}
+    premium = [one for one in first if one.coming.tier == "premium"]
+    ratios = sorted(inf if one.first_s is None else one.first_s / one.coming.deadline_s for one in answered)
+    return {
+        "offered": len(first) / span,
+        "attempts": len(seen) / span,
+        "goodput": len(good) / span,
+        "answered": len(answered) / span,
+        "failed": sum(one.failed for one in answered),
+        "admitted_p50": percentile(ratios, 0.5),
+        "admitted_p99": percentile(ratios, 0.99),
+        "premium_good": sum(one.coming.key in good for one in premium) / max(1, len(premium)),
+        **_refusals([one for one in seen if one.status != 200]),
+    }
+
+
+def _refusals(refused: Sequence[Attempt]) -> Row:
+    took = sorted(one.took_s for one in refused if one.at_once)
+    return {
+        "refused_at_once": len(took) / max(1, len(refused)),
+        "refusal_ms_p50": percentile(took, 0.5) * 1e3,
+        "refusal_ms_p99": percentile(took, 0.99) * 1e3,
+        "reasons": dict(Counter(f"{one.status} {one.refused}" for one in refused)),
+    }
+
+
+def recovery(attempts: Sequence[Attempt], fell_s: float) -> Row:
+    """Return the number of rejections after the load fell, and the time of the last one after that."""
+    late = [one.at_s for one in attempts if one.at_s >= fell_s and one.status != 200]
+    return {"refusals": len(late), "last_refusal_s": max(late, default=fell_s) - fell_s}
+
+
+class Arrivals:
+    """The requests of one trace, with prompts of another size."""
+
+    def __init__(self, rows: Sequence[TraceRow], block_tokens: int, reads_per_s: float) -> None:
+        """`block_tokens`: tokens in place of each block's; `reads_per_s`: prompt tokens per second of an idle worker."""
+        self.rows = [_scaled(row, block_tokens) for row in rows]
+        self._block_tokens, self._reads_per_s = block_tokens, reads_per_s
+
+    def prompt(self, number: int) -> Sequence[int]:
+        """Return the prompt of a row; after the last row it starts again at the first."""
+        row = self.rows[number % len(self.rows)]
+        return tokens(row, self._block_tokens, VOCABULARY_USED) or [VOCABULARY_USED.start]
+
+    def answer(self, number: int) -> int:
+        """Return the number of tokens of its answer."""
+        return max(1, self.rows[number % len(self.rows)].output_length)
+
+    def coming(self, rate: float, seconds: float, seed: int, since_s: float = 0.0) -> Iterator[Coming]:
+        """Yield requests at `rate` per second for `seconds`."""
+        dice, rows = Random(seed), self.rows
+        span = rows[-1].timestamp / 1e3
+        speed = rate / (len(rows) / span)
+        for key in itertools.count():
+            turn, place = divmod(key, len(rows))
+            at = (rows[place].timestamp / 1e3 + turn * span) / speed
+            if at >= seconds:
+                return
+            tier, deadline_s = _tier(dice.random())
+            prompt = self.prompt(key)
+            deadline_s = max(deadline_s, ALONE_TIMES * len(prompt) / self._reads_per_s)
+            client = f"c{dice.randrange(CLIENTS)}"
+            yield Coming(key, since_s + at, prompt, self.answer(key), tier, client, deadline_s)
+
+
+def both(first: Iterator[Coming], then: Iterator[Coming]) -> Iterator[Coming]:
+    """Yield the requests of `first`, then those of `then`."""
+    count = 0
+    for one in first:
+        count = one.key + 1
+        yield one
+    for one in then:
+        yield replace(one, key=count + one.key)
+
+
+def _tier(draw: float) -> tuple[str, float]:
+    """Return a tier and its deadline, for a number from 0 to 1."""
+    for name, share, deadline_s in TIERS:
+        if draw < share:
+            return name, deadline_s
+        draw -= share
+    return TIERS[-1][0], TIERS[-1][2]
+
+
+def _scaled(row: TraceRow, block_tokens: int) -> TraceRow:
+    """Return a request with blocks of another size: the same number of blocks, with the same hashes."""
+    length = max(1, row.input_length * block_tokens // BLOCK_TOKENS)
+    return msgspec.structs.replace(row, input_length=length)

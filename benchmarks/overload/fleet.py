@@ -31,9 +31,16 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from benchmarks.overload.arrivals import Arrivals, both
-from benchmarks.overload.clients import Attempt, Coming, arrive
-from benchmarks.overload.figures import WARM_S, Row, figures, recovery, say
+from benchmarks.overload.clients import (
+    WARM_S,
+    Arrivals,
+    Attempt,
+    Coming,
+    arrive,
+    both,
+    figures,
+    recovery,
+)
 from benchmarks.overload.refusal_client import RefusalClient
 from benchmarks.overload.systems import (
     BATCH,
@@ -47,10 +54,11 @@ from benchmarks.overload.systems import (
 )
 from benchmarks.peers.peer import MISSING, PYTHON
 from benchmarks.router.routing import TRACE
-from benchmarks.router.virtual.figures import percentile
-from benchmarks.router.virtual.trace import positive, read, whole
+from benchmarks.router.virtual.fleet import percentile
+from benchmarks.router.virtual.trace import positive, recorded, whole
+from benchmarks.rows import Row, command_line, show
 from controller.trace.replay.endpoint import ReplayTarget
-from controller.trace.rows import BadTrace, TraceRow
+from controller.trace.rows import TraceRow
 from events.errors import HoldfastError
 
 PATIENCE_S = 20.0
@@ -79,13 +87,14 @@ class RealClients:
 
     async def ask(self, coming: Coming, began: float) -> None:
         """Send one request."""
-        sent = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time
+        sent = now()
         attempt = Attempt(coming, 0, sent - began)
         self.attempts.append(attempt)
 
         def take(event: bytes, at: float) -> None:
             if attempt.first_s is None:
-                attempt.first_s = asyncio.get_running_loop().time() - sent
+                attempt.first_s = now() - sent
             if event.startswith(b'{"error"'):
                 attempt.failed = True
 
@@ -108,10 +117,10 @@ class RealClients:
         if not asking.done() and attempt.first_s is None:
             asking.cancel()
             await asyncio.wait({asking})
-            attempt.ended_s, attempt.refused = asyncio.get_running_loop().time() - sent, "gave up"
+            attempt.ended_s, attempt.refused = now() - sent, "gave up"
             return
         reply = await asking
-        attempt.ended_s = asyncio.get_running_loop().time() - sent
+        attempt.ended_s = now() - sent
         attempt.status = reply.status
         attempt.failed |= bool(reply.fault)
         if reply.status == 200:
@@ -133,12 +142,12 @@ class FleetTrial:
         """Return the rows of one fleet, each printed as soon as it is known. `capacity` 0: it is measured."""
         try:
             await system.start()
-            said = [] if capacity else [say(await self._flood(system))]
+            said = [] if capacity else [show(await self._flood(system))]
             capacity = capacity or said[0]["requests_per_s"]
             await RealClients(system).run(self._arrivals.coming(capacity, WARM_UP_S, self._args.seed + 1))
-            said += [say(await self._run(system, load, capacity)) for load in loads]
+            said += [show(await self._run(system, load, capacity)) for load in loads]
             if loads and system.name.startswith("holdfast"):
-                said.append(say(await self._step(system, capacity)))
+                said.append(show(await self._step(system, capacity)))
         finally:
             await system.stop()
         return said
@@ -152,26 +161,14 @@ class FleetTrial:
         async def user() -> None:
             while loop.time() < began + FLOOD_S:
                 n = next(numbers)
-                one = Coming(
-                    n,
-                    loop.time() - began,
-                    arrivals.prompt(n),
-                    arrivals.answer(n),
-                    "standard",
-                    "c",
-                    PATIENCE_S,
-                )
-                await clients.ask(one, began)
+                at_s, prompt, answer = loop.time() - began, arrivals.prompt(n), arrivals.answer(n)
+                await clients.ask(Coming(n, at_s, prompt, answer, "standard", "c", PATIENCE_S), began)
 
         await asyncio.gather(*(user() for _ in range(self._args.workers * (BATCH + 1))))
         ends = [one.at_s + one.ended_s for one in clients.attempts if one.status == 200 and not one.failed]
         rate = sum(FLOOD_WARM_S <= end < FLOOD_S for end in ends) / (FLOOD_S - FLOOD_WARM_S)
-        return {
-            "row": "capacity",
-            "system": system.name,
-            "workers": self._args.workers,
-            "requests_per_s": rate,
-        }
+        workers = self._args.workers
+        return {"row": "capacity", "system": system.name, "workers": workers, "requests_per_s": rate}
 
     async def _run(self, system: OverloadedSystem, load: float, capacity: float) -> Row:
         args, began = self._args, time.perf_counter()
@@ -236,16 +233,12 @@ async def run(rows: Sequence[TraceRow], args: argparse.Namespace, folder: Path) 
             if kind not in capacities:
                 capacities[kind] = found[0]["requests_per_s"]
             said += found
-    say(result(said))
+    show(result(said))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks overload_fleet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("overload_fleet", __doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--workers", type=whole, default=64)
     parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
@@ -257,10 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.dynamo and not args.dynamo_python.exists():
         parser.error(MISSING)
-    try:
-        rows = read(args.trace)
-    except BadTrace as error:
-        parser.error(f"{error} (set another with --trace)")
+    rows = recorded(parser, args.trace)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -25,36 +25,26 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.overload.arrivals import Arrivals, both
-from benchmarks.overload.clients import Clients, Coming
-from benchmarks.overload.figures import Row, figures, recovery, say
+from benchmarks.overload.clients import Arrivals, Clients, Coming, both, figures, recovery
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.plots import figure, needed, plot_file
 from benchmarks.router.routing import FIRST, KV_TOKENS, SPEEDS, TRACE
-from benchmarks.router.virtual.trace import positive, read, whole
+from benchmarks.router.virtual.trace import positive, recorded, whole
+from benchmarks.rows import Row, command_line, show
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
-from controller.trace.rows import BadTrace, TraceRow
+from controller.trace.rows import TraceRow
 from workers.engines.simulated.sequence import EngineShape
 
 CONTROLS = ("none", "token-capacity", "deadline")
 LOOK_S = 0.05
-KEPT_OF_PEAK = 0.9  # of the goodput at capacity, at twice and four times the load
-PREMIUM_KEPT = 0.99
-REFUSAL_MS = 5.0
-RECOVERS_S = 5.0
 T = TypeVar("T")
 
 
 def virtual(work: Coroutine[Any, Any, T]) -> T:
     """Run in virtual time, and return the result."""
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
 
 
 class Trial:
@@ -155,26 +145,18 @@ def result(rows: Sequence[Row]) -> Row:
     steps = [row["last_refusal_s"] for row in rows if row["row"] == "step" and row["control"] == "deadline"]
     found: Row = {"row": "result"}
     if 1.0 in runs:
-        peak = runs[1.0]["goodput"]
-        for load in (2.0, 4.0):
-            if load in runs:
-                found[f"goodput_at_{load:g}_of_peak"] = runs[load]["goodput"] / peak
+        peak, above = runs[1.0]["goodput"], [load for load in (2.0, 4.0) if load in runs]
+        found |= {f"goodput_at_{load:g}_of_peak": runs[load]["goodput"] / peak for load in above}
     if 4.0 in runs:
         found["premium_good_at_4"] = runs[4.0]["premium_good"]
-    found["admitted_p99_of_deadline"] = max((row["admitted_p99"] for row in runs.values()), default=None)
-    found["refusal_ms_p99"] = max((row["refusal_ms_p99"] for row in runs.values()), default=None)
-    found["idle"] = max((row["idle"] for row in runs.values()), default=None)
-    found["last_refusal_s"] = max(steps, default=None)
-    return found
+    columns = {"admitted_p99_of_deadline": "admitted_p99", "refusal_ms_p99": "refusal_ms_p99", "idle": "idle"}
+    found |= {name: max((row[key] for row in runs.values()), default=None) for name, key in columns.items()}
+    return found | {"last_refusal_s": max(steps, default=None)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks overload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("overload", __doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--workers", type=whole, default=8)
     parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
@@ -190,17 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.plot:
         needed()
-    try:
-        rows = read(args.trace)
-    except BadTrace as error:
-        parser.error(f"{error} (set another with --trace)")
-    trial = Trial(rows, args)
+    trial = Trial(recorded(parser, args.trace), args)
     capacity = trial.capacity()
-    said = [say({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]
+    said = [show({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]
     for control in args.controls:
-        said += [say(trial.run(control, load, capacity)) for load in args.loads]
-        said.append(say(trial.step(control, capacity)))
-    say(result(said))
+        said += [show(trial.run(control, load, capacity)) for load in args.loads]
+        said.append(show(trial.step(control, capacity)))
+    show(result(said))
     if args.plot:
         _draw(args.plot, said)
     return 0
@@ -213,14 +191,9 @@ def _draw(path: Path, rows: Sequence[Row]) -> None:
             loads = [row["load"] for row in runs]
             goodput.plot(loads, [row["goodput"] for row in runs], marker="o", label=control)
             late.plot(loads, [row["admitted_p99"] for row in runs], marker="o", label=control)
-        goodput.set(
-            xlabel="offered load, times the capacity", ylabel="answers in time, a second", ylim=(0, None)
-        )
-        late.set(
-            xlabel="offered load, times the capacity",
-            ylabel="p99 of the first token, over its deadline",
-            yscale="log",
-        )
+        offered = "offered load, times the capacity"
+        goodput.set(xlabel=offered, ylabel="answers in time, a second", ylim=(0, None))
+        late.set(xlabel=offered, ylabel="p99 of the first token, over its deadline", yscale="log")
         late.axhline(1.0, color="grey", linewidth=0.8)
         goodput.legend()
 

@@ -17,9 +17,8 @@ BATCH, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
 SPEED = 0.25  # of the mocker's
 CONTROLS = ("none", "token-capacity", "deadline")
 STARTS_WITHIN_S = 120.0
-NICER = (
-    10  # niceness of workers above the frontend's: they stand for other machines, and must not delay it here
-)
+# niceness of workers above the frontend's: they stand for other machines, and must not delay it here
+NICER = 10
 
 
 class OverloadedSystem(Protocol):

@@ -71,9 +71,7 @@ class Links(ConnectedWorkers):
         """Return whether this instance is connected."""
         return self._instances.get(worker) == instance
 
-    def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return the same."""
-        return self._instances.get(worker) == instance
+    recently_heard = reachable
 
     def external_load(self, worker: str) -> Load | None:
         """Return the load by other frontends."""

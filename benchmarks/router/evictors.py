@@ -8,7 +8,6 @@ number of evictions, and microseconds per block. `host`: the same with a tier of
 well. Without the trace beside this clone it uses our own chat traffic. Prints one JSON object per row.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.router.virtual.trace import whole
+from benchmarks.rows import command_line
 from benchmarks.simulation.synthesizer import MOONCAKE
 from controller.trace import chat
 from controller.trace.rows import BLOCK_TOKENS, BadTrace, read
@@ -60,20 +60,14 @@ def play(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("evictors", __doc__)
     parser.add_argument("--trace", type=Path, default=MOONCAKE if MOONCAKE.exists() else None)
     parser.add_argument("--block-size", type=whole, default=BLOCK_TOKENS)
     parser.add_argument("--at-once", type=whole, default=32)
     parser.add_argument("--requests", type=whole)
     args = parser.parse_args(argv)
-    made = args.trace is None
-    rows = (
-        synthesize(chat.learned(), args.requests or CHAT_REQUESTS)
-        if made
-        else read(args.trace, args.block_size)
-    )
+    requests = args.requests or CHAT_REQUESTS
+    rows = read(args.trace, args.block_size) if args.trace else synthesize(chat.learned(), requests)
     try:
         prompts = [row.hash_ids for row in islice(rows, args.requests) if row.hash_ids]
     except BadTrace as error:
@@ -83,20 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     different = len({block for prompt in prompts for block in prompt})
     total = sum(map(len, prompts))
     largest = max(map(len, prompts))
-    print(
-        json.dumps({"requests": len(prompts), "blocks": total, "different": different, "at_once": args.at_once,
-                    "endless_percent": play(prompts, total, "lru", args.at_once, 0)["found_percent"]})
-    )  # fmt: skip
+    endless = play(prompts, total, "lru", args.at_once, 0)["found_percent"]
+    sizes = {"requests": len(prompts), "blocks": total, "different": different}
+    print(json.dumps({**sizes, "at_once": args.at_once, "endless_percent": endless}))
     for percent in PERCENT:
         blocks = max(largest, different * percent // 100)
         for host in (0, blocks):
             for kind in get_args(EvictorKind):
-                played = play(prompts, blocks, kind, args.at_once, host)
-                print(
-                    json.dumps(
-                        {"cache_percent": percent, "blocks": blocks, "host": host, "evictor": kind} | played
-                    )
-                )
+                row = {"cache_percent": percent, "blocks": blocks, "host": host, "evictor": kind}
+                print(json.dumps(row | play(prompts, blocks, kind, args.at_once, host)))
     return 0
 
 

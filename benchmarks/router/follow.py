@@ -14,16 +14,16 @@ Prints one JSON object per row.
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from benchmarks.registration import played_worker
+from benchmarks.rows import Row, command_line, show
 from controller.adapters.embedded.servers import start_nats
 from controller.adapters.feeds.kv_events import KvEvents
 from events.kv import KvEvent, Removed, Stored
@@ -79,14 +79,14 @@ class Fleet:
         return frontend, running
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Callable[..., object]) -> None:
     """Wait until it holds."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(POLL_S)
 
 
-async def delay(fleet: Fleet, frontend: KvEvents) -> dict[str, Any]:
+async def delay(fleet: Fleet, frontend: KvEvents) -> Row:
     """Measure how long one step's events take."""
     taken = []
     for number in range(DELAYS):
@@ -99,7 +99,7 @@ async def delay(fleet: Fleet, frontend: KvEvents) -> dict[str, Any]:
     return {"p50_ms": round(taken[DELAYS // 2], 1), "p99_ms": round(taken[DELAYS * 99 // 100], 1)}
 
 
-async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> dict[str, Any]:
+async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> Row:
     """Measure how many steps per second arrive."""
     before: dict[str, list[int]] = {}
     began = time.perf_counter()
@@ -117,7 +117,7 @@ async def events(fleet: Fleet, frontend: KvEvents, steps: int) -> dict[str, Any]
     return {"steps_per_s": round(steps / lasted), "gaps": frontend.view.counts.gaps, "lost": lost}
 
 
-async def restore(fleet: Fleet, blocks: int) -> dict[str, Any]:
+async def restore(fleet: Fleet, blocks: int) -> Row:
     """Measure how long a new frontend takes, and how long it blocks its loop."""
     names = fleet.blocks(blocks)
     for first in range(0, blocks, 64):
@@ -150,13 +150,11 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
         await fleet.start()
         frontend, running = await fleet.follow()
         about = {"workers": args.workers}
-        print(json.dumps({"figure": "delay", **about, **await delay(fleet, frontend)}), flush=True)
-        print(
-            json.dumps({"figure": "events", **about, **await events(fleet, frontend, args.steps)}), flush=True
-        )
+        show({"figure": "delay", **about, **await delay(fleet, frontend)})
+        show({"figure": "events", **about, **await events(fleet, frontend, args.steps)})
         running.cancel()
         await frontend.close()
-        print(json.dumps({"figure": "restore", **about, **await restore(fleet, args.blocks)}), flush=True)
+        show({"figure": "restore", **about, **await restore(fleet, args.blocks)})
         await fleet.close()
     finally:
         await server.kill()
@@ -164,9 +162,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("follow", __doc__)
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--blocks", type=int, default=64_000)

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,8 @@ AT_LEAST = {
     ("find 1", "lookups_per_s"): 200_000,
     ("find 60", "lookups_per_s"): 100_000,
     ("load", "blocks_per_s"): 1_000_000,
-    (
-        "hash 64",
-        "prompts_per_s",
-    ): 80_000,  # the block size of Dynamo's mocker; vLLM's 16 has four times the hashes
+    # the block size of Dynamo's mocker; vLLM's 16 has four times the hashes
+    ("hash 64", "prompts_per_s"): 80_000,
 }
 P99_US = 25.0
 AT_MOST = {("find 1", "p99_us"): P99_US, ("find 60", "p99_us"): P99_US, ("load", "mb_per_million"): 150}
@@ -51,20 +50,12 @@ MILLIONS_MAX = 1000
 BEND_MAX = 0.15  # of the whole: memory grows in steps, whenever a hash map does
 
 
-class Holders(dict[int, WorkerRank]):
-    """The ranks that hold blocks, by the number of their worker."""
-
-    def __missing__(self, worker: int) -> WorkerRank:
-        holder = self[worker] = WorkerRank(f"w{worker}", "instance")
-        return holder
-
-
 class Holdfast:
     """Our index looks up sequence hashes, and stores them as workers send them."""
 
     def __init__(self) -> None:
         self._index = KvIndex()
-        self._holders = Holders()
+        self._holder = cache(lambda worker: WorkerRank(f"w{worker}", "instance"))
 
     def ready(self, chain: Chain) -> tuple[bytes, Chain]:
         names = sequence_hashes(chain)
@@ -73,7 +64,7 @@ class Holdfast:
     def store(self, worker: int, announced: bytes) -> None:
         for event in batch(announced).events:
             assert isinstance(event, Stored)
-            self._index.store(self._holders[worker], event.parent, event.blocks)
+            self._index.store(self._holder(worker), event.parent, event.blocks)
 
     def find(self, asked: Chain) -> int:
         return len(self._index.find(asked).device)
@@ -109,10 +100,8 @@ def compare(sides: dict[str, Path], args: argparse.Namespace) -> None:
             line: dict[str, Any] = {"row": row, "system": side}
             for name in figures:
                 runs = [one[row][name] for one in taken[side]]
-                line |= {
-                    name: _short(statistics.median(runs)),
-                    f"{name}_runs": [_short(one) for one in runs],
-                }
+                line[name] = _short(statistics.median(runs))
+                line[f"{name}_runs"] = [_short(one) for one in runs]
             print(json.dumps(line | (judged(line) if side == first else {})), flush=True)
 
 
@@ -146,10 +135,8 @@ def growth(sides: dict[str, Path], args: argparse.Namespace) -> None:
     for side, python in sides.items():
         grown[side] = measure(side, python, "grow", args, sizes)
         for point in grown[side]:
-            print(
-                json.dumps({"row": "grow", "system": side} | {k: _short(v) for k, v in point.items()}),
-                flush=True,
-            )
+            shown = {name: _short(value) for name, value in point.items()}
+            print(json.dumps({"row": "grow", "system": side} | shown), flush=True)
     print(json.dumps(straight(grown["Holdfast"])), flush=True)
     if args.plot:
         draw(grown, args.plot)
@@ -192,13 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--grow",
-        type=float,
-        default=10,
-        metavar="MILLIONS",
-        help="million blocks of `grow`; 0: skip (default: 10)",
-    )
+    about = "million blocks of `grow`; 0: skip (default: 10)"
+    parser.add_argument("--grow", type=float, default=10, metavar="MILLIONS", help=about)
     parser.add_argument("--plot", type=plot_file, help="file for the plot of the growth (.svg or .png)")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)

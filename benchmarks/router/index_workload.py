@@ -27,19 +27,15 @@ class Side(Protocol):
 
     def ready(self, chain: Chain) -> tuple[Any, Any]:
         """Return a prompt's blocks as its engine announces them, and as the router looks them up."""
-        ...
 
     def store(self, worker: int, announced: Any) -> None:
         """Store that a worker holds blocks."""
-        ...
 
     def find(self, asked: Any) -> int:
         """Return the number of workers that hold the first block of a prompt, after computing their depths."""
-        ...
 
     def hash(self, tokens: Sequence[int], block_tokens: int) -> Any:
         """Return a prompt's look-up key for the router."""
-        ...
 
 
 def chains(blocks: int, depth: int, dice: Random) -> list[Chain]:
@@ -54,9 +50,8 @@ def find(make: Callable[[], Side], blocks: int, workers: int, depth: int, holder
     for announced, _ in known:
         for worker in dice.sample(range(workers), holders):
             side.store(worker, announced)
-    asked = [
-        [int(str(block)) for block in dice.choice(known)[1]] for _ in range(LOOKUPS)
-    ]  # equal lists, but not the same objects
+    # equal lists, but not the same objects
+    asked = [[int(str(block)) for block in dice.choice(known)[1]] for _ in range(LOOKUPS)]
     assert all(side.find(one) == holders for one in asked[:100])
     rate = LOOKUPS / seconds(lambda: [side.find(one) for one in asked])
     took = sorted(seconds(partial(side.find, one)) for one in asked)
@@ -141,13 +136,11 @@ def run(make: Callable[[], Side]) -> int:
     if args.what == "grow":
         print(json.dumps(grow(make, args.workers, args.depth, args.sizes)))
         return 0
-    rows = {
-        "load": load(make, args.workers, args.depth)
-    }  # first: memory freed by other measurements would hide its own
+    # `load` is first: memory freed by other measurements would hide its own
+    rows = {"load": load(make, args.workers, args.depth)}
     for holders in (1, 60):
-        rows[f"find {holders}"] = find(
-            make, args.blocks, args.workers, args.depth, min(holders, args.workers)
-        )
+        held_by = min(holders, args.workers)
+        rows[f"find {holders}"] = find(make, args.blocks, args.workers, args.depth, held_by)
     for block_tokens in (16, 64):
         rows[f"hash {block_tokens}"] = hashing(make, block_tokens)
     print(json.dumps(rows))

@@ -28,20 +28,21 @@ import math
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any  # of matplotlib
 
 from benchmarks.plots import figure, needed, plot_file
 from benchmarks.router.virtual import bounds, trace
-from benchmarks.router.virtual.figures import figures
-from benchmarks.router.virtual.fleet import Fleet
+from benchmarks.router.virtual.fleet import Fleet, figures
 from benchmarks.router.virtual.router import Router, workers
+from benchmarks.rows import Row, command_line, show
 from controller.router.selection.score import USUAL, Pricing
 from controller.router.selection.selector import Mode
-from controller.trace.rows import BadTrace, encode
 from controller.trace.rows import TraceRow as Recorded
+from controller.trace.rows import encode
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import POLYNOMIALS, ModelTiming
 
@@ -55,9 +56,12 @@ ALL_HITS = 1.0  # of the possible ones
 HITS = (ALL_HITS, 0.9, 0.0)
 SPEEDS: dict[str, ModelTiming] = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
 FIRST, SECOND = SPEEDS
+PANELS = {
+    "ttft_mean": "mean TTFT, s",
+    "hit_rate": "prefix hit rate",
+    "balance": "balance: p99 of tokens / mean",
+}
 EVENTS_LATE_S = 0.002  # about the delay of a KV event from an engine's step to a frontend's index
-
-Row = dict[str, Any]
 
 
 def shape(block_tokens: int) -> EngineShape:
@@ -185,60 +189,36 @@ def dynamo(rows: Sequence[Recorded], count: int, args: argparse.Namespace) -> It
 
 def draw(found: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
     """Draw each mode's results over the load, a row of panels per fleet."""
-    rows = [row for row in found if row["row"] == "run"]
-    best = [row for row in found if row["row"] == "best"]
-    lines = sorted({(row["workers"], row["speed"]) for row in rows})
-    panels = (
-        ("ttft_mean", "mean TTFT, s"),
-        ("hit_rate", "prefix hit rate"),
-        ("balance", "balance: p99 of tokens / mean"),
-    )
-    with figure(path, len(panels), f"{args.trace.name}, seed {args.seed}", lines=len(lines)) as axes:
-        for line, (count, speed) in enumerate(lines):
-            here = [row for row in rows if (row["workers"], row["speed"]) == (count, speed)]
-            for axis, (key, label) in zip(axes[line], panels, strict=True):
-                for system, mode in sorted({(row["system"], row["mode"]) for row in here}):
-                    points = [
-                        row for row in here if (row["system"], row["mode"]) == (system, mode) and key in row
-                    ]
-                    style = "-" if system == "Holdfast" else "--"
-                    axis.plot(
-                        [p["load"] for p in points],
-                        [p[key] for p in points],
-                        style,
-                        marker=".",
-                        label=f"{system} {mode}",
-                    )
-                axis.set(xlabel=f"load, {count} workers, {speed}", ylabel=label)
-            ideal = [row for row in best if (row["workers"], row["speed"]) == (count, speed)]
+    fleets: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in found:
+        if row["row"] in ("run", "best"):
+            fleets[row["workers"], row["speed"]].append(row)
+    with figure(path, len(PANELS), f"{args.trace.name}, seed {args.seed}", lines=len(fleets)) as axes:
+        for line, ((count, speed), rows) in zip(axes, sorted(fleets.items()), strict=True):
+            for axis, key in zip(line, PANELS, strict=True):
+                _draw_modes(axis, key, [row for row in rows if row["row"] == "run" and key in row])
+                axis.set(xlabel=f"load, {count} workers, {speed}", ylabel=PANELS[key])
+            ideal = [row for row in rows if row["row"] == "best"]
             least, dealt = [row["least"][ALL_HITS] for row in ideal], [row["dealt"] for row in ideal]
             for name, points, style in (("least", least, ":"), ("dealt", dealt, "-.")):
-                axes[line][2].plot([row["load"] for row in ideal], points, style, color="grey", label=name)
-            axes[line][2].legend(fontsize=6)
-            axes[line][0].set_yscale("log")
-            axes[line][0].legend(fontsize=6)
+                line[2].plot([row["load"] for row in ideal], points, style, color="grey", label=name)
+            line[2].legend(fontsize=6)
+            line[0].set_yscale("log")
+            line[0].legend(fontsize=6)
 
 
-def show(row: Row) -> Row:
-    """Print one row."""
-    print(json.dumps({key: _short(value) for key, value in row.items()}), flush=True)
-    return row
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def _draw_modes(axis: Any, key: str, rows: Sequence[Row]) -> None:
+    """Draw one column over the load, a line per system and mode."""
+    for system, mode in sorted({(row["system"], row["mode"]) for row in rows}):
+        points = [row for row in rows if (row["system"], row["mode"]) == (system, mode)]
+        style, label = "-" if system == "Holdfast" else "--", f"{system} {mode}"
+        axis.plot([p["load"] for p in points], [p[key] for p in points], style, marker=".", label=label)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything."""
     modes = [mode.value for mode in Mode]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks routing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("routing", __doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--requests", type=trace.whole, help="number of requests to use (default: all)")
     parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
@@ -256,10 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed()
     if args.dynamo and not args.dynamo_python.exists():
         parser.error("Dynamo is not installed: run `make peer` to install it into .venv-peer")
-    try:
-        rows = trace.read(args.trace, args.requests)
-    except BadTrace as error:
-        parser.error(f"{error} (set another with --trace)")
+    rows = trace.recorded(parser, args.trace, args.requests)
     runs: list[Row] = []
     for count in args.workers:
         runs += [show(row) for row in sweep(Trial(rows, count, args, args.speed), args)]

@@ -7,39 +7,25 @@ virtual seconds per second of wall time and of this process's CPU time; `utilisa
 are in a step, after the first 10 s in which the fleet fills; the average number of requests on a busy engine; memory.
 """
 
-import argparse
-import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from benchmarks.router.routing import EVENTS_LATE_S, FIRST, SPEEDS, TRACE, shape
 from benchmarks.router.virtual import trace
-from benchmarks.router.virtual.figures import mean
-from benchmarks.router.virtual.fleet import WINDOW_S, Fleet
+from benchmarks.router.virtual.fleet import WINDOW_S, Fleet, mean
 from benchmarks.router.virtual.router import Router, workers
+from benchmarks.rows import command_line, show
 from controller.router.selection.score import USUAL
 from controller.router.selection.selector import Mode
-from controller.trace.rows import BadTrace
-
-
-def until(requests: Iterator[trace.Request], end_s: float) -> Iterator[trace.Request]:
-    """Yield the requests that arrive before the end."""
-    for request in requests:
-        if request.at_s >= end_s:
-            return
-        yield request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the fleet."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks virtual_fleet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("virtual_fleet", __doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--engines", type=trace.whole, default=10_000)
     parser.add_argument("--copies", type=trace.whole, default=270)
@@ -49,15 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-tokens", type=int, choices=[64, 128, 256, 512], default=512)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    try:
-        recorded = trace.read(args.trace)
-    except BadTrace as error:
-        parser.error(f"{error} (set another with --trace)")
+    recorded = trace.recorded(parser, args.trace)
     timing, engine = SPEEDS[args.speed], shape(args.block_tokens)
     router = Router(workers(args.engines, timing.profile(engine)), Mode(args.mode), USUAL, args.seed)
     fleet = Fleet(engine, timing, args.engines, [router], events_late_s=EVENTS_LATE_S)
     rows = trace.copies(recorded, args.copies, args.seed)
-    coming = until(trace.requests(rows, args.block_tokens), args.seconds)
+    coming = takewhile(lambda one: one.at_s < args.seconds, trace.requests(rows, args.block_tokens))
     began, cpu = time.perf_counter(), time.process_time()
     outcome = fleet.run(coming, args.seconds)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -79,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
         "seed": args.seed,
     }
-    print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}))
+    show(row)
     return 0
 
 

@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.router.virtual.figures import full_windows, percentile, spread
-from benchmarks.router.virtual.fleet import WINDOW_S, Fleet, windows
+from benchmarks.router.virtual.fleet import WINDOW_S, Fleet, full_windows, percentile, spread, windows
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.router.virtual.trace import Request
 from controller.router.selection.selector import Mode

@@ -1,7 +1,7 @@
 """Requests of a trace for a fleet in virtual time: arrival, lengths and block names."""
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -33,6 +33,14 @@ def read(path: Path, limit: int | None = None) -> list[TraceRow]:
     if not rows[-1].timestamp:
         raise BadTrace(f"{path}: all {len(rows)} requests arrive at once, so there is no rate to change")
     return rows
+
+
+def recorded(parser: ArgumentParser, path: Path, limit: int | None = None) -> list[TraceRow]:
+    """Read the trace that a command line names. If that fails, exit with a message."""
+    try:
+        return read(path, limit)
+    except BadTrace as error:
+        parser.error(f"{error} (set another with --trace)")
 
 
 def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow]:
