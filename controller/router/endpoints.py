@@ -101,9 +101,9 @@ class Endpoint:
     active: int = 0  # requests of this frontend in flight there
     kept: KeptRoom = field(default_factory=KeptRoom)
     tokens: int = 0  # of requests in flight: their prompts, and the most they may generate
-    refused_at: Load | None = (
-        None  # the external load there when it last refused a request because it was full
-    )
+    # The external load that it had reported when it last refused a request because it was full: it counts as full until its
+    # next report.
+    refused_at: Load | None = None
     worker: str = field(init=False)
     instance: str = field(init=False)
     model: str = field(init=False)
@@ -164,13 +164,6 @@ class Endpoint:
         """Count requests that have ended, with the same `tokens` as at their `begin`."""
         self.active -= requests
         self.tokens -= tokens
-
-    def refuse(self, others: Load | None) -> None:
-        """Record that the worker refused a request because it is full. It counts as full until it next reports its load.
-
-        `others`: the external load that it reported last.
-        """
-        self.refused_at = others
 
     def shown(self, reachable: bool) -> dict[str, object]:
         """Return the endpoint's state for display."""
@@ -272,9 +265,7 @@ class EndpointTable:
         self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
-        self.further: dict[
-            str, str
-        ] = {}  # model by additional name, as registered by the servers behind its workers
+        self.further: dict[str, str] = {}  # model by additional name, which its workers' servers register
         self.number = 0  # of the last decision that this table reflects
         self.known = set[str]()  # every model that a worker of the fleet serves, served, or is awaited with
         self.tiers = Tiers()
@@ -298,14 +289,7 @@ class EndpointTable:
         """
         change = TableChange()
         self.number = fleet.number
-        if fleet.models is not self._models:
-            knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
-            change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
-        if fleet.policy is not self._policy:
-            self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
-            self._slos.clear()
-        if fleet.thresholds is not self._thresholds:
-            self._thresholds = self.thresholds = fleet.thresholds
+        self._absorb_settings(fleet, change)
         self._departed = fleet.departed
         if fleet.awaited is not self._awaited:
             self._awaited = fleet.awaited
@@ -316,16 +300,26 @@ class EndpointTable:
         for name, worker in fleet.workers.items():
             if known.get(name) is not worker:
                 self._update(worker, known.get(name), change)
-        if len(fleet.workers) < len(known) + change.joined:
-            change.left = True
+        change.left = change.left or len(fleet.workers) < len(known) + change.joined
         if change.left:
             self._update_models(fleet)
         if change.left or change.joined:
-            self._replace(endpoint for endpoint in self.endpoints.values() if self._lives(endpoint))
+            self._replace(endpoint for endpoint in self.endpoints.values() if self.worker(endpoint))
         elif change.moved:  # other workers are routable now, and the limits are their votes
             self._group.clear()
             self._limits.clear()
         return change
+
+    def _absorb_settings(self, fleet: Fleet, change: TableChange) -> None:
+        """Update what operators and the controller have set for each model."""
+        if fleet.models is not self._models:
+            knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+            change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
+        if fleet.policy is not self._policy:
+            self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
+            self._slos.clear()
+        if fleet.thresholds is not self._thresholds:
+            self._thresholds = self.thresholds = fleet.thresholds
 
     def _update_models(self, fleet: Fleet) -> None:
         """Update which models are served or awaited."""
@@ -361,13 +355,11 @@ class EndpointTable:
         endpoint.expected = worker.expected
         out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
         endpoint.weight = 0.0 if out or not endpoint.context_tokens else worker.weight
-        change.moved = (
-            change.moved
-            or before is None
-            or before_it != endpoint.standing
-            or before.drain != worker.drain
-            or before.health.limits != worker.health.limits
+        same = before is not None and (before.drain, before.health.limits) == (
+            worker.drain,
+            worker.health.limits,
         )
+        change.moved = change.moved or not same or before_it != endpoint.standing
         change.updated.append((endpoint, worker))
 
     def _suspect(self, worker: Worker) -> str:
@@ -378,9 +370,7 @@ class EndpointTable:
         why = worker.health.charges.accused or worker.health.reason
         if worker.serves_suspect:
             return why
-        if not (worker.health.corrupt and worker.suspect):
-            return ""
-        if not self._keeps_last:
+        if not (worker.health.corrupt and worker.suspect and self._keeps_last):
             return ""
         model = worker.joined.model
         others = (one for one in self._known.values() if one is not worker and one.joined.model == model)
@@ -420,9 +410,6 @@ class EndpointTable:
     def workers(self) -> Iterable[Worker]:
         """Every worker in the fold, including dead and forgotten ones."""
         return (*self._known.values(), *self._departed.values())
-
-    def _lives(self, endpoint: Endpoint) -> bool:
-        return self.worker(endpoint) is not None
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
         """Apply thresholds set at this frontend at once. The fold later contains them, merged with changes at other frontends."""

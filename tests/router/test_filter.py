@@ -126,7 +126,7 @@ def filter_of(fleet: list[Made], asked: Asked) -> tuple[Filter, list[Endpoint]]:
     for one, made in zip(endpoints, fleet, strict=True):
         one.begin(requests=made.active)
         if made.refused:
-            one.refuse(loads[int(one.worker)])
+            one.refused_at = loads[int(one.worker)]
     links = Links(
         there=lambda worker: fleet[int(worker)].reachable,
         heard=lambda worker: fleet[int(worker)].recently_heard,

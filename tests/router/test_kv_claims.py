@@ -8,8 +8,7 @@ from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
 from controller.router.endpoints import Key, WorkerRank
-from controller.router.index.claims import JUDGED, SLACK_BLOCKS, WRONG
-from controller.router.index.view import KvView
+from controller.router.index.view import JUDGED, SLACK_BLOCKS, WRONG, KvView
 from events.kv import KvBatch, KvEvent, Stored
 from events.observations import WorkerJoined
 

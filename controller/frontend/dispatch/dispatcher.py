@@ -14,8 +14,8 @@ from controller.frontend.request.effects import SelectWorker
 from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.scheduler import RoutingState, Scheduler, explained
-from controller.ports import RequestPlane, Sink, WorkerUnreachable
+from controller.frontend.scheduling.scheduler import Scheduler, explained
+from controller.ports import RequestPlane, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
@@ -32,7 +32,6 @@ class Dispatcher:
 
     table: EndpointTable
     routing: Scheduler
-    state: RoutingState
     plane: RequestPlane
     poison: PoisonWatch
     breakers: LocalBreakers
@@ -41,10 +40,13 @@ class Dispatcher:
     intrusions: Intrusions
     no_worker: NoWorker = field(default_factory=NoWorker)  # the error of the last request without a worker
 
+    def __post_init__(self) -> None:
+        self.state = self.routing.state
+
     def route(
-        self, live: LiveRequest, effect: SelectWorker, sink: Sink, now: float
+        self, live: LiveRequest, effect: SelectWorker, now: float
     ) -> Sent | ConnectFailed | NoWorkerFound:
-        """Choose a worker and send an attempt; `sink` receives its output. Return the resulting event."""
+        """Choose a worker and send an attempt. Return the resulting event."""
         try:
             choice = self.choose(live, effect)
         except NoWorker as error:
@@ -53,7 +55,7 @@ class Dispatcher:
             reopens_s = error.reopens_s if isinstance(error, AllClosed) else 0.0
             return NoWorkerFound(error.code, stands_in, reopens_s)
         try:
-            self.send(live, choice, sink, now)
+            self.send(live, choice, now)
         except WorkerUnreachable:
             return ConnectFailed(choice.endpoint.key)
         return Sent(choice.endpoint.server)
@@ -115,11 +117,11 @@ class Dispatcher:
 
     # --- starting an attempt --------------------------------------------------------------------------------
 
-    def send(self, live: LiveRequest, choice: Selection, sink: Sink, now: float) -> None:
+    def send(self, live: LiveRequest, choice: Selection, now: float) -> None:
         """Send a request to the chosen worker. Raise WorkerUnreachable."""
         endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
         generate = live.continuation.request(endpoint, rank)
-        stream = self.plane.open(endpoint.worker, endpoint.instance, generate, sink)
+        stream = self.plane.open(endpoint.worker, endpoint.instance, generate, live)
         claimed = 0
         if live.last_dispatch is None:
             if request.overrides.explain:
@@ -127,26 +129,26 @@ class Dispatcher:
             if choice.overlap_blocks:
                 claimed = state.claimed(choice)
         slot = state.begin(choice, request, live.accepted)
-        self._begin(live, endpoint, rank, stream, slot, now, claimed)
+        self._begin(live, (endpoint, rank), stream, slot, now, claimed)
 
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
         """Record a KV transfer's result: the target continues the request in this stream, with the received KV cache."""
         slot = self.state.carry(endpoint, rank, live.request, live.accepted)
-        self._begin(live, endpoint, rank, stream, slot, now)
+        self._begin(live, (endpoint, rank), stream, slot, now)
 
     def _begin(
         self,
         live: LiveRequest,
-        endpoint: Endpoint,
-        rank: int,
+        at: tuple[Endpoint, int],
         stream: int,
         slot: int,
         now: float,
         claimed: int = 0,
     ) -> None:
-        request = live.request
+        """Count an attempt at a worker and its DP rank."""
+        request, (endpoint, rank) = live.request, at
         self.poison.sent(request, endpoint, slot)
-        self.running.begin(live, endpoint, len(request.prompt) + request.sampling.max_tokens)
+        self.running.begin(live, endpoint, request.tokens_max)
         epoch, before = self.breakers.routed(endpoint.key), live.last_dispatch
         shown = rank if endpoint.ranks > 1 else None
         live.begin(Dispatch(endpoint, shown, stream, slot, self.table.number, epoch, before, claimed), now)
@@ -235,7 +237,7 @@ class Dispatcher:
         The worker gets no new request until its next load report.
         """
         endpoint = dispatch.endpoint
-        endpoint.refuse(self.plane.external_load(endpoint.worker))
+        endpoint.refused_at = self.plane.external_load(endpoint.worker)
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:

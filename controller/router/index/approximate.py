@@ -11,6 +11,7 @@ Each holder has one tree of pieces, with no more nodes than its prompts have bra
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex, Matches, common
@@ -21,19 +22,15 @@ _DROPPED = 64  # pieces forgotten per call: what was sent in a burst expires as 
 _SWEPT = 100  # pieces of the index freed per call after a holder has gone
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _SentBlocks:
     """Consecutive blocks of one holder that were last sent together."""
 
-    __slots__ = ("at", "blocks", "children", "holder", "parent")
-
-    def __init__(
-        self, holder: WorkerRank, blocks: Sequence[int], parent: "_SentBlocks | None", at: float
-    ) -> None:
-        self.holder = holder
-        self.blocks = blocks
-        self.parent = parent
-        self.at = at
-        self.children: dict[int, _SentBlocks] = {}  # by their first block
+    holder: WorkerRank
+    blocks: Sequence[int]
+    parent: "_SentBlocks | None"
+    at: float
+    children: dict[int, "_SentBlocks"] = field(default_factory=dict)  # by their first block
 
 
 class ApproximateCache:
@@ -71,8 +68,7 @@ class ApproximateCache:
         """Record that a prompt with these blocks is sent to a holder."""
         if not blocks:
             return
-        root = self._roots.get(holder)
-        if root is None:
+        if (root := self._roots.get(holder)) is None:
             root = self._roots[holder] = _SentBlocks(holder, (), None, now)
         before, path = self._blocks, self._path(root, blocks, now)
         for piece in reversed(path):

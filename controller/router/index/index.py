@@ -19,6 +19,9 @@ One task owns the index: there are no locks, and no call blocks.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 import msgspec
 
@@ -30,17 +33,15 @@ Masks = tuple[int, int, int]  # the holders on each tier, one bit per holder
 NO_HOLDERS: Masks = (0, 0, 0)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BlockRun:
     """Consecutive blocks with the same holders. A run that was removed or joined to another has no blocks."""
 
-    __slots__ = ("blocks", "children", "depth", "masks", "parent")
-
-    def __init__(self, blocks: list[int], depth: int, parent: "BlockRun | None", masks: Masks) -> None:
-        self.blocks = blocks
-        self.depth = depth  # of its first block; 0 where prompts begin
-        self.parent = parent
-        self.masks = masks
-        self.children: dict[int, BlockRun] = {}  # by their first block
+    blocks: list[int]
+    depth: int  # of its first block; 0 where prompts begin
+    parent: "BlockRun | None"
+    masks: Masks
+    children: dict[int, "BlockRun"] = field(default_factory=dict)  # by their first block
 
     def place(self, block: int) -> int:
         """Return the position of a block in the run. Usually it is the last."""
@@ -55,17 +56,9 @@ def with_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
     return (device, host | bit, disk) if tier is Tier.HOST else (device, host, disk | bit)
 
 
-def without_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
-    """Return the masks without a holder on a tier."""
-    device, host, disk = masks
-    if tier is Tier.DEVICE:
-        return device & ~bit, host, disk
-    return (device, host & ~bit, disk) if tier is Tier.HOST else (device, host, disk & ~bit)
-
-
-def only(masks: Masks, kept: int) -> Masks:
-    """Return the masks restricted to the holders in `kept`."""
-    return masks[0] & kept, masks[1] & kept, masks[2] & kept
+def without(masks: Masks, gone: Masks) -> Masks:
+    """Return the masks without the holders in `gone`."""
+    return masks[0] & ~gone[0], masks[1] & ~gone[1], masks[2] & ~gone[2]
 
 
 def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
@@ -235,6 +228,7 @@ class KvIndex:
         Adjacent blocks in prompt order, or in reverse, are removed together.
         """
         bit, missing, position = self._bits.get(holder, 0), 0, 0
+        gone = with_bit(NO_HOLDERS, bit, tier)
         while position < len(blocks):
             run = self._runs.get(blocks[position])
             if run is None or not run.masks[tier] & bit:
@@ -243,7 +237,7 @@ class KvIndex:
             first, size = stretch(run, blocks, position)
             position += size
             self._counts[holder] -= size
-            masks = without_bit(run.masks, bit, tier)
+            masks = without(run.masks, gone)
             if masks == NO_HOLDERS and first + size == len(run.blocks) and not run.children:
                 self._cut(run, first)
                 continue
@@ -273,7 +267,7 @@ class KvIndex:
             self._sweeping, self._swept = list(self._all), self._gone
         for run in self._sweeping[-limit:]:
             if run.blocks:
-                run.masks = only(run.masks, ~self._swept)
+                run.masks = without(run.masks, (self._swept,) * 3)
                 self._tidy(run)
         del self._sweeping[-limit:]
         if not self._sweeping:
@@ -296,14 +290,7 @@ class KvIndex:
         children = self._root.children
         while depth < length and (run := children.get(blocks[depth])) is not None:
             masks = run.masks
-            mask = (
-                masks[0]
-                if tiers == 1
-                else masks[0] | masks[1]
-                if tiers == 2
-                else masks[0] | masks[1] | masks[2]
-            )
-            here = alive & mask
+            here = alive & (masks[0] if tiers == 1 else reduce(or_, masks[:tiers]))
             if here != alive:
                 if depth:
                     # If most holders end here, emit all of them: that set is the same for many prompts, so its group is

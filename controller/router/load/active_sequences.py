@@ -111,15 +111,13 @@ class Request(msgspec.Struct):
     output_blocks: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SharedBlocks:
     """Consecutive blocks shared by the same set of requests."""
 
-    __slots__ = ("blocks", "children", "users")
-
-    def __init__(self, blocks: Sequence[int], users: dict[int, int]) -> None:
-        self.blocks = blocks
-        self.users = users  # number of requests by user
-        self.children: dict[int, SharedBlocks] = {}  # by their first block
+    blocks: Sequence[int]
+    users: dict[int, int]  # number of requests by user
+    children: dict[int, "SharedBlocks"] = field(default_factory=dict)  # by their first block
 
     def split(self, place: int) -> None:
         """Keep the blocks before `place`; the rest become the only child."""
@@ -205,32 +203,26 @@ class RequestListener(Protocol):
 
     def added(self, request: RequestId, entry: Request) -> None:
         """Called when a request begins."""
-        ...
 
     def read(self, request: RequestId) -> None:
         """Called when the prompt of a request has been read."""
-        ...
 
     def freed(self, request: RequestId) -> None:
         """Called when a request has ended."""
-        ...
 
 
 class ActiveSequences:
     """All requests in flight, by holder (a rank with its own KV cache). One tracker serves all models of a frontend."""
 
-    def __init__(self, *, track_output: bool = False, stale_s: float = STALE_S) -> None:
+    def __init__(self, *, track_output: bool = False) -> None:
         """`track_output`: also count the blocks of answers, as reported by `output`."""
         self._track_output = track_output
-        self._stale_s = stale_s
         self._looked = float("-inf")
         self._work: dict[WorkerRank, RankLoad] = {}
         self._requests: dict[RequestId, Request] = {}
         self._active = Prefixes()
         self._columns: Floats = np.zeros((8, _ROWS))
-        self._unwritten: dict[
-            int, RankLoad
-        ] = {}  # by row: changes to write to the columns before the next read
+        self._unwritten: dict[int, RankLoad] = {}  # by row: changes to write before the next read
         self._free_rows = list(range(_ROWS - 1, -1, -1))
         self.paced = False  # whether unread tokens shrink with time; then only `loads` has current values
         self.layout = 0  # incremented when a row is reassigned
@@ -276,20 +268,12 @@ class ActiveSequences:
             return False
         work = self._work.get(holder) or self._of(holder)
         entry = self._requests[request] = Request(
-            holder,
-            work,
-            blocks,
-            own_blocks,
-            block_tokens,
-            prefill_tokens,
-            expected_s,
-            owner,
-            now,
-            prefill_tokens > 0,
+            holder, work, blocks, own_blocks, block_tokens, prefill_tokens, expected_s, owner, now
         )
+        entry.reading = prefill_tokens > 0
         work.requests[request] = None
         work.blocks += own_blocks + self._active.use(work.row, blocks)
-        if prefill_tokens > 0:
+        if entry.reading:
             if not work.reading:
                 work.anchored = now
             work.reading[request] = (prefill_tokens, expected_s)
@@ -373,7 +357,7 @@ class ActiveSequences:
         if now - self._looked < LOOK_S:
             return ()
         self._looked = now
-        stale = [name for name, one in self._requests.items() if now - one.since >= self._stale_s]
+        stale = [name for name, one in self._requests.items() if now - one.since >= STALE_S]
         for request in stale:
             self.free(request, now=now)
         return stale

@@ -16,7 +16,7 @@ blocks, or an engine its tokens per step.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
@@ -27,9 +27,8 @@ from events.blocks import BlockNames
 
 AHEAD_S = 0.1  # with deadlines: a worker gets no new request while it has more prompt to read than this
 NEARLY_FULL = BusyThresholds(0.95)  # with deadlines: nor while more of its KV blocks are in use
-FILLED_MAX = (
-    0.98  # share of its KV blocks including the new request: engines reserve some (vLLM's watermark is 1 %)
-)
+# share of its KV blocks including the new request: engines reserve some (vLLM's watermark is 1 %)
+FILLED_MAX = 0.98
 HOLDS_S = 0.0002  # cache time per worker examined: twenty times the duration of the examination
 
 
@@ -83,30 +82,27 @@ class RankLoadSeen:
         )
 
 
+@dataclass(eq=False, repr=False)
 class LoadMonitor:
     """One frontend's view of how busy workers are."""
 
-    def __init__(
-        self,
-        limits: LoadLimits,
-        table: EndpointTable,
-        plane: ConnectedWorkers,
-        slots: ActiveSequences,
-        now: Callable[[], float],
-    ) -> None:
-        self.limits = limits
-        self._table = table
-        self._plane = plane
-        self._slots = slots
-        self.now = now
-        self._full_until: dict[str, float] = {}  # until when a model's workers are assumed to be all busy
-        self.lengths = AnswerLengths()
-        self.asked = NOTHING  # the room needed by the current request: see `asking`
-        self.beyond = 0.0  # share of a batch that may queue at the worker, for the current choice
+    limits: LoadLimits
+    table: EndpointTable
+    plane: ConnectedWorkers
+    slots: ActiveSequences
+    now: Callable[[], float]
+    lengths: AnswerLengths = field(default_factory=AnswerLengths)
+    asked: RequiredRoom = NOTHING  # the room needed by the current request: see `asking`
+    beyond: float = 0.0  # share of a batch that may queue at the worker, for the current choice
+    _full_until: dict[str, float] = field(
+        default_factory=dict
+    )  # until when a model's workers are assumed to be busy
+
+    def __post_init__(self) -> None:
+        limits = self.limits
         self._unread_s = AHEAD_S if limits.by_deadline and limits.unread_s is None else limits.unread_s
-        self.decides = (
-            limits.by_thresholds or self._unread_s is not None
-        )  # otherwise `has_enough` need not be called
+        # otherwise `has_enough` need not be called
+        self.decides = limits.by_thresholds or self._unread_s is not None
 
     @contextmanager
     def asking(self, wanted: RequiredRoom, beyond: float = 0.0) -> Iterator[None]:
@@ -130,8 +126,8 @@ class LoadMonitor:
         """Return how many requests may be in flight there, regardless of their size."""
         limits = self.limits
         whole = limits.inflight_max or endpoint.max_batch * limits.inflight_per_batch
-        cap = int(whole * self._table.knobs(endpoint.model).batch_size)
-        if limits.by_deadline and (load := self._plane.load(endpoint.worker)) is not None:
+        cap = int(whole * self.table.knobs(endpoint.model).batch_size)
+        if limits.by_deadline and (load := self.plane.load(endpoint.worker)) is not None:
             # its currently reported batch; canaries occupy places of it
             cap = (min(cap, load.batch) if load.batch > 0 else cap) - load.canaries
         if self.beyond:
@@ -162,9 +158,9 @@ class LoadMonitor:
         A rank without requests always accepts. If other frontends have requests there, or a canary runs, its last reported usage
         counts when that is larger.
         """
-        need, ranks, slots = -(-wanted.held // endpoint.block_tokens), endpoint.ranks, self._slots
-        reported = self._plane.load_by_rank(endpoint.worker)
-        external = self._plane.external_load(endpoint.worker)
+        need, ranks, slots = -(-wanted.held // endpoint.block_tokens), endpoint.ranks, self.slots
+        reported = self.plane.load_by_rank(endpoint.worker)
+        external = self.plane.external_load(endpoint.worker)
         shared = external is not None and external.running + external.waiting > 0
         answer = self.lengths.known(endpoint.model) if self.limits.answers_grow else 0.0
         growth = 1 + answer / 2 / endpoint.block_tokens  # 1: the block that is not full yet
@@ -198,9 +194,9 @@ class LoadMonitor:
 
     def ranks(self, endpoint: Endpoint) -> Iterator[RankLoadSeen | None]:
         """Yield the known load of each of a worker's DP ranks; None if nothing is known."""
-        reported, profile = self._plane.load_by_rank(endpoint.worker), endpoint.joined.profile
+        reported, profile = self.plane.load_by_rank(endpoint.worker), endpoint.joined.profile
         for rank, holder in enumerate(endpoint.holders):
-            ours = self._slots.work(holder, now=self.now())
+            ours = self.slots.work(holder, now=self.now())
             load = reported[rank] if rank < len(reported) else None
             if load is None and not ours.requests:
                 yield None
@@ -215,17 +211,17 @@ class LoadMonitor:
 
     def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
         """Return the unread prompt tokens of requests at a worker, per DP rank."""
-        if not self._slots.paced:  # a choice may need this for a thousand workers
-            return [load.reading_tokens for load in self._slots.rank_loads(endpoint.holders)]
+        if not self.slots.paced:  # a choice may need this for a thousand workers
+            return [load.reading_tokens for load in self.slots.rank_loads(endpoint.holders)]
         now = self.now()
-        return [self._slots.work(holder, now=now).prefill_tokens for holder in endpoint.holders]
+        return [self.slots.work(holder, now=now).prefill_tokens for holder in endpoint.holders]
 
     # --- all workers of a model -----------------------------------------------------------------------------
 
     def thresholds(self, model: str) -> BusyThresholds:
         """Return the busy thresholds of a model: those set by operators, and the settings where these are unset."""
         default = self.limits.thresholds if self.limits.by_thresholds else NEVER
-        given = self._table.thresholds.get(model)
+        given = self.table.thresholds.get(model)
         return default if given is None else given.over(default)
 
     def overloaded(self, model: str) -> bool:
@@ -239,7 +235,7 @@ class LoadMonitor:
         now = self.now()
         if now < self._full_until.get(model, 0.0):
             return True
-        workers = self.serving(self._table.models.get(model, ()))
+        workers = self.serving(self.table.models.get(model, ()))
         full = bool(workers) and all(self.busy(endpoint) for endpoint in workers)
         if full:
             self._full_until[model] = now + len(workers) * HOLDS_S
@@ -247,20 +243,20 @@ class LoadMonitor:
 
     def serving(self, endpoints: Iterable[Endpoint]) -> list[Endpoint]:
         """Return the endpoints that can get requests: in service and connected."""
-        reachable = self._plane.reachable
+        reachable = self.plane.reachable
         return [one for one in endpoints if one.routable and reachable(one.worker, one.instance)]
 
     def weight(self, model: str, lineage: Lineage) -> float:
         """Return the total weight of a model's workers of this lineage that can get requests."""
-        group = self._table.group(model, lineage)
+        group = self.table.group(model, lineage)
         return sum(one.weight for one in self.serving(group.endpoints if group is not None else ()))
 
     @property
     def servable(self) -> bool:
         """Whether any request could be served now."""
-        return bool(self.serving(self._table.endpoints.values()))
+        return bool(self.serving(self.table.endpoints.values()))
 
     def roll(self) -> list[dict[str, object]]:
         """Return the state of each worker for /health."""
-        reachable = self._plane.reachable
-        return [one.shown(reachable(one.worker, one.instance)) for one in self._table.endpoints.values()]
+        reachable = self.plane.reachable
+        return [one.shown(reachable(one.worker, one.instance)) for one in self.table.endpoints.values()]

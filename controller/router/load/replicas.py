@@ -13,23 +13,12 @@ time.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import ActiveSequences, Request, RequestId
-from events.slot_messages import (
-    BLOCKS_MAX,
-    EVENTS_MAX,
-    HASH_BYTES,
-    Added,
-    Freed,
-    Read,
-    ResendRequest,
-    SlotBatch,
-    SlotEvent,
-    pack,
-    unpack,
-)
+from events import slot_messages as slot
 
 SILENT_S = 3.5  # tolerates the loss of three heartbeat batches
 AGAIN_S = 1.0  # minimum interval between full states, and between requests for one
@@ -44,31 +33,26 @@ class _Other:
     next: int  # number of its next batch
     heard: float
     complete: bool
-    asked: float = float("-inf")
+    asked: float = -inf
 
 
+@dataclass(eq=False, repr=False)
 class Replicas:
     """Keeps one frontend's slot tracker in step with the others'."""
 
-    def __init__(
-        self,
-        frontend: str,
-        life: str,
-        slots: ActiveSequences,
-        on_event: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Listen to the slot tracker. `on_event` is called for each new event to send."""
-        self._frontend = frontend
-        self._life = life
-        self._slots = slots
-        self._others: dict[str, _Other] = {}
-        self._waiting: deque[SlotEvent] = deque()
-        self._number = 0
-        self._whole = False  # the full state is to be sent
-        self._full_sent = float("-inf")
-        self._on_event = on_event
-        self.gaps = 0  # number of times that batches of another frontend were lost
-        slots.listen(self)
+    frontend: str
+    life: str  # of this process
+    slots: ActiveSequences
+    on_event: Callable[[], None] = lambda: None  # called for each new event to send
+    gaps: int = 0  # number of times that batches of another frontend were lost
+    _others: dict[str, _Other] = field(default_factory=dict)
+    _waiting: deque[slot.SlotEvent] = field(default_factory=deque)
+    _number: int = 0
+    _whole: bool = False  # the full state is to be sent
+    _full_sent: float = -inf
+
+    def __post_init__(self) -> None:
+        self.slots.listen(self)
 
     @property
     def waiting(self) -> int:
@@ -88,17 +72,17 @@ class Replicas:
 
     def read(self, request: RequestId) -> None:
         """Record that the prompt of a request has been read."""
-        self._note(Read(_name(request)))
+        self._note(slot.Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
         """Record the end of a request."""
-        self._note(Freed(_name(request)))
+        self._note(slot.Freed(_name(request)))
 
-    def _note(self, event: SlotEvent) -> None:
+    def _note(self, event: slot.SlotEvent) -> None:
         if len(self._waiting) >= WAITING_MAX:
             self.lost()
         self._waiting.append(event)
-        self._on_event()
+        self.on_event()
 
     def lost(self) -> None:
         """Handle events that could not be sent or may not have arrived: the full state is sent to all frontends later."""
@@ -110,50 +94,50 @@ class Replicas:
         """Return whether there is more to send than a heartbeat."""
         return bool(self._waiting) or (self._whole and now - self._full_sent >= AGAIN_S)
 
-    def batches(self, now: float) -> Iterator[SlotBatch]:
+    def batches(self, now: float) -> Iterator[slot.SlotBatch]:
         """Yield the batches to send now: at least one, which may have no events (a heartbeat)."""
         number = self._number
         while self._waiting:  # first, so that frontends in step need not discard their copy
             yield self._batch(False)
         if self._whole and now - self._full_sent >= AGAIN_S:
             self._whole, self._full_sent = False, now
-            self._waiting.extend(_added(name, entry, now) for name, entry in self._slots.requests())
+            self._waiting.extend(_added(name, entry, now) for name, entry in self.slots.requests())
             yield self._batch(True)
         while self._waiting:
             yield self._batch(False)
         if self._number == number:  # nothing was sent: a heartbeat
             yield self._batch(False)
 
-    def _batch(self, whole: bool) -> SlotBatch:
-        events: list[SlotEvent] = []
+    def _batch(self, whole: bool) -> slot.SlotBatch:
+        events: list[slot.SlotEvent] = []
         blocks, number = 0, self._number
-        while self._waiting and len(events) < EVENTS_MAX:
+        while self._waiting and len(events) < slot.EVENTS_MAX:
             event = self._waiting[0]
-            blocks += len(event.blocks) // HASH_BYTES if isinstance(event, Added) else 0
-            if blocks > BLOCKS_MAX and events:
+            blocks += len(event.blocks) // slot.HASH_BYTES if isinstance(event, slot.Added) else 0
+            if blocks > slot.BLOCKS_MAX and events:
                 break
             events.append(self._waiting.popleft())
         self._number += bool(events) or whole
-        return SlotBatch(self._frontend, self._life, number, events, whole)
+        return slot.SlotBatch(self.frontend, self.life, number, events, whole)
 
     # --- other frontends' requests -----------------------------------------------------------------------------
 
-    def take(self, message: SlotBatch | ResendRequest, now: float) -> ResendRequest | None:
+    def take(self, message: slot.SlotBatch | slot.ResendRequest, now: float) -> slot.ResendRequest | None:
         """Apply a message of another frontend. Return a request for its full state if batches were lost."""
-        if message.frontend == self._frontend:  # our own message
+        if message.frontend == self.frontend:  # our own message
             return None
-        if isinstance(message, ResendRequest):
-            self._whole = self._whole or message.of in ("", self._frontend)
+        if isinstance(message, slot.ResendRequest):
+            self._whole = self._whole or message.of in ("", self.frontend)
             return None
         other = self._others.get(message.frontend)
         if other is None or other.life != message.life:
-            self._slots.leave(message.frontend, now=now)
+            self.slots.leave(message.frontend, now=now)
             fresh = message.whole or message.number == 0
             other = self._others[message.frontend] = _Other(message.life, message.number, now, fresh)
         elif message.number < other.next:  # a duplicate
             return None
         elif message.whole and not (other.complete and message.number == other.next):
-            self._slots.leave(message.frontend, now=now)
+            self.slots.leave(message.frontend, now=now)
             other.complete = True
         elif message.number > other.next:
             self.gaps += other.complete
@@ -165,19 +149,19 @@ class Replicas:
         if other.complete or now - other.asked < AGAIN_S:
             return None
         other.asked = now
-        return ResendRequest(self._frontend, message.frontend)
+        return slot.ResendRequest(self.frontend, message.frontend)
 
-    def _apply(self, frontend: str, event: SlotEvent, now: float) -> None:
+    def _apply(self, frontend: str, event: slot.SlotEvent, now: float) -> None:
         name = (frontend, event.request)
-        if isinstance(event, Read):
-            self._slots.prefill_done(name, now=now)
-        elif isinstance(event, Freed):
-            self._slots.free(name, now=now)
+        if isinstance(event, slot.Read):
+            self.slots.prefill_done(name, now=now)
+        elif isinstance(event, slot.Freed):
+            self.slots.free(name, now=now)
         else:
-            self._slots.add(
+            self.slots.add(
                 name,
                 WorkerRank(event.worker, event.instance, event.rank),
-                unpack(event.blocks),
+                slot.unpack(event.blocks),
                 now=now - event.age_s,
                 prefill_tokens=event.prefill_tokens,
                 block_tokens=event.block_tokens,
@@ -186,11 +170,11 @@ class Replicas:
                 owner=frontend,
             )
 
-    def request_all(self) -> ResendRequest:
+    def request_all(self) -> slot.ResendRequest:
         """Return the request for the full state of every frontend. It is sent when this frontend subscribes or resubscribes."""
         for other in self._others.values():
             other.complete = False
-        return ResendRequest(self._frontend)
+        return slot.ResendRequest(self.frontend)
 
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
         """Drop and return the frontends that were silent for long and are no longer peers.
@@ -202,29 +186,27 @@ class Replicas:
         ]
         for name in gone:
             del self._others[name]
-            self._slots.leave(name, now=now)
+            self.slots.leave(name, now=now)
         return gone
 
 
 def _name(request: RequestId) -> int | str:
-    assert isinstance(request, int | str), (
-        "a request reported to other frontends has a number or a string as its name"
-    )
+    assert isinstance(request, int | str), "other frontends know a request by a number or a string"
     return request
 
 
-def _added(request: RequestId, entry: Request, now: float) -> Added:
+def _added(request: RequestId, entry: Request, now: float) -> slot.Added:
     """Return the event that reports one of this frontend's requests.
 
     A request with more blocks than a message may have is reported as if it shared none.
     """
-    small = len(entry.blocks) <= BLOCKS_MAX
-    return Added(
+    small = len(entry.blocks) <= slot.BLOCKS_MAX
+    return slot.Added(
         _name(request),
         entry.holder.worker,
         entry.holder.instance,
         entry.holder.rank,
-        pack(entry.blocks) if small else b"",
+        slot.pack(entry.blocks) if small else b"",
         entry.own_blocks + (0 if small else len(entry.blocks)),
         entry.block_tokens,
         entry.prefill_tokens if entry.reading else 0,

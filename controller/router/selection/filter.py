@@ -98,9 +98,7 @@ class Rules:
     plane: ConnectedWorkers
     load: LoadMonitor
     barred: Container[Key] = ()  # endpoints that this frontend's own breakers reject
-    frontends: int = (
-        1  # frontends that serve now, including this one; `MANY`: no frontend waits for another's share
-    )
+    frontends: int = 1  # that serve now, including this one; `MANY`: no frontend waits for another's share
     contenders: Mapping[str, int] = field(default_factory=dict)  # by model, frontends with waiting requests
 
 
@@ -186,9 +184,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
             raise self._why_none(reachable)
         free = allowed if self.room is _NONE else [one for one in allowed if self.has_room(one)]
         if not free:
-            loads = [plane.external_load(one.worker) for one in allowed]
-            wait_s = min(0.0 if load is None else load.closed_s for load in loads)
-            raise AllClosed(wait_s) if wait_s else AllBusy()
+            raise self._why_full(allowed)
         return [one for one in free if plane.recently_heard(one.worker, one.instance)] or free
 
     def fits(self, endpoint: Endpoint) -> bool:
@@ -227,6 +223,11 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         if there >= cap and frontends > 1 and own * frontends >= cap:
             return False
         return not (load.decides and load.has_enough(endpoint))
+
+    def _why_full(self, allowed: Sequence[Endpoint]) -> NoWorker:
+        loads = [self.rules.plane.external_load(one.worker) for one in allowed]
+        wait_s = min(0.0 if load is None else load.closed_s for load in loads)
+        return AllClosed(wait_s) if wait_s else AllBusy()
 
     def _why_none(self, reachable: Sequence[Endpoint]) -> NoWorker:
         """Return the error for the last stage that left any endpoint."""

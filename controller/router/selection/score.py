@@ -103,9 +103,7 @@ class Terms(msgspec.Struct, kw_only=True):
     credit: Value = 0.0
     copy: float = 0.0  # cost of one more copy of this prompt
     adjusted_prefill: Value = 0.0
-    waiting: Value = (
-        0.0  # cost of what is to be read there, including the tokens added for requests in flight
-    )
+    waiting: Value = 0.0  # cost of what is to be read there, with the tokens added for requests in flight
     active: Value  # in use there, without this prompt
     shared: Value  # of this prompt, already in use there
     others: Value  # in use there by other frontends that do not report to us

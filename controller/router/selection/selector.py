@@ -139,9 +139,8 @@ class Candidates:
         return kept[1]
 
 
-class ScoringRequest(
-    msgspec.Struct, eq=False
-):  # each request creates one; a dataclass takes three times as long
+# Each request creates one; a dataclass takes three times as long.
+class ScoringRequest(msgspec.Struct, eq=False):
     """One request with its candidates, at one moment."""
 
     candidates: Candidates
@@ -325,9 +324,8 @@ class Chooser:
         self._slots = slots
         self._kept: dict[tuple[str, Lineage, int], Candidates] = {}  # candidates of recent requests
         self._turn = 0  # turn counter of least-loaded
-        self._last: Floats = np.zeros(
-            0
-        )  # last turn by the tracker's rows; a new holder of a row may inherit it
+        # last turn by the tracker's rows; a new holder of a row may inherit it
+        self._last: Floats = np.zeros(0)
         self._due_now = 0.0  # virtual time of round-robin
         self._due: dict[WorkerRank, float] = {}
 

@@ -155,7 +155,7 @@ class RequestsUnderWay:
             case do.Reroute():
                 return on.Resumed()
             case do.TurnedAway():
-                request.endpoint.refuse(self.links.others.get(request.worker))
+                request.endpoint.refused_at = self.links.others.get(request.worker)
             case do.QueueAgain():
                 self._push_back(request)
             case do.Park():
