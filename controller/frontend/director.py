@@ -19,7 +19,6 @@ from controller.frontend.dispatch.live_request import LiveRequest, RunningReques
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
-from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.driver import Driver
 from controller.frontend.health.exposure import MARGIN, ServedSpans
 from controller.frontend.health.local_breakers import LocalBreakers, Panic
@@ -100,9 +99,8 @@ class Convictions:
     observe: Observe
     driver: Driver
     metrics: RequestMetrics
-    _exposed_at: dict[str, float] = field(
-        default_factory=dict
-    )  # by worker that serves although it is convicted
+    # by worker that serves although it is convicted
+    _exposed_at: dict[str, float] = field(default_factory=dict)
     _answered: dict[str, tuple[Conviction, ...]] = field(default_factory=dict)  # by worker
 
     def __post_init__(self) -> None:
@@ -240,83 +238,37 @@ class Director:
     """One frontend: its view of the fleet and its live requests."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
-        self.settings = settings
+        self.settings, self._world = settings, world
+        name, plane, observe, clock = world.name, world.plane, world.observe, world.clock
         # not the loop's time: uvloop freezes that within a turn and rounds it to ms
-        self.now = now = world.clock.monotonic
+        self.now = now = clock.monotonic
         self._live_at: float | None = None  # None until the fold has caught up: before that, it shows history
-        self._world = world
-        self.table = table = EndpointTable(ModelFolders(settings.folders, world.observe).allows)
+        self.table = table = EndpointTable(ModelFolders(settings.folders, observe).allows)
         self.metrics = FrontendMetrics()
-        self.request_metrics = RequestMetrics(self.metrics)
-        self.breakers = LocalBreakers(
-            world.name, settings.breaker, settings.facts, world.observe, now, world.plane
+        self.request_metrics = metrics = RequestMetrics(self.metrics)
+        self.running = running = RunningRequests()
+        self.breakers = breakers = LocalBreakers(name, settings.breaker, settings.facts, observe, now, plane)
+        self.exposures = exposures = ServedSpans(name, settings.facts.exposure_entries_max, clock)
+        self.peers = Peers(now, name)
+        faults, panic_share = self.metrics.faults, settings.breaker.panic_share
+        panic = Panic(name, panic_share, breakers, plane, observe, faults.panic)
+        self.routing = routing = Scheduler(
+            settings, table, plane, metrics, self.peers, panic, now, world.dice
         )
-        self.exposures = ServedSpans(world.name, settings.facts.exposure_entries_max, world.clock)
-        self.peers = Peers(now, world.name)
-        panic = Panic(
-            world.name,
-            settings.breaker.panic_share,
-            self.breakers,
-            world.plane,
-            world.observe,
-            self.metrics.faults.panic,
+        self.traffic = TrafficReporter(name, observe, clock, table, metrics)
+        reports = MigrationReports(name, observe, metrics)
+        self.preemption = preemption = Preemption(table, routing, running, reports, now, settings.parks_s)
+        self.refusals = Refusals(name, settings, table, routing, self.traffic, world.dice)
+        self.admission = admission = Admission(settings, table, routing, self.refusals, metrics, preemption)
+        self.placer = placer = Placer(name, settings.moving, routing, plane, running, self.peers)
+        self.poison = poison = PoisonWatch(name, settings.poison, breakers, plane, observe)
+        self.intrusions = WorkerIntrusions(table, observe, clock)
+        dispatcher = Dispatcher(table, routing, plane, poison, breakers, running, metrics, self.intrusions)
+        self.driver = driver = Driver(
+            settings, admission, dispatcher, preemption, placer, exposures, reports, faults, now, world.ended
         )
-        self.routing = Scheduler(
-            settings, table, world.plane, self.request_metrics, self.peers, panic, now, world.dice
-        )
-        self.running = RunningRequests()
-        self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
-        reports = MigrationReports(world.name, world.observe, self.request_metrics)
-        self.preemption = preemption = Preemption(
-            table, self.routing, self.running, reports, now, settings.parks_s
-        )
-        self.refusals = Refusals(world.name, settings, table, self.routing, self.traffic, world.dice)
-        self.admission = Admission(
-            settings, table, self.routing, self.refusals, self.request_metrics, preemption, self.routing.pools
-        )
-        self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
-        self.poison = PoisonWatch(world.name, settings.poison, self.breakers, world.plane, world.observe)
-        self.intrusions = WorkerIntrusions(table, world.observe, world.clock)
-        self.driver = self._driver(world, reports)
-        self.planned_moves = PlannedMoves(
-            settings.moving, table, self.routing, world.plane, self.placer, self.running, self.driver
-        )
-        self._convictions = Convictions(
-            world.name, world.clock, world.observe, self.driver, self.request_metrics
-        )
-
-    def _driver(self, world: World, reports: MigrationReports) -> Driver:
-        """Return the driver, which owns this frontend's live requests."""
-        settings, table, running, metrics = self.settings, self.table, self.running, self.request_metrics
-        dispatcher = Dispatcher(
-            table=table,
-            routing=self.routing,
-            state=self.routing.state,
-            plane=world.plane,
-            poison=self.poison,
-            breakers=self.breakers,
-            running=running,
-            metrics=metrics,
-            intrusions=self.intrusions,
-        )
-        return Driver(
-            settings=settings,
-            table=table,
-            routing=self.routing,
-            admission=self.admission,
-            dispatcher=dispatcher,
-            preemption=self.preemption,
-            placer=self.placer,
-            poison=self.poison,
-            exposures=self.exposures,
-            reports=reports,
-            stalls=StallWatch(settings.stall, settings.admission, table, running, world.plane, self.now()),
-            request_metrics=metrics,
-            faults=self.metrics.faults,
-            tracker=self.routing.slots if settings.router.track_output_blocks else None,
-            now=self.now,
-            ended=world.ended,
-        )
+        self.planned_moves = PlannedMoves(placer, driver)
+        self._convictions = Convictions(name, clock, observe, driver, metrics)
 
     # --- the fold -----------------------------------------------------------------------------------------
 

@@ -20,15 +20,15 @@ import structlog
 from controller.frontend.admission.admission import Admission, Reservation
 from controller.frontend.admission.refusals import WaitedTooLong
 from controller.frontend.dispatch.dispatcher import Dispatcher
-from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.live_request import (
     Continuation,
     Dispatch,
+    KvMove,
     LiveRequest,
     OutputStats,
     WaitingRequests,
+    check_logprobs,
 )
-from controller.frontend.dispatch.output_check import check_logprobs
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
@@ -36,7 +36,6 @@ from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.dispatch.worker_refusal import as_api_error
 from controller.frontend.errors import ApiError, internal
 from controller.frontend.health.exposure import ServedSpans
-from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
 from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.completion import Completion
@@ -47,13 +46,10 @@ from controller.frontend.request import events as on
 from controller.frontend.request.failures import Failure, classify
 from controller.frontend.request.state import RequestState, RequestTerms
 from controller.frontend.request.step import is_turned_away, step
-from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.migration import planned_move as kv
 from controller.ports import LostCause, WorkerUnreachable
-from controller.router.endpoints import Endpoint, EndpointTable, Key
-from controller.router.load.active_sequences import ActiveSequences
+from controller.router.endpoints import Endpoint, Key
 from controller.router.selection.filter import NoWorker
 from controller.router.trust import SourceDistrusted, TrustedSource
 from events.refusal import REASON, read_refusal
@@ -165,19 +161,13 @@ class Driver:
     """Owns the live requests of one frontend and advances them."""
 
     settings: FrontendSettings
-    table: EndpointTable
-    routing: Scheduler
     admission: Admission
     dispatcher: Dispatcher
     preemption: Preemption
     placer: Placer
-    poison: PoisonWatch
     exposures: ServedSpans
     reports: MigrationReports
-    stalls: StallWatch
-    request_metrics: RequestMetrics
     faults: FaultMetrics
-    tracker: ActiveSequences | None  # also counts tokens
     now: Callable[[], float]
     ended: Callable[[LiveRequest], object] | None  # called with each answer that has ended
     live: dict[int, LiveRequest] = field(default_factory=dict)  # by number
@@ -186,7 +176,12 @@ class Driver:
     opened: int = 0  # number of live requests so far; also the number of the latest
 
     def __post_init__(self) -> None:
-        self.preemption.feed = self.feed
+        self.preemption.feed, dispatcher = self.feed, self.dispatcher
+        self.table, self.routing, self.poison = dispatcher.table, dispatcher.routing, dispatcher.poison
+        self.request_metrics, counts_tokens = dispatcher.metrics, self.settings.router.track_output_blocks
+        self.tracker = self.routing.slots if counts_tokens else None
+        stall, admission, running = self.settings.stall, self.settings.admission, dispatcher.running
+        self.stalls = StallWatch(stall, admission, self.table, running, dispatcher.plane, self.now())
 
     # --- from the client
 
@@ -214,10 +209,9 @@ class Driver:
         """Create a live request for an answer, without sending it. Raise TokenizerMissing."""
         request, settings, now = answer.request, self.settings, self.now()
         admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
-        max_tokens = request.sampling.max_tokens
         terms = RequestTerms(
             tokens,
-            max_tokens,
+            request.sampling.max_tokens,
             answer.migration_limit,
             longest,
             answer.forbidden,
@@ -225,30 +219,14 @@ class Driver:
             settings.reroute_s,
             admission.first_token_s + admission.first_token_s_per_1k / 1000 * tokens,
         )
-        stats = OutputStats(
-            self.request_metrics.of(request.model),
-            self.exposures,
-            self.tracker,
-            inf if longest is None else longest - tokens,
-            now if request.arrived is None else request.arrived,
-            now,
-            now,
-        )
+        metrics, arrived = self.request_metrics.of(request.model), request.arrived
+        movable_max = inf if longest is None else longest - tokens
+        arrived = now if arrived is None else arrived
+        stats = OutputStats(metrics, self.exposures, self.tracker, movable_max, arrived, now, now)
         continuation = Continuation(request, answer.accepted, load_tokens(request.lineage[1]))
-        state = RequestState(terms, now)
         self.opened = answer.number = number = self.opened + 1
-        live = self.live[number] = RequestSink(
-            answer,
-            completion,
-            request,
-            answer.writer,
-            answer.accepted,
-            state,
-            stats,
-            continuation,
-            max_tokens,
-            driver=self,
-        )
+        live = RequestSink(answer, completion, RequestState(terms, now), stats, continuation, driver=self)
+        self.live[number] = live
         return live
 
     def cancel(self, answers: Iterable[Choice]) -> None:
@@ -299,15 +277,15 @@ class Driver:
         dispatcher, dispatch = self.dispatcher, live.dispatch
         # Effects of an undisturbed request come first: `match` on classes costs more than applying them.
         if type(effect) is do.SelectWorker:
-            event = dispatcher.route(live, effect, live, now)
+            event = dispatcher.route(live, effect, now)
             if live.dispatch is not None and not live.state.begun:
-                self.waiting.sent(live)
+                self.waiting.unbegun[live] = None
             return event
         if type(effect) is do.Started and dispatch is not None:
             dispatcher.prefill_done(live, dispatch, now)
             if effect.first:
                 live.stats.first_output(now)
-                self.waiting.started(live)
+                self.waiting.unbegun.pop(live, None)
                 self.admission.wake(live.request.model)
             return None
         if type(effect) is do.Complete and dispatch is not None:
@@ -318,21 +296,10 @@ class Driver:
         return self._apply_rare(live, effect, now)
 
     def _apply_rare(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
-        dispatcher, dispatch = self.dispatcher, live.dispatch
+        metrics = self.request_metrics.of(live.request.model)
         match effect:
             case do.End(finish, error):
                 self._end(live, now, finish, error)
-            case do.LeaveWorker() if dispatch is not None:
-                self._leave_worker(live, dispatch, now)
-            case do.Judge(failure, begun) if dispatch is not None:
-                return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
-            case do.CancelStream(why) if dispatch is not None:
-                dispatcher.cancel(dispatch, why)
-            case do.NoteUnjudged(has_output) if dispatch is not None:
-                dispatcher.unjudged(dispatch, has_output=has_output)
-            case do.TurnedAway() if dispatch is not None:
-                dispatcher.turned_away(dispatch)
-                live.turned_away(dispatch)
             case do.Rewind(count):
                 live.rewind(count)
             case do.Park(keep_room):
@@ -342,9 +309,9 @@ class Driver:
             case do.Reroute(planned):
                 self._reroute(live, planned=planned)
             case do.CountFailure(kind):
-                self.request_metrics.of(live.request.model).failed(kind)
+                metrics.failed(kind)
             case do.CountRestored(kind, outcome, seconds):
-                self.request_metrics.of(live.request.model).restored(kind, outcome, seconds)
+                metrics.restored(kind, outcome, seconds)
             case do.ReportMigrated():
                 self.reports.migrated(live, effect, now)
             case do.ReportAbandoned(reason):
@@ -352,11 +319,33 @@ class Driver:
             case do.ReportExposure(action):
                 live.exposure = action
             case do.Refuse(abandoned):
-                request, none = live.request, dispatcher.no_worker
+                request, none = live.request, self.dispatcher.no_worker
                 error = self.admission.refusal(none, request.model, request.tier)
                 if abandoned:
                     self.reports.abandoned(live, none.code)
                 self._end(live, now, error=error)
+            case _ if live.dispatch is not None:
+                return self._apply_to_attempt(live, live.dispatch, effect, now)
+            case _ if live.kv_move is not None:
+                return self._advance_move(live, live.kv_move, effect, now)
+        return None
+
+    def _apply_to_attempt(
+        self, live: LiveRequest, dispatch: Dispatch, effect: do.Effect, now: float
+    ) -> on.Event | None:
+        dispatcher = self.dispatcher
+        match effect:
+            case do.LeaveWorker():
+                self._leave_worker(live, dispatch, now)
+            case do.Judge(failure, begun):
+                return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
+            case do.CancelStream(why):
+                dispatcher.cancel(dispatch, why)
+            case do.NoteUnjudged(has_output):
+                dispatcher.unjudged(dispatch, has_output=has_output)
+            case do.TurnedAway():
+                dispatcher.turned_away(dispatch)
+                live.turned_away(dispatch)
             case _ if live.kv_move is not None:
                 return self._advance_move(live, live.kv_move, effect, now)
         return None
@@ -420,7 +409,7 @@ class Driver:
 
     def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
         """Send a request again after this turn of the event loop; `planned`: together with all that lost their workers in it."""
-        self.waiting.unpark(live)
+        self.waiting.parked.pop(live, None)
         loop = asyncio.get_running_loop()
 
         def place() -> None:
@@ -499,7 +488,7 @@ class Driver:
         if live.state.begun:
             self.admission.ended(live.request.model, len(live.accepted))
         else:
-            self.waiting.started(live)
+            self.waiting.unbegun.pop(live, None)
         if self.queued and (turn := self.queued.pop(live, None)) is not None:
             turn.cancel()
         if live.state.disturbed:  # otherwise it never waited for another worker

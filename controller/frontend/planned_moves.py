@@ -24,8 +24,7 @@ from typing import TypeAlias
 import structlog
 
 from controller.deciders.worker import replacement, spare_awaited
-from controller.frontend.dispatch.kv_move import HELD_MAX, KvMove
-from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
+from controller.frontend.dispatch.live_request import HELD_MAX, KvMove, LiveRequest
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.driver import Driver
 from controller.frontend.request import events as on
@@ -36,7 +35,7 @@ from controller.frontend.scheduling.scheduler import Scheduler
 from controller.migration import planned_move as kv
 from controller.migration.cost import MigrationCost, MovingPolicy
 from controller.migration.placement import Placement
-from controller.ports import LostCause, RequestPlane, WorkerUnreachable
+from controller.ports import LostCause, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.trust import SourceDistrusted, TrustedSource
 from events.observations import MoveRequested
@@ -210,24 +209,20 @@ class MovePlanner:
 class PlannedMoves:
     """The planned moves of one frontend."""
 
-    policy: MovingPolicy
-    table: EndpointTable
-    routing: Scheduler
-    plane: RequestPlane
     placer: Placer
-    running: RunningRequests
     driver: Driver
     _standing: dict[Key, frozenset[PlannedCause]] = field(default_factory=dict)
-    _wanted: dict[Key, list[MigrationRequest]] = field(
-        default_factory=dict
-    )  # in the order in which they move
+    # in the order in which they move
+    _wanted: dict[Key, list[MigrationRequest]] = field(default_factory=dict)
     _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
     _due: set[Key] = field(default_factory=set)  # sources that continue to move requests in the next turn
     # already logged, once per incident
     _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._now = self.driver.now
+        placer, driver = self.placer, self.driver
+        self.policy, self.plane, self.running = placer.policy, placer.plane, placer.running
+        self.table, self.routing, self._now = driver.table, driver.routing, driver.now
         self._planner = MovePlanner(self.policy, self.table, self.routing, self.placer)
 
     @property
@@ -286,10 +281,8 @@ class PlannedMoves:
         self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
         log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(there))
         urgency = self.table.urgency
-        self._wanted[endpoint.key] = sorted(
-            wanted_by.values(),
-            key=lambda wanted: (urgency(wanted.live.request.tier), wanted.live.state.began_at),
-        )
+        order = {live: (urgency(live.request.tier), live.state.began_at) for live in wanted_by}
+        self._wanted[endpoint.key] = [wanted_by[live] for live in sorted(wanted_by, key=order.__getitem__)]
         self._pump(endpoint.key)
 
     def _drop(self, key: Key, wanted: MigrationRequest) -> None:

@@ -19,7 +19,7 @@ import asyncio
 import itertools
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from controller.frontend.admission.deadlines import Deadlines, WantedRequest, WantedTokens
@@ -28,7 +28,6 @@ from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refus
 from controller.frontend.admission.room_finder import Preemptor, RoomFinder
 from controller.frontend.errors import ApiError
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
@@ -83,59 +82,49 @@ class _Turn:
         return self.room.done() and not self.room.cancelled() and self.room.exception() is None
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """Admits, queues or refuses the requests of one frontend."""
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        table: EndpointTable,
-        routing: Scheduler,
-        refusals: Refusals,
-        meter: RequestMetrics,
-        preemptor: Preemptor,
-        first_tokens: Pools,
-    ) -> None:
-        self._queue_s = settings.admission.queue_s
-        self._table = table
-        self._monitor = routing.monitor
-        self._meter = meter
-        self._now = first_tokens.now
+    settings: FrontendSettings
+    table: EndpointTable
+    routing: Scheduler
+    refusals: Refusals
+    meter: RequestMetrics
+    preemptor: Preemptor
+    open: bool = True  # new requests are accepted
+    _turns: dict[int, _Turn] = field(default_factory=dict)  # by request number
+    # models with lines to be checked for room at the end of this turn of the event loop
+    _due: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._queue_s, self._now = settings.admission.queue_s, self.routing.pools.now
         self._queue = queue = Queue(settings.admission.queue_max)
-        self._rooms = RoomFinder(self._queue_s, table, routing, preemptor)
-        self.deadlines = Deadlines(settings, table, routing, queue, self._rooms, first_tokens)
+        self._rooms = RoomFinder(self._queue_s, self.table, self.routing, self.preemptor)
+        self.deadlines = Deadlines(settings, self.table, self.routing, queue, self._rooms, self.routing.pools)
         self.by_deadline = settings.by_deadline  # if false, requests are admitted in order of arrival
-        self._refusals = refusals
-        self._ends = EndRate()
-        self.queued, self.waiting = queue.length, queue.waiting
-        self.forget = self.deadlines.keep
-        self._turns: dict[int, _Turn] = {}  # by request number
-        self._numbers = itertools.count(1)
-        self._due: set[str] = (
-            set()
-        )  # models with lines to be checked for room at the end of this turn of the event loop
-        self.open = True  # new requests are accepted
+        self._ends, self._numbers, self._monitor = EndRate(), itertools.count(1), self.routing.monitor
+        self.queued, self.waiting, self.forget = queue.length, queue.waiting, self.deadlines.keep
 
     # --- admission
 
     async def admit(self, model: str, tier: str) -> Reservation:
         """Admit a request and return its room, which the caller must free. Raise ApiError if it is not admitted."""
-        self._refusals.check(model, tier, draining=not self.open)
+        self.refusals.check(model, tier, draining=not self.open)
         if self._monitor.overloaded(model):
             raise self.refusal(AllBusy(), model, tier)
         try:
             if not self._wakes_sent_back(model) and not self._queue.in_line(model):
-                try:
+                with suppress(AllBusy):
                     return Reservation(self, self._rooms.find(model))
-                except AllBusy:
-                    pass
-            return await self._wait(QueuedRequest(model), self._queue_s * self._table.knobs(model).latency)
+            return await self._wait(QueuedRequest(model), self._queue_s * self.table.knobs(model).latency)
         except (NotAdmitted, NoWorker) as error:
             raise self.refusal(error, model, tier) from None
 
     def look(self, wanted: WantedRequest) -> Lineage:
         """Check a request before its texts are tokenized. Return the lineage that it is bound to. Raise ApiError if refused."""
-        self._refusals.check(wanted.model, wanted.tier, draining=not self.open)
+        self.refusals.check(wanted.model, wanted.tier, draining=not self.open)
         try:
             return self.deadlines.look(wanted)
         except (NotAdmitted, NoWorker) as error:
@@ -251,7 +240,7 @@ class Admission:
             outcome = "admitted"
         else:
             outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
-        self._meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
+        self.meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
 
     def _dequeue(self, turn: _Turn) -> None:
         """Remove a request from the queue, if it is still queued."""
@@ -334,7 +323,7 @@ class Admission:
     def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
         """Return the error for a refused request, and count it."""
         wait_s = self._ends.wait_s(model, self._queue.length(model), self._now())
-        return self._refusals.of(error, model, tier, wait_s)
+        return self.refusals.of(error, model, tier, wait_s)
 
 
 def _refuse(room: asyncio.Future[Reservation], why: str) -> None:

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from operator import itemgetter
 
-from controller.frontend.admission.pool import WorkerPool
+from controller.frontend.admission.pool import RefusedIds, RetryBudget, WorkerPool
 from controller.frontend.admission.queue import Queue, QueuedRequest
 from controller.frontend.admission.refusals import TooLate
-from controller.frontend.admission.retries import RefusedIds, RetryBudget
 from controller.frontend.admission.room_finder import RoomFinder
 from controller.frontend.openai.request_head import AdmissionHeaders
-from controller.frontend.scheduling.pools import Pools, step_s
-from controller.frontend.scheduling.scheduler import Scheduler
+from controller.frontend.scheduling.scheduler import Pools, Scheduler, step_s
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.load.monitor import RequiredRoom

@@ -18,11 +18,12 @@ If the client has set a deadline that not even an idle worker could meet, the re
 default of the tier or model, a long prompt may take twice the time of its prefill on an idle worker.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from math import exp, inf
 
 from controller.frontend.admission.queue import Line, QueuedRequest
-from controller.router.load.ttft_predictor import FirstTokens
+from controller.router.load.work import FirstTokens
 
 WINDOW_S = 10.0  # time constant: the weight of served work falls by a factor of e in this time
 PRIOR_S = 1.0  # the initial estimate has the weight of a measurement of this length
@@ -32,6 +33,10 @@ MARGIN, MARGIN_MIN, MARGIN_MAX = 0.8, 0.2, 1.0  # parts of the deadline
 LATE_TIMES = 0.9  # factor on the margin after a request that timed out
 SERVED_MORE = 0.001  # added to the margin after a request that did not
 ALONE_TIMES = 2.0  # times the time that an idle worker needs to read the prompt
+SHARE = 0.2  # of retries of refused requests, relative to the others
+REPEATS_LEAST = 3.0  # repeats always allowed per window
+IDS_MAX = 8192
+IDS_S = 120.0
 
 
 class DrainRate:
@@ -161,3 +166,47 @@ class WorkerPool:
     def timed_out(self, request: QueuedRequest) -> None:
         """Count a request that leaves the line because its deadline can no longer be met."""
         self._margins[request.tier] = max(MARGIN_MIN, self.margin(request.tier) * LATE_TIMES)
+
+
+class RetryBudget:
+    """Limits retries of one model's refused requests.
+
+    In an overload, each retry of a refused request adds load: two retries turn an overload of factor 2 into one of factor 6.
+
+        repeat      marked by the client (`X-Stainless-Retry-Count` of OpenAI's client), or a request with its id was refused
+                    lately
+        too many    repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
+    """
+
+    def __init__(self, share: float = SHARE) -> None:
+        self._share = share
+        self._fresh, self._again = Inflow(), Inflow()
+
+    def used_up(self, now: float) -> bool:
+        """Return whether one more repeat would exceed the budget."""
+        fresh, again = self._fresh.rate(now) * WINDOW_S, self._again.rate(now) * WINDOW_S
+        return again + 1.0 > max(REPEATS_LEAST, self._share * fresh)
+
+    def note(self, now: float, *, repeat: bool) -> None:
+        """Count a request that the budget has not refused. `repeat`: it is a retry of a refused request."""
+        (self._again if repeat else self._fresh).add(1.0, now)
+
+
+class RefusedIds:
+    """The ids of recently refused requests, for clients that send ids. Bounded."""
+
+    def __init__(self) -> None:
+        self._at: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, id: str, now: float) -> None:
+        """Record the id of a refused request."""
+        if id:
+            self._at.pop(id, None)
+            self._at[id] = now
+            if len(self._at) > IDS_MAX:
+                self._at.popitem(last=False)
+
+    def knows(self, id: str, now: float) -> bool:
+        """Return whether a request with this id was refused recently."""
+        at = self._at.get(id)
+        return at is not None and now - at <= IDS_S

@@ -23,7 +23,7 @@ that are already late.
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -61,15 +61,13 @@ class QueuedRequest:
         return (now - self.since) / max(self.latest - self.since, 1e-9)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Client:
     """The requests of one client in one tier."""
 
-    __slots__ = ("charged", "requests", "work")
-
-    def __init__(self, charged: float) -> None:
-        self.charged = charged  # work served
-        self.work = 0.0  # total work of its waiting requests
-        self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+    charged: float  # work served
+    work: float = 0.0  # total work of its waiting requests
+    requests: OrderedDict[int, QueuedRequest] = field(default_factory=OrderedDict)
 
 
 class _Tier:
@@ -204,9 +202,8 @@ class Queue:
     def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
         """Limit all lines of a model to `requests_max` requests. Sent-back requests are never refused."""
         self._max = requests_max
-        self._make_line = line
-        self._lines: dict[str, dict[Lineage | None, Line]] = {}
-        self._back: dict[str, Line] = {}  # in order of their return
+        self._lines: dict[str, dict[Lineage | None, Line]] = defaultdict(lambda: defaultdict(line))
+        self._back: dict[str, Line] = defaultdict(line)  # in order of their return
 
     def models(self) -> list[str]:
         """Return the models for which requests have waited."""
@@ -214,11 +211,7 @@ class Queue:
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
         """Return the line for a model's workers of this lineage, or for all of them."""
-        lines = self._lines.setdefault(model, {})
-        line = lines.get(lineage)
-        if line is None:
-            line = lines[lineage] = self._make_line()
-        return line
+        return self._lines[model][lineage]
 
     def lines(self, model: str) -> list[Line]:
         """Return all lines of a model."""
@@ -226,9 +219,8 @@ class Queue:
 
     def line_of(self, request: QueuedRequest) -> Line:
         """Return the line of a request."""
-        if request.sent_back:
-            return self._back.setdefault(request.model, self._make_line())
-        return self.line(request.model, request.lineage)
+        model = request.model
+        return self._back[model] if request.sent_back else self._lines[model][request.lineage]
 
     def sent_back(self, model: str) -> list[QueuedRequest]:
         """Return the sent-back requests of a model, in order of their return."""
@@ -236,8 +228,7 @@ class Queue:
 
     def in_line(self, model: str) -> int:
         """Return the number of requests in the lines of a model."""
-        lines = self._lines.get(model)
-        return sum(map(len, lines.values())) if lines else 0
+        return sum(map(len, self._lines[model].values())) if model in self._lines else 0
 
     def length(self, model: str) -> int:
         """Return the number of requests that wait for a worker of this model."""
@@ -264,7 +255,7 @@ class EndRate:
 
     def wait_s(self, model: str, before: int, now: float) -> float:
         """Return the seconds until a request behind `before` others has room; inf: no answer has ended recently."""
-        ends = self._ends.get(model) or deque[float]()
+        ends = self._ends.get(model, deque[float]())
         while ends and ends[0] < now - WINDOW_S:
             ends.popleft()
         if not ends:

@@ -5,32 +5,78 @@ A data record without policy. Only the driver changes `state`, through the reque
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
+from math import inf, isfinite
 
 import msgspec
+from msgspec.structs import replace
 
 from controller.frontend.admission.admission import Reservation
-from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.health.exposure import ServedSpan, ServedSpans
 from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import Tokens
+from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.events import TransferAdvanced
+from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import (
     AnswerProgress,
+    Carried,
     GenerationRequest,
+    Move,
     RequestState,
     budget_ended,
     stays,
 )
 from controller.frontend.request_metrics import ModelMetrics
 from controller.migration import planned_move as kv
-from controller.ports import LostCause
+from controller.migration.cost import MigrationCost
+from controller.ports import Sink, TransferSink
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences
-from events.wire import Chunk, Generate, Logprob
+from events.wire import Chunk, Committed, Generate, Logprob, Reserved
+
+HELD_MAX = 1024  # chunks of the target that are buffered until the source's last tokens arrive
+LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
+TOP_MAX = 256  # alternatives per position
+# probability 1 in 8,000: a correct sampler draws few tokens below this, a broken sampler draws mostly such tokens
+LOGPROB_FLOOR = -9.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class KvMove(TransferSink):
+    """The state of one KV transfer in the frontend. `controller.migration.planned_move` decides the order of its steps.
+
+    Until the switch to the target, the target's chunks are buffered in `held`, because the source's last tokens come first. A
+    subclass processes the frames of source and target.
+    """
+
+    source: Endpoint
+    source_stream: int
+    base: int  # number of accepted tokens when room at the target was requested
+    target: Endpoint
+    rank: int  # DP rank at the target
+    cause: PlannedCause
+    began_at: float
+    stream: int = 0  # stream number at the target
+    offer: Reserved | None = None
+    commit: Committed | None = None
+    held: list[Chunk] = field(default_factory=list)
+    predicted_ms: float | None = None
+    target_failed: bool = False
+    cheaper: MigrationCost | None = None  # cost of recomputing at the target, given what it has cached
+
+    def ended(self, over: TransferOver) -> None:
+        """Handle the end of the transfer; `over` states its outcome."""
+        raise NotImplementedError
+
+    def move(self, tokens: int) -> Move:
+        """Return the move to record after the target's commit. `tokens`: number of tokens accepted so far."""
+        why, commit = Failure(self.cause, ""), self.commit
+        assert commit is not None
+        carried = Carried(commit.bytes, commit.blocks, commit.link)
+        return Move(why, why, self.source.server, self.began_at, tokens, carried, self.predicted_ms)
 
 
 class Dispatch(msgspec.Struct, eq=False):
@@ -44,10 +90,6 @@ class Dispatch(msgspec.Struct, eq=False):
     breaker_epoch: int  # this frontend's last local breaker move when the attempt was routed
     before: "Dispatch | None"  # the previous attempt
     claimed: int = 0  # prompt tokens that the worker had reported as cached
-
-
-# probability 1 in 8,000: a correct sampler draws few tokens below this, a broken sampler draws mostly such tokens
-LOGPROB_FLOOR = -9.0
 
 
 @dataclass(slots=True, eq=False, repr=False)  # updating a msgspec struct takes twenty times as long
@@ -90,15 +132,9 @@ class OutputStats:
             return
         metrics, own = self.metrics, self.own
         if own is None:
-            request = live.request
+            request, number, where = live.request, live.answer.number, (dispatch.rank, dispatch.endpoint.key)
             own = self.own = ServedSpan(
-                request.id,
-                request.model,
-                counted,
-                live.answer.number,
-                request.traceparent,
-                dispatch.rank,
-                dispatch.endpoint.key,
+                request.id, request.model, counted, number, request.traceparent, *where
             )
             self.exposures.note(own)
         own.add(now, new)
@@ -170,9 +206,7 @@ class Continuation(msgspec.Struct):
         if made:
             left = sampling.max_tokens - made
             floor = max(0, sampling.min_tokens - made)
-            sampling = msgspec.structs.replace(
-                sampling, max_tokens=left, min_tokens=floor, prompt_logprobs=None
-            )
+            sampling = replace(sampling, max_tokens=left, min_tokens=floor, prompt_logprobs=None)
         return Generate(
             stream=0,
             request=asked.id,
@@ -240,18 +274,18 @@ class Continuation(msgspec.Struct):
 
 
 @dataclass(slots=True, eq=False, repr=False)  # see `OutputStats`
-class LiveRequest:
-    """One answer in progress."""
+class LiveRequest(Sink):
+    """One answer in progress. The driver's subclass processes its worker's frames."""
 
     answer: Choice
     completion: Completion | None  # notified when the answer ends; None after that
-    request: GenerationRequest  # the same objects as the answer's: `request`, `writer`, `accepted`
-    writer: ResponseWriter
-    accepted: list[int]
     state: RequestState
     stats: OutputStats
     continuation: Continuation
-    max_tokens: int
+    request: GenerationRequest = field(init=False)  # the answer's, as the next two: read with every chunk
+    writer: ResponseWriter = field(init=False)
+    accepted: list[int] = field(init=False)
+    max_tokens: int = field(init=False)
     dispatch: Dispatch | None = None  # the current attempt
     last_dispatch: Dispatch | None = None
     kv_move: KvMove | None = None  # a KV transfer in progress
@@ -261,6 +295,11 @@ class LiveRequest:
     exposure: str = ""  # policy applied when the answer's tokens were last found to be exposed
     # prefill length of the last attempt: prompt tokens and tokens accepted before the attempt
     attempt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        answer = self.answer
+        self.request, self.writer, self.accepted = answer.request, answer.writer, answer.accepted
+        self.max_tokens = answer.request.sampling.max_tokens
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -315,20 +354,6 @@ class LiveRequest:
         """Discard an attempt that its worker rejected for lack of room."""
         before = self.last_dispatch = dispatch.before
         self.answer.endpoint = None if before is None else before.endpoint
-
-    # --- called by the request plane: see `RequestSink`
-
-    def take(self, chunk: Chunk) -> None:
-        """Process one chunk: the output of one engine step."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """Count and write the output of one turn of the event loop."""
-        raise NotImplementedError
-
-    def lost(self, cause: LostCause, detail: str) -> None:
-        """Handle a broken connection or a hanging worker."""
-        raise NotImplementedError
 
     # --- tokens: a continuation replays the accepted tokens, whether or not the client has read them
 
@@ -388,10 +413,7 @@ class RunningRequests:
     def begin(self, live: LiveRequest, endpoint: Endpoint, tokens: int) -> None:
         """Add a request that was sent to a worker. `tokens`: number of prompt tokens plus the maximum of generated tokens."""
         endpoint.begin(tokens)
-        there = self._at.get(endpoint)
-        if there is None:
-            there = self._at[endpoint] = {}
-        there[live] = tokens
+        self._at.setdefault(endpoint, {})[live] = tokens
 
     def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
         """Remove a request that has left a worker. Raise KeyError if it was not running there."""
@@ -416,18 +438,6 @@ class WaitingRequests:
         self.parked[live] = None
         if keep_room:
             live.keep_room()
-
-    def unpark(self, live: LiveRequest) -> None:
-        """Remove a request from the parked requests."""
-        self.parked.pop(live, None)
-
-    def sent(self, live: LiveRequest) -> None:
-        """Track a sent request until its first token."""
-        self.unbegun[live] = None
-
-    def started(self, live: LiveRequest) -> None:
-        """Stop tracking a request: its first token has arrived, or none will."""
-        self.unbegun.pop(live, None)
 
     def reroute(self, live: LiveRequest) -> bool:
         """Queue a request for joint placement with all that lost their workers in this turn of the event loop.
@@ -475,3 +485,18 @@ class WaitingRequests:
         for live in list(self.unbegun):
             if live in self.unbegun and live.state.began_at < young:
                 yield live
+
+
+def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
+    """Validate the logprobs of a chunk. Token ids must be below `vocabulary`. Raise InvalidOutput.
+
+    A logprob that is not a number or is above 0 counts as the worker's fault. `openai.text.detokenizer` validates the tokens.
+    """
+    for one in logprobs:
+        if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
+            raise InvalidOutput("a logprob that is not a number, or above 0")
+        for token, logprob in one.top:
+            if not 0 <= token < vocabulary:
+                raise InvalidOutput("an alternative outside the vocabulary")
+            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf means that the token cannot be drawn
+                raise InvalidOutput("a logprob that is not a number, or above 0")

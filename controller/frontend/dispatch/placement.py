@@ -12,7 +12,7 @@ workers, each frontend starts at a different one (`_share`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
@@ -28,7 +28,6 @@ from controller.migration.links import Lane, lanes
 from controller.migration.placement import Leaving, Placement, place
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint
-from events.observations import KvLayout, WorkerJoined
 
 TARGETS_MAX = 64  # targets considered by one plan: planning a thousand requests over them takes 50 ms
 LOAD_STEPS = 4  # batch fullness is rounded down to quarters; workers with the same quarter count as equal
@@ -90,9 +89,10 @@ class Placer:
         endpoint is None if no target has room.
         """
         endpoints = [
-            s for s in self._targets(generations[0].request) if s is not source and to in ("", s.worker)
+            s
+            for s in self._targets(generations[0].request)
+            if s is not source and to in ("", s.worker) and s.worker not in without
         ]
-        endpoints = [s for s in endpoints if s.worker not in without]
         if source is not None:  # answers move one at a time: the load includes those already moved
             endpoints.sort(key=lambda endpoint: (self._in_flight(endpoint) + 1) / max(endpoint.weight, 1e-6))
         kv = _kv_shape(source) if source is not None else None
@@ -114,7 +114,7 @@ class Placer:
         The target has reserved a slot and has `cached_tokens` of the answer in its prefix cache. The recommended method is that
         of a transfer without others on the link.
         """
-        tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
+        tokens, cached = live.length, max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
         alone = estimate(self.policy, kv, there, tokens, cached_tokens=cached)
         cost = estimate(self.policy, kv, there, tokens, cached_tokens=cached, at_once=at_once)
@@ -127,7 +127,7 @@ class Placer:
             request_id=name,
             priority=table.urgency(generation.request.tier),
             arrived=_ZERO + timedelta(seconds=generation.state.began_at),
-            tokens=len(generation.request.prompt) + len(generation.accepted),
+            tokens=generation.length,
             barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
         )
 
@@ -135,10 +135,8 @@ class Placer:
         """Return possible targets, least loaded first. Equally loaded ones are in an order specific to this frontend."""
         endpoints = self.routing.targets(request)
         first = self._share(len(endpoints))
-        turn = {
-            endpoint.key: (n - first) % len(endpoints)
-            for n, endpoint in enumerate(sorted(endpoints, key=_by_name))
-        }
+        by_name = sorted(endpoint.key for endpoint in endpoints)
+        turn = {key: (n - first) % len(endpoints) for n, key in enumerate(by_name)}
         endpoints.sort(key=lambda endpoint: (self._fullness(endpoint), turn[endpoint.key]))
         return endpoints[:TARGETS_MAX]
 
@@ -154,22 +152,17 @@ class Placer:
         return xxhash.xxh32_intdigest(self.frontend.encode()) % max(1, targets)
 
     def _in_flight(self, endpoint: Endpoint) -> int:
-        external = self.plane.external_load(endpoint.worker)
-        return (
-            endpoint.active
-            + endpoint.kept.requests
-            + (external.running + external.waiting if external is not None else 0)
-        )
+        own, external = endpoint.active + endpoint.kept.requests, self.plane.external_load(endpoint.worker)
+        return own if external is None else own + external.running + external.waiting
 
     def _fullness(self, endpoint: Endpoint) -> int:
         return self._in_flight(endpoint) * LOAD_STEPS // max(1, endpoint.joined.profile.max_batch)
 
     def _target(self, endpoint: Endpoint, source: Endpoint | None, newcomers: int = 1) -> MigrationTarget:
-        profile, load, monitor = (
-            endpoint.joined.profile,
-            self.plane.load(endpoint.worker),
-            self.routing.monitor,
-        )
+        profile, load = endpoint.joined.profile, self.plane.load(endpoint.worker)
+        monitor = self.routing.monitor
+        # Two counts of tokens that are not prefilled: ours ignores prefix caches, the slot tracker's includes other frontends.
+        queued = sum(one.length for one in self.running.at(endpoint) if not one.state.has_output)
         unread = int(sum(monitor.unread_by_rank(endpoint)))
         free = load.kv_total - load.kv_used if load is not None and load.kv_total else BLOCKS_UNKNOWN
         rate = profile.prefill_tokens_per_s or self.policy.prefill_tokens_per_s
@@ -187,7 +180,7 @@ class Placer:
             ),
             free_blocks=max(0, free),
             lanes=self._lanes(source, endpoint) if source is not None else (),
-            queued_tokens=max(_queued_tokens(self.running.at(endpoint)), unread),
+            queued_tokens=max(queued, unread),
             free_places=max(0, places - in_flight),
             queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
             step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,
@@ -196,7 +189,8 @@ class Placer:
     def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
         """Return the transfer lanes between the shards of source and target; empty if the target is sharded differently."""
         theirs, ours = source.joined, target.joined
-        if _shards(theirs) != _shards(ours):
+        ours_is, theirs_is = ((one.kv, one.tp, one.profile.block_tokens) for one in (ours, theirs))
+        if ours_is != theirs_is:
             return ()
         return lanes(self.policy.links, theirs.topology, ours.topology, theirs.tp)
 
@@ -209,25 +203,9 @@ def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None
              most_at_one=max(per_target.values(), default=0))  # fmt: skip
 
 
-def _shards(joined: WorkerJoined) -> tuple[object, ...]:
-    return joined.kv, joined.tp, joined.profile.block_tokens
-
-
-def _by_name(endpoint: Endpoint) -> tuple[str, str]:
-    return endpoint.key
-
-
-def _queued_tokens(generations: Iterable[LiveRequest]) -> int:
-    """Return the number of tokens of these requests that are not prefilled yet, ignoring prefix caches.
-
-    The slot tracker's count includes the requests of other frontends, but subtracts cached tokens.
-    """
-    return sum(len(g.request.prompt) + len(g.accepted) for g in generations if not g.state.has_output)
-
-
 def _kv_shape(source: Endpoint) -> KvShape | None:
     """Return the shape of the source's KV cache; None if the source registered no layout, or an invalid one."""
-    layout: KvLayout | None = source.joined.kv
+    layout = source.joined.kv
     if layout is None:
         return None
     try:

@@ -13,6 +13,7 @@ A frontend preempts only its own answers, because it does not know those of othe
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from controller.frontend.admission.admission import Admission
 from controller.frontend.admission.room_finder import Preemptor
@@ -97,22 +98,18 @@ class Preemption(Preemptor):
         group = self.table.group(model, lineage)
         if group is None:
             return None
-        cheapest = largest = None
+        by_count, by_blocks = list[LiveRequest](), list[LiveRequest]()
         endpoints, monitor = group.endpoints, self.routing.monitor
         for n in range(min(LOOKS_MAX, len(endpoints))):
             endpoint = endpoints[(self.looked_at + n) % len(endpoints)]
-            if not (endpoint.routable and endpoint.active > 0 and self.routing.takes(endpoint)):
-                continue
-            by_count = self._has_room_without_one(endpoint)
-            by_blocks = monitor.busy(endpoint) or monitor.lacks_blocks(endpoint)
-            for one in self.running.at(endpoint):
-                if not self._may_be_put_off(one, endpoint):
-                    continue
-                if by_count and (cheapest is None or _size(one) < _size(cheapest)):
-                    cheapest = one
-                elif by_blocks and (largest is None or _size(one) > _size(largest)):
-                    largest = one
-        return cheapest or largest
+            if endpoint.routable and endpoint.active > 0 and self.routing.takes(endpoint):
+                found = [one for one in self.running.at(endpoint) if self._may_be_put_off(one, endpoint)]
+                if self._has_room_without_one(endpoint):
+                    by_count += found
+                elif monitor.busy(endpoint) or monitor.lacks_blocks(endpoint):
+                    by_blocks += found
+        size = attrgetter("length")
+        return min(by_count, key=size) if by_count else max(by_blocks, key=size, default=None)
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
         """Return whether a worker would accept a new request if one of this frontend's requests left it."""
@@ -140,13 +137,11 @@ class Preemption(Preemptor):
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer must resume before requests of this tier are admitted."""
-        return bool(self.put_off) and any(self._before(tier, model, lineage))
-
-    def _before(self, tier: int, model: str, lineage: Lineage) -> Iterator[bool]:
         for one, put_off in self.put_off.items():
-            request = one.request
-            if (request.model, request.lineage) == (model, lineage) and not _stale(one, put_off):
-                yield self.table.urgency(request.tier) <= tier
+            same = (one.request.model, one.request.lineage) == (model, lineage)
+            if same and not _stale(one, put_off) and self.table.urgency(one.request.tier) <= tier:
+                return True
+        return False
 
     def resume(
         self, admission: Admission, model: str | None = None
@@ -195,7 +190,3 @@ class Preemption(Preemptor):
 def _stale(one: LiveRequest, put_off: _PutOff) -> bool:
     """Return whether this preemption is over: the answer has ended, or moves for another reason."""
     return one.over or one.state.move is not put_off.move
-
-
-def _size(one: LiveRequest) -> int:
-    return len(one.request.prompt) + len(one.accepted)

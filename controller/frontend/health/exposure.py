@@ -15,7 +15,7 @@ name too many requests, but not too few.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from math import inf
 from typing import NamedTuple
@@ -118,15 +118,20 @@ class SpanHistory:
         self.forgotten_at = max(self._ended.popleft().last_at, self.forgotten_at or 0.0)
 
 
+@dataclass(eq=False, repr=False)
 class ServedSpans:
     """The span histories of all workers of one frontend."""
 
-    def __init__(self, frontend: str, entries_max: int, clock: Clock) -> None:
-        self._frontend = frontend
-        self._clock = clock
-        self._began = clock.now()
-        self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(entries_max))
-        self._unknown_until: dict[Key, datetime] = {}  # end of the period already reported as unknown
+    frontend: str
+    entries_max: int  # per worker
+    clock: Clock
+    _unknown_until: dict[Key, datetime] = field(
+        default_factory=dict
+    )  # end of the period already reported as unknown
+
+    def __post_init__(self) -> None:
+        self._began = self.clock.now()
+        self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(self.entries_max))
 
     def note(self, served_span: ServedSpan) -> None:
         """Add a span, from its first token on."""
@@ -134,14 +139,12 @@ class ServedSpans:
 
     def close(self, served_span: ServedSpan) -> None:
         """Mark a span as ended, because its request has left the worker or has ended."""
-        history = self._histories.get(served_span.key)
-        if history is not None:
+        if (history := self._histories.get(served_span.key)) is not None:
             history.close(served_span)
 
     def passed(self, key: Key, oldest_pass: datetime) -> None:
         """Drop the worker's spans that ended before `oldest_pass`: all canaries have been sent and passed since that time."""
-        history = self._histories.get(key)
-        if history is not None:
+        if (history := self._histories.get(key)) is not None:
             history.trim(self._instant(oldest_pass - MARGIN))
 
     def keep(self, keys: set[Key]) -> None:
@@ -167,7 +170,7 @@ class ServedSpans:
         """Return the fact about one exposed request. `action`: the policy applied; none: the request had finished."""
         span = fed.span
         return RequestExposed(
-            frontend=self._frontend,
+            frontend=self.frontend,
             request=span.request,
             model=span.model,
             worker=span.key[0],
@@ -193,7 +196,7 @@ class ServedSpans:
             self._unknown_until[key] = out[-1][1]
         return [
             ExposureUnknown(
-                frontend=self._frontend,
+                frontend=self.frontend,
                 worker=key[0],
                 instance=key[1],
                 since=start,
@@ -204,7 +207,7 @@ class ServedSpans:
         ]
 
     def _instant(self, moment: datetime) -> float:
-        return self._clock.monotonic() - (self._clock.now() - moment).total_seconds()
+        return self.clock.monotonic() - (self.clock.now() - moment).total_seconds()
 
     def _calendar(self, instant: float) -> datetime:
-        return self._clock.now() - timedelta(seconds=self._clock.monotonic() - instant)
+        return self.clock.now() - timedelta(seconds=self.clock.monotonic() - instant)

@@ -23,7 +23,7 @@ from controller.deciders.breaker import Breaker, BreakerPolicy
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.ports import Observe
 from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
-from controller.router.load.batch_growth import growth
+from controller.router.load.work import growth
 from events.decisions import BreakerPosition
 from events.fact import Observation
 from events.observations import (
@@ -134,22 +134,20 @@ class WorkerOutcomes:
             self.breaker = replace(self.breaker, request_failures=left)
 
 
+@dataclass(eq=False, repr=False)
 class OutcomeReports:
     """Creates the facts about a frontend's outcomes: requests served per window, slow workers, and breaker moves.
 
     No clock and no I/O: the caller passes the time and publishes the facts.
     """
 
-    def __init__(
-        self, frontend: str, settings: FactSettings, links: ConnectedWorkers | None, now: float
-    ) -> None:
-        """`links` returns the last reported load of each worker; None: loads are unknown."""
-        self._frontend = frontend
-        self._settings = settings
-        self._links = links
-        self._window_at = self._second_at = now
-        self._moves: list[tuple[float, Key, BreakerPosition, str]] = []
-        self._dropped = 0
+    frontend: str
+    settings: FactSettings
+    links: ConnectedWorkers | None  # returns the last reported load of each worker; None: loads are unknown
+    _window_at: float  # when the window began
+    _second_at: float
+    _moves: list[tuple[float, Key, BreakerPosition, str]] = field(default_factory=list)
+    _dropped: int = 0
 
     def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
         """Record one breaker move for the next event; if that event is full, count the move as dropped."""
@@ -165,7 +163,7 @@ class OutcomeReports:
             for found in outcomes.values():
                 found.reports = 0
             yield from self._of_moves(now)
-        if now - self._window_at >= self._settings.window_s:
+        if now - self._window_at >= self.settings.window_s:
             yield from self._of_window(now - self._window_at, outcomes)
             self._window_at = now
 
@@ -178,28 +176,23 @@ class OutcomeReports:
         """Yield one event with all breaker moves since the last such event; no event if no breaker moved."""
         if self._moves:
             moves = tuple(
-                BreakerMove(
-                    worker=worker,
-                    instance=instance,
-                    position=position,
-                    ago_ms=round((now - at) * 1000, 1),
-                    reason=reason,
-                )
-                for at, (worker, instance), position, reason in self._moves
+                BreakerMove(worker=key[0], instance=key[1], position=position, ago_ms=ago_ms, reason=reason)
+                for at, key, position, reason in self._moves
+                for ago_ms in (round((now - at) * 1000, 1),)
             )
-            yield FrontendBreakersMoved(frontend=self._frontend, moves=moves, dropped=self._dropped)
+            yield FrontendBreakersMoved(frontend=self.frontend, moves=moves, dropped=self._dropped)
             self._moves, self._dropped = [], 0
 
     def _of_window(self, window_s: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
         speeds = {
             key: median(found.window.itl_ms)
             for key, found in outcomes.items()
-            if found.window.itl_ms and found.window.tokens >= self._settings.slow_tokens_min
+            if found.window.itl_ms and found.window.tokens >= self.settings.slow_tokens_min
         }
         for key, found in outcomes.items():
             window = found.window
             if window.count:
-                yield window.fact(self._frontend, key, window_s, window.routed_under or 0)
+                yield window.fact(self.frontend, key, window_s, window.routed_under or 0)
                 found.window = Window()
             if key in speeds:
                 peers = {
@@ -217,43 +210,38 @@ class OutcomeReports:
             return
         running = self._running(key)
         usual = median(speed * growth(running, self._running(peer)) for peer, speed in peers.items())
-        slow = own > self._settings.slow_factor * usual and own - usual > SLOW_MS_MIN
+        slow = own > self.settings.slow_factor * usual and own - usual > SLOW_MS_MIN
         if slow or found.slow:
             kind = WorkerSlow if slow else WorkerSlowCleared
             yield kind(
-                worker=key[0], instance=key[1], frontend=self._frontend, latency_ms=own, baseline_ms=usual
+                worker=key[0], instance=key[1], frontend=self.frontend, latency_ms=own, baseline_ms=usual
             )
         found.slow = slow
 
     def _running(self, key: Key) -> int:
         """Return the number of sequences in a worker's batch; 1 if it is unknown."""
-        load = self._links.load(key[0]) if self._links is not None else None
+        load = self.links.load(key[0]) if self.links is not None else None
         return load.running if load is not None else 1
 
 
+@dataclass(eq=False, repr=False)
 class LocalBreakers:
     """The outcomes of one frontend's requests on each worker, and its local breakers."""
 
-    def __init__(
-        self,
-        frontend: str,
-        local: LocalBreakerSettings,
-        facts: FactSettings,
-        observe: Callable[[Observation], object],
-        now: Callable[[], float],
-        links: ConnectedWorkers | None = None,
-    ) -> None:
-        """`links` returns the last reported load of each worker."""
-        self.now = now
-        self._frontend = frontend
-        self._failures_per_s_max = facts.failures_per_s_max
-        self._observe = observe
-        self._stalled_share = local.stalled_share
-        self._epoch = 0  # number of this frontend's last breaker move
-        self._outcomes_by: dict[Key, WorkerOutcomes] = {}
-        self._open: dict[Key, None] = {}  # workers with a breaker that is not closed
+    frontend: str
+    local: LocalBreakerSettings
+    facts: FactSettings
+    observe: Callable[[Observation], object]
+    now: Callable[[], float]
+    links: ConnectedWorkers | None = None  # returns the last reported load of each worker
+    _epoch: int = 0  # number of this frontend's last breaker move
+    _outcomes_by: dict[Key, WorkerOutcomes] = field(default_factory=dict)
+    _open: dict[Key, None] = field(default_factory=dict)  # workers with a breaker that is not closed
+
+    def __post_init__(self) -> None:
+        local, now = self.local, self.now()
         self.open: Collection[Key] = self._open.keys()  # a live view, in order of opening
-        self._reports = OutcomeReports(frontend, facts, links, now())
+        self._reports = OutcomeReports(self.frontend, self.facts, self.links, now, now)
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
             wait_min=timedelta(seconds=local.wait_s),
@@ -263,8 +251,7 @@ class LocalBreakers:
 
     def outcomes(self, key: Key) -> WorkerOutcomes:
         """Return the outcomes of one worker instance."""
-        found = self._outcomes_by.get(key)
-        if found is None:
+        if (found := self._outcomes_by.get(key)) is None:
             found = self._outcomes_by[key] = WorkerOutcomes(Breaker(*key, trial_by="request"))
         return found
 
@@ -317,12 +304,11 @@ class LocalBreakers:
     def trials_ending(self) -> list[Key]:
         """Return the workers with a trial that reaches its time limit soon."""
         soon = _instant(self.now()) + TRIAL_MARGIN
-        trials = ((key, self._outcomes_by[key].breaker) for key in self._open)
-        return [
-            key
-            for key, state in trials
-            if state.position == "half_open" and state.admitted and state.deadline and soon >= state.deadline
-        ]
+        trials = {key: self._outcomes_by[key].breaker for key in self._open}
+        due = {
+            key: one.deadline for key, one in trials.items() if one.position == "half_open" and one.admitted
+        }
+        return [key for key, deadline in due.items() if deadline and soon >= deadline]
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
@@ -344,7 +330,7 @@ class LocalBreakers:
         found.model = model
         found.failures = 0
         if found.stalls:
-            found.stalls = max(0.0, found.stalls - self._stalled_share)
+            found.stalls = max(0.0, found.stalls - self.local.stalled_share)
         if found.breaker.request_failures or found.breaker.position != "closed":
             self._passed(key, found, breaker_epoch)
         window.count += 1
@@ -375,18 +361,12 @@ class LocalBreakers:
 
     def _passed(self, key: Key, found: WorkerOutcomes, breaker_epoch: int) -> None:
         """Apply a success to the worker's breaker, if the breaker has not moved since the request was sent."""
-        fact = found.window.fact(self._frontend, key, 0.0, breaker_epoch)
+        fact = found.window.fact(self.frontend, key, 0.0, breaker_epoch)
         found.breaker = breaker.evolve(found.breaker, fact)
         self._settle(key, found)
 
     def failed(
-        self,
-        key: Key,
-        reason: str,
-        routed_under: int,
-        breaker_epoch: int,
-        *,
-        one_stream: bool = False,
+        self, key: Key, reason: str, routed_under: int, breaker_epoch: int, *, one_stream: bool = False
     ) -> None:
         """Record a request that failed through the worker's fault.
 
@@ -409,16 +389,18 @@ class LocalBreakers:
         fact = RequestFailed(
             worker=key[0],
             instance=key[1],
-            frontend=self._frontend,
+            frontend=self.frontend,
             failures_in_a_row=found.failures,
             reason=reason,
             routed_under=routed_under,
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
-        if found.reports < self._failures_per_s_max:  # the next report includes the number of those omitted
+        if (
+            found.reports < self.facts.failures_per_s_max
+        ):  # the next report includes the number of those omitted
             found.reports += 1
-            self._observe(fact)
+            self.observe(fact)
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -428,12 +410,12 @@ class LocalBreakers:
         for key in list(self._open):  # a closed breaker moves at once, by an outcome
             self._settle(key, self._outcomes_by[key])
         for fact in self._reports.due(self.now(), self._outcomes_by):
-            self._observe(fact)
+            self.observe(fact)
 
     def report(self) -> None:
         """Report the incomplete window and second, before the process exits."""
         for fact in self._reports.rest(self.now(), self._outcomes_by):
-            self._observe(fact)
+            self.observe(fact)
 
     def _judge(self, in_service: Collection[Key]) -> None:
         broken = {key: found for key, found in self._outcomes_by.items() if found.broken is not None}

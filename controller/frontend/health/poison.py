@@ -21,15 +21,20 @@ before. A silent worker does not count as dead: more often it was stopped, or lo
 engines are weaker evidence than dead workers, because they may have hung for a common reason. Requests suspected because of
 stuck engines are refused only for as long as requests that merely fail.
 
-Requests are alike if they have the same fingerprint (`request.fingerprint`). For each request only a sketch of its prompt is
+Requests are alike if they have the same fingerprint. For each request only a sketch of its prompt is
 looked up, which takes a microsecond; only requests that have failed are compared exactly.
 
 Most suspects are innocent: each request without a token on a worker that lost power becomes a suspect.
 """
 
+import json
 import re
+from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import structlog
@@ -37,7 +42,6 @@ import xxhash
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.failures import Suspicion
-from controller.frontend.request.fingerprint import fingerprint, sketch_of
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe
@@ -57,6 +61,7 @@ OTHER_FALLS_MAX = 2  # limits a poisonous request to as many attempts as the def
 WORKED_S = 60.0  # an engine that produced a token within this time was healthy when the request arrived
 PROVEN_MAX = 8192  # sketches of prompts that have produced a token
 FLIGHTS_MAX = 65_536  # prompts without any token yet
+SKETCH_MASK = 2**64 - 1
 NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # numbers in error texts, which differ each time
 
 
@@ -215,16 +220,10 @@ class PoisonWatch:
         return Where(avoid=tried) if tried else None
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
-        now, settings = self._now(), self.settings
+        now = self._now()
         record.fell = {key: fall for key, fall in record.fell.items() if self._down(key, fall, now)}
-        falls = record.fell.values()
-        if falls and now - max(fall.at for fall in falls) < SETTLED_S:
-            raise self._hold(record, now)
-        suspicious = len(falls) + min(record.refusals, 1)
-        if falls and not record.together and suspicious > 1 + self._other_falls(now):
-            reasons = [fall.reason for fall in falls]
-            refused_s = settings.failed_s if STUCK in reasons else settings.refused_s
-            self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
+        if record.fell:
+            self._judge_falls(request, record, now)
         if now < record.refused_until:
             raise Poisonous
         if not record.suspected:
@@ -232,8 +231,19 @@ class PoisonWatch:
             return Where(avoid=avoid) if avoid else None
         if record.at is not None:  # a copy of the request is being tried
             raise self._hold(record, now)
-        late = record.held_since is not None and now - record.held_since > settings.alone_s
+        late = record.held_since is not None and now - record.held_since > self.settings.alone_s
         return Where(avoid=self._records.tried_at(), waits=not late or record.together)
+
+    def _judge_falls(self, request: GenerationRequest, record: Record, now: float) -> None:
+        """Condemn a request if enough workers died with it. Raise Held if one died just now."""
+        falls, settings = record.fell.values(), self.settings
+        if now - max(fall.at for fall in falls) < SETTLED_S:
+            raise self._hold(record, now)
+        suspicious = len(falls) + min(record.refusals, 1)
+        if not record.together and suspicious > 1 + self._other_falls(now):
+            reasons = [fall.reason for fall in falls]
+            refused_s = settings.failed_s if STUCK in reasons else settings.refused_s
+            self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
 
     def hold(self, request: GenerationRequest) -> Held:
         """Return the error for a request that has to wait, because its restriction permits no available worker."""
@@ -427,3 +437,22 @@ class PoisonWatch:
 
 def _fingerprint(request: GenerationRequest) -> str:
     return fingerprint(request.names.sketch, request.model, request.prompt, request.guided)
+
+
+def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str, Any] | None) -> str:
+    """Return 32 hexadecimal digits that identify requests with the same model, prompt and output constraint, from any client.
+
+    The first 16 digits are the prompt's `sketch`, the others are 64 bits of BLAKE2b. The prompt cannot be recovered from a
+    fingerprint, but a guess of the whole prompt can be confirmed.
+    """
+    exact = blake2b(json.dumps([model, guided], sort_keys=True, default=str).encode(), digest_size=8)
+    exact.update(array("Q", prompt).tobytes())
+    return f"{sketch & SKETCH_MASK:016x}{exact.hexdigest()}"
+
+
+def sketch_of(fingerprint: str) -> int:
+    """Return the sketch in a fingerprint. Raise ValueError if the fingerprint is invalid."""
+    if len(fingerprint) != 32:
+        raise ValueError("a fingerprint has 32 digits")
+    found = int(fingerprint[:16], 16)
+    return found - SKETCH_MASK - 1 if found >> 63 else found

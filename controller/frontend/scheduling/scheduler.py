@@ -13,16 +13,17 @@ During panic, this frontend's local breakers are ignored.
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
+from controller.deciders.capacity import tpot_ms
 from controller.frontend.health.local_breakers import Panic
 from controller.frontend.request.failures import smallest_limit
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.pools import Pools
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage, WorkerRank
@@ -31,6 +32,7 @@ from controller.router.index.index import Depths, Matches
 from controller.router.index.view import KvView
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.monitor import LoadLimits, LoadMonitor
+from controller.router.load.work import FirstTokens, reading_s
 from controller.router.selection.filter import (
     MANY,
     AllBusy,
@@ -46,6 +48,58 @@ from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
 from events.blocks import BlockNames
 
+PoolName = tuple[str, Lineage]
+
+
+@dataclass(eq=False, repr=False)
+class Pools:
+    """The times to first token that one frontend has measured, by worker pool: the workers of one model and lineage.
+
+    The scheduler reports sent requests and arrived first tokens; admission by deadlines reads the predictions.
+    """
+
+    now: Callable[[], float]
+    _pools: dict[PoolName, FirstTokens] = field(default_factory=dict)
+    # By slot number: pool, worker, time of sending, time to read the prompts ahead and its own, time of a step.
+    _sent: dict[int, tuple[PoolName, str, float, float, float, float]] = field(default_factory=dict)
+
+    def of(self, model: str, lineage: Lineage) -> FirstTokens:
+        """Return the first-token measurements of a model's workers of this lineage."""
+        if (pool := self._pools.get((model, lineage))) is None:
+            pool = self._pools[model, lineage] = FirstTokens()
+        return pool
+
+    def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
+        """Record that a request was sent to a worker rank, which prefills `ahead_tokens` of other prompts before it."""
+        profile = endpoint.joined.profile
+        ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
+        name = (endpoint.model, endpoint.lineage)
+        self._sent[slot] = name, endpoint.worker, self.now(), ahead_s, own_s, step_s(endpoint)
+        self.of(*name).sent(ahead_s)
+
+    def read(self, slot: int) -> None:
+        """Record that the request's first token has arrived."""
+        if (sent := self._sent.pop(slot, None)) is not None:
+            name, worker, at, ahead_s, own_s, steps_s = sent
+            self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)
+
+    def end(self, slot: int) -> None:
+        """Drop a request that has left its worker."""
+        self._sent.pop(slot, None)
+
+    def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
+        """Drop all other pools and workers."""
+        self._pools = {name: pool for name, pool in self._pools.items() if name in names}
+        for pool in self._pools.values():
+            pool.forget(workers)
+
+
+def step_s(endpoint: Endpoint) -> float:
+    """Return the registered duration in seconds of a worker's step with a full batch; 0 if none was registered."""
+    found = tpot_ms(endpoint.joined.profile, max(1, endpoint.max_batch)) / 1000
+    return found if found < 10.0 else 0.0
+
+
 log = structlog.get_logger(__name__)
 
 _KV = Mode.KV  # looking up an enum member takes as long as a call
@@ -59,30 +113,31 @@ class _LinksReport(NamedTuple):
     waiting: tuple[str, ...]  # models for which requests wait at that frontend
 
 
+@dataclass(eq=False, repr=False)
 class Peers:
     """The other serving frontends, and the models for which requests wait there.
 
     Each frontend publishes every second which workers it reaches, and how many requests wait at that frontend.
     """
 
-    def __init__(self, now: Callable[[], float], name: str = "") -> None:
-        self._now = now
-        self._name = name  # this frontend's
-        self._heard: dict[str, _LinksReport] = {}
-        self._names: Sequence[str] = ()
-        self._size = 1
-        self.any = False  # another frontend has reported; it may be silent by now, which each choice checks
-        self._until = -inf  # no frontend counts as silent before this time
-        # by model: number of frontends with requests waiting for its workers
-        self.contenders: dict[str, int] = {}
+    now: Callable[[], float]
+    name: str = ""  # this frontend's
+    any: bool = False  # another frontend has reported; it may be silent by now, which each choice checks
+    contenders: dict[str, int] = field(
+        default_factory=dict
+    )  # by model: frontends with requests waiting for its workers
+    _heard: dict[str, _LinksReport] = field(default_factory=dict)
+    _names: Sequence[str] = ()
+    _size: int = 1
+    _until: float = -inf  # no frontend counts as silent before this time
 
-    def on_links(self, subject: str, body: Mapping[str, Any]) -> None:
+    def on_links(self, subject: str, body: Mapping[str, object]) -> None:
         """Process a frontend's report of its links."""
         name, waiting = str(body.get("frontend")), body.get("waiting")
         models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
         before = self._heard.get(name)
-        self._heard[name] = _LinksReport(self._now(), models)
-        self.any = self.any or name != self._name
+        self._heard[name] = _LinksReport(self.now(), models)
+        self.any = self.any or name != self.name
         if before is None:
             self._until = -inf
         if before is None or before.waiting != models:
@@ -90,12 +145,12 @@ class Peers:
 
     def names(self) -> Sequence[str]:
         """Return the frontends with a recent report, and drop the others. Called for each choice."""
-        now = self._now()
+        now = self.now()
         if now > self._until:
             since = now - HEARD_S
             self._heard = {name: heard for name, heard in self._heard.items() if heard.at >= since}
             self._names = sorted(self._heard)
-            self._size = len({*self._names, self._name}) if self._names else 1
+            self._size = len({*self._names, self.name}) if self._names else 1
             self.any = self._size > 1
             self._until = min((heard.at for heard in self._heard.values()), default=now) + HEARD_S
             self._count()
@@ -104,7 +159,7 @@ class Peers:
     def _count(self) -> None:
         self.contenders.clear()
         for name, heard in self._heard.items():
-            for model in heard.waiting if name != self._name else ():
+            for model in heard.waiting if name != self.name else ():
                 self.contenders[model] = self.contenders.get(model, 1) + 1
 
     def frontends(self) -> int:
@@ -113,20 +168,19 @@ class Peers:
         return self._size
 
 
+@dataclass(eq=False, repr=False)
 class RoutingState:
     """Which blocks are cached where, and which requests were sent where."""
 
-    def __init__(
-        self, router: RouterSettings, metrics: RequestMetrics, pools: Pools | None, now: Callable[[], float]
-    ) -> None:
-        """Start empty. `pools` measures the speed of workers; None: not measured."""
-        self._router = router
-        self._metrics = metrics
-        self._pools = pools
-        self._now = now
+    router: RouterSettings
+    metrics: RequestMetrics
+    pools: Pools | None  # measures the speed of workers; None: not measured
+    now: Callable[[], float]
+    view: KvView | None = None  # cached blocks reported by workers with KV events
+
+    def __post_init__(self) -> None:
+        router, self._serial = self.router, itertools.count(1)
         self._paced = router.prefill_load_model == "profile"
-        self._serial = itertools.count(1)
-        self.view: KvView | None = None  # cached blocks reported by workers with KV events
         self._guesses = ApproximateCache(ttl_s=router.ttl_secs)
         self.slots = ActiveSequences(track_output=router.track_output_blocks)
 
@@ -134,13 +188,13 @@ class RoutingState:
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
         """Count a request at the chosen worker. Return its slot number."""
-        endpoint, holder, unread, pools = choice.endpoint, choice.holder, choice.prefill_tokens, self._pools
+        endpoint, holder, unread, pools = choice.endpoint, choice.holder, choice.prefill_tokens, self.pools
         prompt, now = choice.request.prompt, choice.request.now
-        self._metrics.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
+        self.metrics.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
         blocks = prompt.blocks if prompt.block_tokens == endpoint.block_tokens else None
         if pools is None:
             return self._add(endpoint, holder, plan, output, unread, now, blocks)
-        ahead = self.slots.work(holder, now=self._now()).prefill_tokens
+        ahead = self.slots.work(holder, now=self.now()).prefill_tokens
         slot = self._add(endpoint, holder, plan, output, unread, now, blocks)
         pools.sent(slot, endpoint, ahead, unread)
         return slot
@@ -148,7 +202,7 @@ class RoutingState:
     def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
         """Count a request that arrived with its KV cache, so that nothing has to be prefilled. Return its slot number."""
         holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
-        return self._add(endpoint, holder, plan, output, 0, self._now())
+        return self._add(endpoint, holder, plan, output, 0, self.now())
 
     def _add(
         self,
@@ -161,7 +215,7 @@ class RoutingState:
         blocks: Sequence[int] | None = None,
     ) -> int:
         """Count a request. `blocks`: names of its full blocks in the worker's block size, if they are known."""
-        router, slot, size = plan.overrides.router or self._router, next(self._serial), endpoint.block_tokens
+        router, slot, size = plan.overrides.router or self.router, next(self._serial), endpoint.block_tokens
         if router.mode != "kv":
             blocks = ()
         elif blocks is None:
@@ -184,14 +238,14 @@ class RoutingState:
 
     def read(self, slot: int, now: float) -> None:
         """Record that the request's first token has arrived."""
-        if self._pools is not None:
-            self._pools.read(slot)
+        if self.pools is not None:
+            self.pools.read(slot)
         self.slots.prefill_done(slot, now=now)
 
     def end(self, slot: int, now: float) -> None:
         """Release the slot, however the request ended."""
-        if self._pools is not None:
-            self._pools.end(slot)
+        if self.pools is not None:
+            self.pools.end(slot)
         self.slots.free(slot, now=now)
 
     # --- cached blocks --------------------------------------------------------------------------------------
@@ -206,7 +260,7 @@ class RoutingState:
     def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
         """Return how many of a prompt's tokens no worker of the group has cached on its device."""
         size = group.block_sizes[0]
-        found, keys = self.cached(names.of(size), self._now()).device, group.keys
+        found, keys = self.cached(names.of(size), self.now()).device, group.keys
         if isinstance(found, Depths):
             deepest = found.deepest(keys)
         else:
@@ -240,7 +294,7 @@ class RoutingState:
 
     def expire(self) -> None:
         """Drop requests without a reported end within an hour, and expired cache entries."""
-        now = self._now()
+        now = self.now()
         self._guesses.expire(now=now)
         if stale := self.slots.expire(now=now):
             log.warning("slots_expired", requests=len(stale))
@@ -248,44 +302,40 @@ class RoutingState:
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the state of all endpoints except `keys`."""
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
-            self.slots.forget(holder, now=self._now())
+            self.slots.forget(holder, now=self.now())
             self._guesses.forget(holder)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """Chooses the workers of one frontend's requests."""
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        table: EndpointTable,
-        plane: RequestPlane,
-        metrics: RequestMetrics,
-        peers: Peers,
-        panic: Panic,
-        now: Callable[[], float],
-        dice: Callable[[], float],
-    ) -> None:
-        self._settings = settings
-        self.table = table
-        self._plane = plane
-        self._peers = peers
-        self._panic = panic
-        self._breakers, self._open = panic.breakers, panic.breakers.open
-        self._now = now
-        self._dice = dice
+    settings: FrontendSettings
+    table: EndpointTable
+    plane: RequestPlane
+    metrics: RequestMetrics
+    peers: Peers
+    panic: Panic
+    now: Callable[[], float]
+    dice: Callable[[], float]
+    live: bool = False  # until the fold has caught up it shows past states, which must not cause panic
+    _ignoring: bool = False  # whether local breakers are ignored for the current choice
+
+    def __post_init__(self) -> None:
+        settings, plane, now = self.settings, self.plane, self.now
         router, self._by_deadline = settings.router, settings.by_deadline
+        self._breakers, self._open = self.panic.breakers, self.panic.breakers.open
         self._default_pricing, self._mode = pricing_of(router), Mode(router.mode)
         self.pools = Pools(now)
-        self.state = RoutingState(router, metrics, self.pools if self._by_deadline else None, now)
-        self.slots = self.state.slots
-        self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
-        self._chooser, self._picker = Chooser(self.slots), Picker()
+        self.state = RoutingState(router, self.metrics, self.pools if self._by_deadline else None, now)
+        self.slots = slots = self.state.slots
+        self.monitor = LoadMonitor(limits_of(settings), self.table, plane, slots, now)
+        self._chooser, self._picker = Chooser(slots), Picker()
         self._others = None if router.replica_sync else plane  # None: the tracker counts them
-        self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
-        self._ignoring = False  # whether local breakers are ignored for the current choice
-        self.live = False  # until the fold has caught up it shows past states, which must not cause panic
-        self.frontends = peers.frontends  # number of frontends that share the workers, including this one
+        self._rules = Rules(plane, self.monitor, contenders=self.peers.contenders)
+        self.frontends = (
+            self.peers.frontends
+        )  # number of frontends that share the workers, including this one
 
     # --- the filter -----------------------------------------------------------------------------------------
 
@@ -293,13 +343,13 @@ class Scheduler:
         """Return a model's endpoints. Update the panic state and the filter's rules."""
         endpoints = self.table.models.get(model, ())
         self._ignoring = False  # no panic, the common case
-        if self._open or self._panic.models:
-            self._ignoring = self.live and self._panic.ignores(model, endpoints)
+        if self._open or self.panic.models:
+            self._ignoring = self.live and self.panic.ignores(model, endpoints)
         self._refresh()
         return endpoints
 
     def _refresh(self) -> None:
-        rules, peers = self._rules, self._peers
+        rules, peers = self._rules, self.peers
         frontends = peers.frontends() if peers.any else 1
         # With deadlines, each frontend may have only one request at a worker beyond its free batch slots, regardless of the
         # other frontends: requests that wait at a worker wait only for its next slot.
@@ -319,7 +369,7 @@ class Scheduler:
         """Check whether panic has begun or ended for any model, after a change of the fold or of a breaker."""
         if self.live:
             for model in self.table.known:
-                self._panic.look(model, self.table.models.get(model, ()))
+                self.panic.look(model, self.table.models.get(model, ()))
 
     def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
         """Return an endpoint with room for a new request, of any lineage or of the given one, and none of `without`. Raise
@@ -367,7 +417,7 @@ class Scheduler:
     def takes(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint still accepts a request. An endpoint on trial accepts only one, so this can change."""
         allowed = self._ignoring or self._breakers.allowed(endpoint)
-        return allowed and self._plane.reachable(endpoint.worker, endpoint.instance)
+        return allowed and self.plane.reachable(endpoint.worker, endpoint.instance)
 
     # --- score and pick -------------------------------------------------------------------------------------
 
@@ -398,14 +448,14 @@ class Scheduler:
 
         A given list must not be empty. `output`: accepted tokens after the prompt. Raise NoWorker.
         """
-        mode, pricing, now, overrides = self._mode, self._default_pricing, self._now(), plan.overrides
+        mode, pricing, now, overrides = self._mode, self._default_pricing, self.now(), plan.overrides
         if overrides.router is not None:
             mode, pricing = Mode(overrides.router.mode), pricing_of(overrides.router)
         if overrides.explain and isinstance(among, Filter):
             among = among.left()
         prompt = self._prompt(plan, output, mode, now)
         return self._chooser.choose(
-            among, prompt, now=now, draw=self._dice(), mode=mode, pricing=pricing, others=self._others
+            among, prompt, now=now, draw=self.dice(), mode=mode, pricing=pricing, others=self._others
         )
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
@@ -426,7 +476,7 @@ class Scheduler:
 
     def limit(self, model: str) -> int:
         """Return how many migrations a request of this model may have."""
-        own, registered = self._settings.migration_limit, self.table.migration_limit(model)
+        own, registered = self.settings.migration_limit, self.table.migration_limit(model)
         return own if registered is None else smallest_limit(own, (registered,))
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup:
@@ -443,7 +493,7 @@ class Scheduler:
         self.state.forget(keys)
 
 
-def explained(choice: Selection) -> dict[str, Any]:
+def explained(choice: Selection) -> dict[str, object]:
     """Explain the choice of a worker: return each candidate's cost by term. Call this before the request is counted."""
     prompt, candidates = choice.request.prompt, choice.request.candidates
     return {
@@ -453,13 +503,13 @@ def explained(choice: Selection) -> dict[str, Any]:
         "block_tokens": prompt.block_tokens,
         "required_blocks": prompt.required_blocks,
         "candidates": [
-            _named(holder, candidates.endpoint[candidates.at[holder]]) | terms.shown()
+            {**_named(holder, candidates.endpoint[candidates.at[holder]]), **terms.shown()}
             for holder, terms in choice.explain()
         ],
     }
 
 
-def _named(holder: WorkerRank, endpoint: Endpoint) -> dict[str, Any]:
+def _named(holder: WorkerRank, endpoint: Endpoint) -> dict[str, object]:
     return {**holder._asdict(), "ranks": endpoint.ranks}
 
 

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
-from controller.router.load.batch_growth import PER_DOUBLING
+from controller.router.load.work import PER_DOUBLING
 
 WINDOW = 20  # samples kept per worker and level
 DRIFT_MAX = 1.5  # limit of a lone worker's baseline, relative to its warm-up

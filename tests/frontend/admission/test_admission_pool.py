@@ -8,16 +8,27 @@ from hypothesis import strategies as st
 
 from controller.frontend.admission.pool import (
     ALONE_TIMES,
+    IDS_MAX,
+    IDS_S,
     MARGIN,
     MARGIN_MAX,
     MARGIN_MIN,
+    REPEATS_LEAST,
     AdmissionVerdict,
+    RefusedIds,
+    RetryBudget,
     WorkerPool,
 )
 from controller.frontend.admission.queue import Line, QueuedRequest
-from controller.frontend.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
-from controller.router.load.ttft_predictor import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
-from controller.router.load.work import AnswerLengths, Demand, reading_s, work_s
+from controller.router.load.work import (
+    EXTRA_MAX_S,
+    FACTOR_MAX,
+    AnswerLengths,
+    Demand,
+    FirstTokens,
+    reading_s,
+    work_s,
+)
 from events.observations import Profile
 
 PROFILE = Profile(

@@ -18,8 +18,8 @@ from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
 from controller.config.flags import gather
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
+from controller.frontend.admission.pool import REPEATS_LEAST
 from controller.frontend.admission.queue import QueuedRequest
-from controller.frontend.admission.retries import REPEATS_LEAST
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
 from controller.frontend.settings import FrontendSettings
 from controller.router.load.monitor import AHEAD_S

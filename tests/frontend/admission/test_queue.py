@@ -20,7 +20,7 @@ from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reserv
 from controller.frontend.admission.refusals import Refusals, WaitedTooLong
 from controller.frontend.admission.room_finder import Preemptor
 from controller.frontend.errors import ApiError
-from controller.frontend.scheduling.pools import Pools
+from controller.frontend.scheduling.scheduler import Pools
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING
@@ -43,11 +43,12 @@ class Workers:
         self.endpoint = Endpoint(joined(ScriptedWorker("w1")))
         self.ended: list[tuple[str, str]] = []
         self.monitor: Any = self
+        self.pools = Pools(lambda: 0.0)
         me: Any = self
         given = FrontendSettings(admission=AdmissionSettings(queue_max=3, queue_s=queue_s))
         table = EndpointTable()
         refusals = Refusals("f1", given, table, me, me, lambda: 0.5)
-        self.queue = Admission(given, table, me, refusals, me, Preemptor(), Pools(lambda: 0.0))
+        self.queue = Admission(given, table, me, refusals, me, Preemptor())
 
     @property
     def free(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from frontend_kit import TOKENS, first_goes_to, frontend, text_of
 from scripted_worker import ScriptedWorker, undisturbed
 
-from controller.frontend.dispatch.output_check import check_logprobs
+from controller.frontend.dispatch.live_request import check_logprobs
 from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
 from controller.frontend.request.failures import Failure, classify
 from events.observations import RequestMigrated

@@ -17,7 +17,7 @@ from scripted_worker import Act, undisturbed
 from structlog.testing import capture_logs
 from waits import until
 
-from controller.frontend.dispatch.kv_move import HELD_MAX
+from controller.frontend.dispatch.live_request import HELD_MAX
 from controller.frontend.errors import unavailable
 from controller.frontend.request.state import RequestTerms, stays
 from events.decisions import DrainStarted, HealthStatus

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.health.poison import SETTLED_S, Held, Poisonous, PoisonWatch, Way
+from controller.frontend.health.poison import (
+    SETTLED_S,
+    Held,
+    Poisonous,
+    PoisonWatch,
+    Way,
+    fingerprint,
+    sketch_of,
+)
 from controller.frontend.request.failures import Suspicion
-from controller.frontend.request.fingerprint import fingerprint, sketch_of
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FactSettings, LocalBreakerSettings, PoisonSettings
 from controller.router.endpoints import ConnectedWorkers, Endpoint

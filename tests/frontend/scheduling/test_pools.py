@@ -6,7 +6,7 @@ import pytest
 from frontend_kit import PROFILE, joined
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.scheduling.pools import Pools, step_s
+from controller.frontend.scheduling.scheduler import Pools, step_s
 from controller.router.endpoints import Endpoint
 
 
