@@ -33,19 +33,11 @@ from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable, Key
+from events import observations as facts
 from events.broker_users import account_of
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
 from events.intrusion.reports import Intrusions
-from events.observations import (
-    BusyThresholdsSet,
-    ExposureUnknown,
-    FrontendObservation,
-    MoveRequested,
-    RequestPoisonous,
-    RequestSuspected,
-    WorkerJoined,
-)
 
 log = structlog.get_logger(__name__)
 
@@ -151,7 +143,7 @@ class Convictions:
         if before.answers(conviction) if before is not None else not stands:
             return
         self._report(
-            ExposureUnknown(
+            facts.ExposureUnknown(
                 frontend=self.frontend,
                 worker=name,
                 instance=conviction.instance,
@@ -197,7 +189,7 @@ class Convictions:
         failed = live.exposure == "restart" and live.answer.error is not None
         return "error" if failed else live.exposure
 
-    def _report(self, fact: FrontendObservation, trace: str = "") -> None:
+    def _report(self, fact: facts.FrontendObservation, trace: str = "") -> None:
         self.observe(fact, traceparent=trace)
         self.metrics.exposed(fact)
 
@@ -225,7 +217,7 @@ class WorkerIntrusions(Intrusions):
         worker, instance = life
         self.report(self._account(worker), why, worker=worker, instance=instance)
 
-    def _lives(self, worker: str) -> list[WorkerJoined]:
+    def _lives(self, worker: str) -> list[facts.WorkerJoined]:
         return [one.joined for one in self._table.endpoints.values() if one.worker == worker]
 
     def _account(self, worker: str) -> str:
@@ -290,12 +282,12 @@ class Director:
             fact = recorded.fact
             if isinstance(fact, BreakerClosed):
                 self.breakers.reset((fact.worker, fact.instance))
-            elif isinstance(fact, RequestSuspected | RequestPoisonous) and fact.frontend != ours:
+            elif isinstance(fact, facts.RequestSuspected | facts.RequestPoisonous) and fact.frontend != ours:
                 self.poison.heard(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
         if self.live:
             for recorded in batch:
-                if isinstance(recorded.fact, MoveRequested) and not recorded.fact.late(recorded.at):
+                if isinstance(recorded.fact, facts.MoveRequested) and not recorded.fact.late(recorded.at):
                     self.planned_moves.requested(recorded.fact)
         for endpoint, worker in change.updated:
             if self.live:
@@ -321,7 +313,7 @@ class Director:
         self._convictions.answer_for_before(self.table.workers, before)
         self.changed()
 
-    def set_static(self, joined: Sequence[WorkerJoined]) -> None:
+    def set_static(self, joined: Sequence[facts.WorkerJoined]) -> None:
         """Serve with workers that were configured directly."""
         self.table.set_static(joined)
         self.routing.forget(set(self.table.endpoints))
@@ -347,7 +339,7 @@ class Director:
             gone = WorkerUnhealthy(endpoint.corrupt, others, live.progress)
             self.driver.feed(live, gone)
 
-    def set_thresholds(self, fact: BusyThresholdsSet) -> None:
+    def set_thresholds(self, fact: facts.BusyThresholdsSet) -> None:
         """Apply the thresholds above which a model's workers count as busy, and publish them so that all frontends apply them."""
         self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
@@ -366,20 +358,16 @@ class Director:
         self.metrics.settle()
         self.driver.tick()
         self.traffic.tick()
-        self._expose_suspects()
+        for endpoint in self.table.endpoints.values():
+            worker = self.table.worker(endpoint) if endpoint.suspect and endpoint.corrupt else None
+            if worker is not None:
+                self._convictions.expose(worker, self.now())
         if self.refusals.tick(self.now()):
             self.routing.look_for_panic()
         if self.driver.waiting.parked:
             self.changed()
         else:
             self.admission.wake()  # requests of another frontend may have ended
-
-    def _expose_suspects(self) -> None:
-        """Report the requests served by convicted workers that stay in service."""
-        for endpoint in self.table.endpoints.values():
-            worker = self.table.worker(endpoint) if endpoint.suspect and endpoint.corrupt else None
-            if worker is not None:
-                self._convictions.expose(worker, self.now())
 
     def _pass_trials(self) -> None:
         """Pass breaker trials that have output at the deadline: an answer may take longer than its trial."""

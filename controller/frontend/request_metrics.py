@@ -10,8 +10,7 @@ from controller.frontend.errors import FAULTS
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.frontend.request.failures import CAUSES
 from controller.router.endpoints import Endpoint, shown_context
-from controller.router.index.feed import Counts
-from controller.router.index.view import KvView
+from controller.router.index.view import Counts, KvView
 from events.observations import FrontendObservation, RequestExposed
 from events.wire import Load
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from controller.router.endpoints import WorkerRank
-from controller.router.index import feed as kv_feed
-from controller.router.index.feed import Counts, Feed
+from controller.router.index import view as kv_feed
 from controller.router.index.index import KvIndex
-from controller.router.index.view import KvView
+from controller.router.index.view import Counts, Feed, KvView
 from events import kv
 from events.blocks import sequence_hashes
 from events.kv import (

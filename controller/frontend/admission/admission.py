@@ -22,10 +22,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from controller.frontend.admission.deadlines import Deadlines, WantedRequest, WantedTokens
+from controller.frontend.admission.deadlines import (
+    Deadlines,
+    Preemptor,
+    RoomFinder,
+    WantedRequest,
+    WantedTokens,
+)
 from controller.frontend.admission.queue import EndRate, Queue, QueuedRequest
 from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refusals, WaitedTooLong
-from controller.frontend.admission.room_finder import Preemptor, RoomFinder
 from controller.frontend.errors import ApiError
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Scheduler

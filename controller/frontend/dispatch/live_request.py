@@ -338,14 +338,8 @@ class LiveRequest(Sink):
         base = self.kv_move.base if self.kv_move is not None else len(self.accepted)
         return TransferAdvanced(event, tuple(self.accepted[base:]))
 
-    def keep_room(self) -> None:
-        """Reserve the room from the request's admission again, which was released for sending."""
-        if self.room is not None:
-            self.room = self.room.again()
-            self.keeps_room = True
-
     def give_back(self) -> None:
-        """Release the room that `keep_room` reserved."""
+        """Release the room that it kept while it was parked."""
         if self.keeps_room and self.room is not None:
             self.keeps_room = False
             self.room.free()
@@ -433,11 +427,11 @@ class WaitingRequests:
         self._rerouting: dict[LiveRequest, None] = {}
 
     def park(self, live: LiveRequest, *, keep_room: bool) -> None:
-        """Park a request until a worker may accept it. `keep_room`: keep the room reserved at its admission."""
+        """Park a request until a worker may accept it. `keep_room`: reserve the room from its admission again."""
         self._rerouting.pop(live, None)
         self.parked[live] = None
-        if keep_room:
-            live.keep_room()
+        if keep_room and live.room is not None:
+            live.room, live.keeps_room = live.room.again(), True
 
     def reroute(self, live: LiveRequest) -> bool:
         """Queue a request for joint placement with all that lost their workers in this turn of the event loop.

@@ -137,8 +137,12 @@ class Placer:
         first = self._share(len(endpoints))
         by_name = sorted(endpoint.key for endpoint in endpoints)
         turn = {key: (n - first) % len(endpoints) for n, key in enumerate(by_name)}
-        endpoints.sort(key=lambda endpoint: (self._fullness(endpoint), turn[endpoint.key]))
-        return endpoints[:TARGETS_MAX]
+
+        def load(endpoint: Endpoint) -> tuple[int, int]:
+            fullness = self._in_flight(endpoint) * LOAD_STEPS // max(1, endpoint.joined.profile.max_batch)
+            return fullness, turn[endpoint.key]
+
+        return sorted(endpoints, key=load)[:TARGETS_MAX]
 
     def _share(self, targets: int) -> int:
         """Return the index at which this frontend starts among `targets` equal ones.
@@ -154,9 +158,6 @@ class Placer:
     def _in_flight(self, endpoint: Endpoint) -> int:
         own, external = endpoint.active + endpoint.kept.requests, self.plane.external_load(endpoint.worker)
         return own if external is None else own + external.running + external.waiting
-
-    def _fullness(self, endpoint: Endpoint) -> int:
-        return self._in_flight(endpoint) * LOAD_STEPS // max(1, endpoint.joined.profile.max_batch)
 
     def _target(self, endpoint: Endpoint, source: Endpoint | None, newcomers: int = 1) -> MigrationTarget:
         profile, load = endpoint.joined.profile, self.plane.load(endpoint.worker)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from controller.frontend.admission.admission import Admission
-from controller.frontend.admission.room_finder import Preemptor
+from controller.frontend.admission.deadlines import Preemptor
 from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.request.events import Event, MovedOnPurpose

@@ -5,11 +5,16 @@ from dataclasses import dataclass
 
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.request import effects as do
-from controller.frontend.request.state import Move
 from controller.frontend.request_metrics import RequestMetrics
 from controller.ports import Observe
 from controller.router.endpoints import Endpoint, Server
-from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
+from events.observations import (
+    FrontendObservation,
+    RequestAbandoned,
+    RequestMigrated,
+    RequestPreempted,
+    RequestResumed,
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -33,14 +38,25 @@ class MigrationReports:
         gap_s = now - (stats.last_at if stats.first_at is not None else move.since)
         carried, cause = move.carried, move.failure.kind.cause
         source, target = move.source.key, last.server.key
+        fact: FrontendObservation
         if cause == "preempted":
+            if not effect.well:
+                return
+            fact = RequestResumed(
+                frontend=self.frontend,
+                request=request.id,
+                model=request.model,
+                source=source[0],
+                target=target[0],
+                target_instance=target[1],
+                tokens=move.tokens,
+                gap_ms=gap_s * 1000,
+                exact=exact,
+            )
+        else:
             if effect.well:
-                self._resumed(live, move, target[0], target[1], gap_s, exact=exact)
-            return
-        if effect.well:
-            self.metrics.resumed(cause, gap_s)
-        self.observe(
-            RequestMigrated(
+                self.metrics.resumed(cause, gap_s)
+            fact = RequestMigrated(
                 frontend=self.frontend,
                 request=request.id,
                 model=request.model,
@@ -60,26 +76,7 @@ class MigrationReports:
                 link=carried.link if carried else "",
                 predicted_ms=move.predicted_ms,
                 refused=move.refused,
-            ),
-            traceparent=request.traceparent,
-        )
-
-    def _resumed(
-        self, live: LiveRequest, move: Move, target: str, instance: str, gap_s: float, *, exact: bool
-    ) -> None:
-        """Report that a preempted answer has resumed."""
-        request = live.request
-        fact = RequestResumed(
-            frontend=self.frontend,
-            request=request.id,
-            model=request.model,
-            source=move.source.key[0],
-            target=target,
-            target_instance=instance,
-            tokens=move.tokens,
-            gap_ms=gap_s * 1000,
-            exact=exact,
-        )
+            )
         self.observe(fact, traceparent=request.traceparent)
 
     def preempted(self, live: LiveRequest, source: Endpoint) -> None:

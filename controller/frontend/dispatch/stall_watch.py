@@ -16,6 +16,7 @@ The limit never depends on the age itself, so a stuck stream cannot raise its ow
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import structlog
 
@@ -59,53 +60,47 @@ class StallWatch:
                 yield from self._look(endpoint, there, quiet, now)
 
     def _look(
-        self,
-        endpoint: Endpoint,
-        there: Collection[LiveRequest],
-        quiet: list[LiveRequest],
-        now: float,
+        self, endpoint: Endpoint, there: Collection[LiveRequest], quiet: list[LiveRequest], now: float
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
         """Yield those of one worker's `quiet` streams that have stalled. `there`: all its streams."""
-        admission, streams = self.admission, [one for one in there if one.state.has_output]
-        newest = max((one.stats.last_at for one in streams), default=0.0)
-        paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
-        load = self.plane.load(endpoint.worker)
+        streams, load = [one.stats for one in there if one.state.has_output], self.plane.load(endpoint.worker)
+        slowest = max(
+            (pace for one in streams if (pace := pace_s(one)) is not None), default=self.settings.ceiling_s
+        )
         queued = load is not None and load.waiting > 0
+        # no stream had a later token than this one, while the engine runs a prefill: the request plane limits that step
         reads = self.plane.others_work(endpoint.worker, 0, begun=True) == "before"
+        newest = max((one.last_at for one in streams), default=0.0) if reads else inf
         for one in quiet:
             dispatch, stats, state = one.dispatch, one.stats, one.state
             if dispatch is None or state.transfer is not None or not state.begun:
                 continue  # the wait for the first token has a separate limit
-            latency = self.table.knobs(one.request.model).latency
-            if state.has_output:
-                age = now - stats.last_at
-                patient = queued or bool(refusal(state, AnswerProgress(len(one.accepted), reached=1)))
-                if reads and newest <= stats.last_at:
-                    continue
-                limit = self._limit(stats, paces, patient=patient) * latency
-            else:
-                age = now - stats.attempt_at
-                limit = (
-                    admission.first_token_s + admission.first_token_s_per_1k / 1000 * one.length
-                ) * latency
+            if state.has_output and newest <= stats.last_at:
+                continue
+            age = now - (stats.last_at if state.has_output else stats.attempt_at)
+            limit = self._limit(one, slowest, queued=queued) * self.table.knobs(one.request.model).latency
             if age > limit:
-                worker = dispatch.endpoint.worker
                 log.warning(
                     "stream_stalled",
                     request=one.request.id,
-                    worker=worker,
+                    worker=dispatch.endpoint.worker,
                     age_s=round(age, 1),
                     limit_s=round(limit, 1),
                 )
                 yield one, dispatch, Failure("stalled", f"no token for {age:.1f} s", one_stream=True)
 
-    def _limit(self, stats: OutputStats, paces: Collection[float], *, patient: bool) -> float:
-        """Return the age in seconds above which a stream counts as stalled. `patient`: use `ceiling_s`."""
-        settings = self.settings
-        pace = pace_s(stats)
-        if pace is None:
-            pace = max(paces, default=settings.ceiling_s)
-        limit = settings.ceiling_s if patient else min(settings.ceiling_s, settings.pace_factor * pace)
+    def _limit(self, one: LiveRequest, slowest: float, *, queued: bool) -> float:
+        """Return the age in seconds above which a stream counts as stalled.
+
+        `slowest`: the pace of a stream without its own. `queued`: requests wait in the worker's queue.
+        """
+        settings, admission = self.settings, self.admission
+        if not one.state.has_output:
+            return admission.first_token_s + admission.first_token_s_per_1k / 1000 * one.length
+        limit = settings.ceiling_s
+        if not queued and not refusal(one.state, AnswerProgress(len(one.accepted), reached=1)):
+            pace = pace_s(one.stats)
+            limit = min(limit, settings.pace_factor * (slowest if pace is None else pace))
         return max(settings.floor_s, limit)
 
 

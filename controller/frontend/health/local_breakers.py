@@ -24,18 +24,9 @@ from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.ports import Observe
 from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
 from controller.router.load.work import growth
+from events import observations as facts
 from events.decisions import BreakerPosition
 from events.fact import Observation
-from events.observations import (
-    BreakerMove,
-    FrontendBreakersMoved,
-    PanicBegan,
-    PanicEnded,
-    RequestFailed,
-    RequestsServed,
-    WorkerSlow,
-    WorkerSlowCleared,
-)
 from events.wire import Sampling
 
 PARAMETERS_MAX = 32  # different sampling parameters counted per worker and window
@@ -82,9 +73,9 @@ class Window:
         if how in self.drawn or len(self.drawn) < PARAMETERS_MAX:
             self.drawn[how] += 1
 
-    def fact(self, frontend: str, key: Key, window_s: float, routed_under: int) -> RequestsServed:
+    def fact(self, frontend: str, key: Key, window_s: float, routed_under: int) -> facts.RequestsServed:
         """Return the fact about this window."""
-        return RequestsServed(
+        return facts.RequestsServed(
             worker=key[0],
             instance=key[1],
             frontend=frontend,
@@ -176,11 +167,13 @@ class OutcomeReports:
         """Yield one event with all breaker moves since the last such event; no event if no breaker moved."""
         if self._moves:
             moves = tuple(
-                BreakerMove(worker=key[0], instance=key[1], position=position, ago_ms=ago_ms, reason=reason)
+                facts.BreakerMove(
+                    worker=key[0], instance=key[1], position=position, ago_ms=ago_ms, reason=reason
+                )
                 for at, key, position, reason in self._moves
                 for ago_ms in (round((now - at) * 1000, 1),)
             )
-            yield FrontendBreakersMoved(frontend=self.frontend, moves=moves, dropped=self._dropped)
+            yield facts.FrontendBreakersMoved(frontend=self.frontend, moves=moves, dropped=self._dropped)
             self._moves, self._dropped = [], 0
 
     def _of_window(self, window_s: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
@@ -212,7 +205,7 @@ class OutcomeReports:
         usual = median(speed * growth(running, self._running(peer)) for peer, speed in peers.items())
         slow = own > self.settings.slow_factor * usual and own - usual > SLOW_MS_MIN
         if slow or found.slow:
-            kind = WorkerSlow if slow else WorkerSlowCleared
+            kind = facts.WorkerSlow if slow else facts.WorkerSlowCleared
             yield kind(
                 worker=key[0], instance=key[1], frontend=self.frontend, latency_ms=own, baseline_ms=usual
             )
@@ -230,7 +223,7 @@ class LocalBreakers:
 
     frontend: str
     local: LocalBreakerSettings
-    facts: FactSettings
+    limits: FactSettings
     observe: Callable[[Observation], object]
     now: Callable[[], float]
     links: ConnectedWorkers | None = None  # returns the last reported load of each worker
@@ -241,7 +234,7 @@ class LocalBreakers:
     def __post_init__(self) -> None:
         local, now = self.local, self.now()
         self.open: Collection[Key] = self._open.keys()  # a live view, in order of opening
-        self._reports = OutcomeReports(self.frontend, self.facts, self.links, now, now)
+        self._reports = OutcomeReports(self.frontend, self.limits, self.links, now, now)
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
             wait_min=timedelta(seconds=local.wait_s),
@@ -386,7 +379,7 @@ class LocalBreakers:
         found.stalls = min(found.stalls + found.stalled, STALLS_MAX * self._policy.failures_max)
         found.failures = max(found.failures + 1, int(found.stalls) if found.stalled else 0)
         found.stalled = 0
-        fact = RequestFailed(
+        fact = facts.RequestFailed(
             worker=key[0],
             instance=key[1],
             frontend=self.frontend,
@@ -397,7 +390,7 @@ class LocalBreakers:
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
         if (
-            found.reports < self.facts.failures_per_s_max
+            found.reports < self.limits.failures_per_s_max
         ):  # the next report includes the number of those omitted
             found.reports += 1
             self.observe(fact)
@@ -493,6 +486,6 @@ class Panic:
         panic = share < self.share_min
         if panic != (model in self.models):
             (self.models.add if panic else self.models.discard)(model)
-            kind = PanicBegan if panic else PanicEnded
+            kind = facts.PanicBegan if panic else facts.PanicEnded
             self.observe(kind(frontend=self.frontend, model=model, routable_share=share))
             self.gauge.labels(model).set(panic)

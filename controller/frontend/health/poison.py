@@ -174,12 +174,6 @@ class Records(OrderedDict[str, Record]):
         if not self._sketches[sketch]:
             del self._sketches[sketch]
 
-    def prove(self, sketch: int) -> None:
-        """Record that a prompt has produced a token."""
-        self.proven[sketch] = None
-        if len(self.proven) > PROVEN_MAX:
-            self.proven.popitem(last=False)
-
     def tried_at(self) -> frozenset[Key]:
         """Return the workers on which suspects are being tried."""
         return frozenset(one.at.key for one in self.values() if one.at is not None)
@@ -284,7 +278,9 @@ class PoisonWatch:
                 records.forget(record)
         self._flights.pop(sketch, None)
         if sketch not in records.proven:
-            records.prove(sketch)
+            records.proven[sketch] = None
+            if len(records.proven) > PROVEN_MAX:
+                records.proven.popitem(last=False)
         self._found_out()
 
     def served(self, request: GenerationRequest) -> None:

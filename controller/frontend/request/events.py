@@ -146,8 +146,11 @@ class ClientGone(msgspec.Struct, frozen=True):
     """The client has disconnected."""
 
 
+MovedOrWaiting: TypeAlias = (
+    TransferBegun | TransferAdvanced | TransferDeclined | Switched | MovedOnPurpose | Resumed | Woken | NoneLeft | Tick
+    | ClientGone
+)  # fmt: skip
 Event: TypeAlias = (
     Launched | Sent | ConnectFailed | NoWorkerFound | FirstToken | Finished | RequestRejected | AttemptFailed | Judged
-    | WorkerUnhealthy | Exposed | TransferBegun | TransferAdvanced | TransferDeclined | Switched | MovedOnPurpose
-    | Resumed | Woken | NoneLeft | Tick | ClientGone
+    | WorkerUnhealthy | Exposed | MovedOrWaiting
 )  # fmt: skip

@@ -84,7 +84,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
         case on.NoWorkerFound():
             return no_worker(state, event, now)
         case on.AttemptFailed(failure, answer, closed):
-            if state.attempt is not None and is_turned_away(state, failure):
+            if is_turned_away(state, failure):
                 return turned_away(state, closed=closed)
             return fail(state, failure, answer, now)
         case on.Judged(suspicion):
@@ -97,6 +97,13 @@ def step(state: RequestState, event: Event, now: float) -> Next:
             return worker_unhealthy(state, corrupt, others, answer, now)
         case on.Exposed():
             return exposed(state, event, now)
+        case _:
+            return _moved_or_waiting(state, event, now)
+
+
+def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float) -> Next:
+    """Continue `step` for the events of planned moves, of waiting requests, and of the clock."""
+    match event:
         case on.TransferBegun():
             return replace(state, transfer=planned_move.Transfer()), ()
         case on.TransferAdvanced(what, said):
@@ -104,12 +111,8 @@ def step(state: RequestState, event: Event, now: float) -> Next:
         case on.TransferDeclined(why):
             return replace(state, transfer_refused=why), ()
         case on.Switched(server, move):
-            effects = (
-                do.CancelStream("elsewhere"),
-                *_unjudged(state),
-                do.HandOver(),
-                do.TransferOver("switched", ""),
-            )
+            over = do.TransferOver("switched", "")
+            effects = (do.CancelStream("elsewhere"), *_unjudged(state), do.HandOver(), over)
             state = replace(state, move=move, disturbed=True, free=True)
             return become_running(state, server), effects
         case on.MovedOnPurpose(move, target):
@@ -223,7 +226,7 @@ def is_turned_away(state: RequestState, failure: Failure) -> bool:
     An attempt with output, or with a transferred KV cache, has started on the worker: its rejection is a failure.
     """
     carried = state.move is not None and state.move.carried is not None
-    return failure.reason == FULL and not state.has_output and not carried
+    return state.attempt is not None and failure.reason == FULL and not state.has_output and not carried
 
 
 def turned_away(state: RequestState, *, closed: bool) -> Next:

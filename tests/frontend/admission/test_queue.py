@@ -17,8 +17,8 @@ from waits import turns
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
+from controller.frontend.admission.deadlines import Preemptor
 from controller.frontend.admission.refusals import Refusals, WaitedTooLong
-from controller.frontend.admission.room_finder import Preemptor
 from controller.frontend.errors import ApiError
 from controller.frontend.scheduling.scheduler import Pools
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
