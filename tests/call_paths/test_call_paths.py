@@ -30,7 +30,7 @@ from fleet_in_process import FleetInProcess, fleet_in_process
 from frontend_kit import keep_busy
 from real_worker import RealWorker
 from simulated_frontend import simulated
-from waits import until
+from waits import turns, until
 
 from controller.adapters.clock import VirtualClock
 from controller.adapters.postgres.store import PostgresStore
@@ -163,7 +163,7 @@ class CanaryWorld:
         while not condition():
             assert self.clock.monotonic() < end, "not in time"
             await self.clock.advance(STEP_S)
-            await asyncio.sleep(0)
+            await turns()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from call_recorder import CallRecorder
+from waits import turns
 
 CALLER = """
 import asyncio
@@ -91,7 +92,7 @@ def modules(tmp_path: Path) -> list[Any]:
 async def _queue(a: Any, b: Any) -> None:
     queue: asyncio.Queue[int] = asyncio.Queue()
     getting = asyncio.ensure_future(b.get(queue))
-    await asyncio.sleep(0)
+    await turns()
     a.put(queue)
     await getting
 
@@ -105,7 +106,7 @@ async def _queue_later(a: Any, b: Any) -> None:
 async def _event(a: Any, b: Any) -> None:
     event = asyncio.Event()
     waiting = asyncio.ensure_future(b.wait(event))
-    await asyncio.sleep(0)
+    await turns()
     a.set_event(event)
     await waiting
 
@@ -113,7 +114,7 @@ async def _event(a: Any, b: Any) -> None:
 async def _future(a: Any, b: Any) -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(b.result(future))
-    await asyncio.sleep(0)
+    await turns()
     a.set_result(future)
     await waiting
 
@@ -193,7 +194,7 @@ async def test_a_timer_set_before_the_recording_runs_after_it(modules: list[Any]
         async with recorder.recording() as way:
             pass
         assert not way.files
-        await asyncio.sleep(0)
+        await turns()
     assert runs == [True]
 
 

@@ -86,6 +86,7 @@ class Kit:
     traces: list[str]  # one per fact
     completed: list[list[int]]  # the tokens of completed answers
     world: World
+    ticks: "Ticks"  # waits for the periodic work
     fleet: Fleet = field(default_factory=Fleet)
     seq: int = 0
     workers: list[ScriptedWorker] = field(default_factory=list)  # stopped at the end
@@ -214,10 +215,24 @@ def check_slot_counts(director: Director) -> None:
     assert counted == there, "the slot tracker does not count exactly the requests on workers"
 
 
-async def _ticks(director: Director) -> None:
-    while True:
-        await asyncio.sleep(0.05)  # the interval of a frontend's ticks
-        director.tick()
+class Ticks:
+    """The periodic work of a frontend, every 50 ms."""
+
+    def __init__(self, director: Director) -> None:
+        self._director = director
+        self._count = 0
+
+    async def run(self) -> None:
+        """Run it until cancelled."""
+        while True:
+            await asyncio.sleep(0.05)  # the period itself
+            self._director.tick()
+            self._count += 1
+
+    async def __call__(self, count: int = 2) -> None:
+        """Wait until it has run this often: enough for anything that is due within (count - 1) * 50 ms."""
+        after = self._count + count
+        await until(lambda: self._count >= after)
 
 
 async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -266,13 +281,14 @@ async def frontend(
     listeners = Listeners(api, chosen)
     await listeners.open()
     await listeners.accept()
-    running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(director))]
+    ticks = Ticks(director)
+    running = [asyncio.create_task(plane.run()), asyncio.create_task(ticks.run())]
     before = asyncio.all_tasks()
     try:
         async with aiohttp.ClientSession() as http:
             kit = Kit(
                 director, api, plane, listeners.url, listeners.admin_url, http, facts, traces, completed,
-                world, road=road,
+                world, ticks, road=road,
             )  # fmt: skip
             for worker in workers:
                 await kit.add(worker)

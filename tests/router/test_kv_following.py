@@ -6,9 +6,11 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from operator import eq
 from typing import Any
 
 import msgspec
+from waits import turns, until
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.adapters.feeds.kv_events import ASK_S, ASKS_MAX, KvEvents
@@ -225,14 +227,12 @@ async def fleet(
         await made.close()
 
 
-async def test_every_frontend_tracks_the_engines_caches(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_every_frontend_tracks_the_engines_caches(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url, LedgerBounds(part_blocks=20)) as made:
         for _ in range(5):
             made.run(3)
-            await asyncio.sleep(0)
-        await eventually(made.right)
+            await turns()
+        await until(made.right)
         (first, _), (second, _) = made.frontends
         assert all(first.complete(holder) for holder in first.index.holders)
         assert str(first.health).endswith("of 4 of 4 ranks")
@@ -241,7 +241,7 @@ async def test_every_frontend_tracks_the_engines_caches(
         made.run(3)
         third = await made.start_frontend()  # it starts empty, and restores everything
         made.run(3)
-        await eventually(made.right)
+        await until(made.right)
         counts = third.view.counts  # a rank that it saw cleared needs no request
         assert counts.restored + counts.applied.get(("cleared", "ok"), 0) >= 4
         assert third.view.counts.failed == first.view.counts.failed == 0
@@ -249,36 +249,32 @@ async def test_every_frontend_tracks_the_engines_caches(
         await made.add(Engine("w1", "b", dp=2))  # the next life begins with nothing
         await made.remove("w0")
         made.run(3)
-        await eventually(made.right)
+        await until(made.right)
         assert {holder.worker for holder in first.index.holders if held(first, holder)} == {"w1", "w.2"}
 
 
-async def test_events_from_a_broker_outage_are_recovered(
-    own_nats: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_events_from_a_broker_outage_are_recovered(own_nats: EmbeddedServer) -> None:
     async with fleet(own_nats.url) as made:
         made.run(3)
-        await eventually(made.right)
+        await until(made.right)
         await own_nats.kill()
-        await eventually(lambda: not any(c.connected for c in made.connections))
+        await until(lambda: not any(c.connected for c in made.connections))
         made.run(3)  # no engine waits for the broker
-        await eventually(lambda: all(p.dropped for p in made.publishers.values()))
+        await until(lambda: all(p.dropped for p in made.publishers.values()))
         assert not made.right()
         server = await start_nats(own_nats.directory, port=own_nats.port)
         try:
-            await eventually(made.right, 20)
+            await until(made.right, 20)
         finally:
             await made.close()
             await server.kill()
 
 
-async def test_a_process_that_was_cut_off_catches_up_when_it_reconnects(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_a_process_that_was_cut_off_catches_up_when_it_reconnects(nats_server: EmbeddedServer) -> None:
     """First a worker, then a frontend. The next events alone would reveal the gap too late."""
     async with fleet(nats_server.url, next_every_s=60.0) as made:
         made.run()
-        await eventually(made.right)
+        await until(made.right)
         (frontend, _), _ = made.frontends
         for connection in (made.connections[0], made.heard_by[frontend]):
             changes: list[bool] = []
@@ -292,18 +288,18 @@ async def test_a_process_that_was_cut_off_catches_up_when_it_reconnects(
             connection.listen(changed)
             transport: Any = connection.client._transport  # break its socket: no interface of ours does that
             transport._io_writer.transport.abort()
-            await eventually(lambda changes=changes: changes == [False, True])
-            await eventually(made.right)
+            await until(partial(eq, changes, [False, True]))
+            await until(made.right)
         assert made.publishers["w0"].dropped > 0 and frontend.view.counts.gaps > 0
 
 
 async def test_a_new_frontend_restores_everything_while_events_continue_and_some_answers_are_late_or_missing(
-    nats_server: EmbeddedServer, eventually: Eventually
+    nats_server: EmbeddedServer,
 ) -> None:
     """More workers than concurrent requests never answer, two answer late, and all continue to cache."""
     async with fleet(nats_server.url, LedgerBounds(part_blocks=50), clears=False, ask_s=0.2) as made:
         made.run(3)
-        await eventually(made.right)  # a frontend that gets a rank's very first events has nothing to restore
+        await until(made.right)  # a frontend that gets a rank's very first events has nothing to restore
         for name in ("w1", "w.2"):
             await made.publishers[name].answer_late(0.05)
         mute = Mute(await BrokerConnection.open(nats_server.url, "mute"), 2 * ASKS_MAX)
@@ -311,17 +307,17 @@ async def test_a_new_frontend_restores_everything_while_events_continue_and_some
         await mute.listen()
         frontend = await made.start_frontend()
         frontend.absorb([*mute.joined, *(engine.joined for engine in made.engines.values())])
-        async with asyncio.timeout(20):
-            while frontend.health.complete < 4 or frontend.view.counts.failed < ASKS_MAX:
-                made.run()
-                await asyncio.sleep(0.01)
-        await eventually(made.right)
+
+        def restored() -> bool:
+            made.run()
+            return frontend.health.complete >= 4 and frontend.view.counts.failed >= ASKS_MAX
+
+        await until(restored, every_s=0.01)
+        await until(made.right)
         assert frontend.health.complete == 4 and frontend.view.counts.restored >= 4
 
 
-async def test_the_number_of_concurrent_requests_is_bounded(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_the_number_of_concurrent_requests_is_bounded(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url, ask_s=60.0) as made:
         mute = Mute(await BrokerConnection.open(nats_server.url, "mute"), 3 * ASKS_MAX)
         made.connections.append(mute.connection)
@@ -329,31 +325,29 @@ async def test_the_number_of_concurrent_requests_is_bounded(
         frontend, _ = made.frontends[0]
         frontend.absorb(mute.joined)
         for answered in range(3):
-            await eventually(lambda n=answered: len(mute.asked) == ASKS_MAX + n)
+            await until(lambda: len(mute.asked) >= ASKS_MAX + answered)  # noqa: B023 (it is awaited in the loop)
             await asyncio.sleep(0.02)  # time for anything that should not arrive
             assert len(mute.asked) == ASKS_MAX + answered
             mute.connection.client.post(mute.asked[answered] + b" ", b"", kv.encode(kv.KvRefused("not now")))
             mute.connection.client.write()
 
 
-async def test_invalid_messages_are_counted_and_change_nothing(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_invalid_messages_are_counted_and_change_nothing(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url) as made:
         made.run(3)
-        await eventually(made.right)
+        await until(made.right)
         frontend, _ = made.frontends[0]
         stranger = made.connections[0]
         of_another = kv.encode(kv.KvBatch("w1", "a", 0, 1_000, []))
         for body in (b"", b"\xc1", b"{}", kv.encode(["w0", "a", "x", 0, []]), of_another):
             await stranger.client.publish(subjects.kv_events("w0"), body)
-        await eventually(lambda: frontend.bad == 5)
+        await until(lambda: frontend.bad == 5)
         liar = await stranger.subscribe_raw(subjects.kv_ask("liar", "a"), _lie(stranger))
         frontend.absorb([Engine("liar", "a").joined, *(engine.joined for engine in made.engines.values())])
-        await eventually(lambda: frontend.bad == 6)
+        await until(lambda: frontend.bad == 6)
         await liar.cancel()
         made.run(3)
-        await eventually(made.right)
+        await until(made.right)
 
 
 def _lie(connection: BrokerConnection) -> Callable[[bytes, bytes, bytes, bytes | None], None]:
@@ -372,27 +366,23 @@ async def test_a_worker_rejects_invalid_requests_and_those_for_others(nats_serve
             assert isinstance(answer, kv.KvRefused)
 
 
-async def test_a_frontend_catches_up_with_a_muted_worker(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_a_frontend_catches_up_with_a_muted_worker(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url, ask_s=0.1) as made:
         publisher = made.publishers["w1"]
         publisher.silent = True
         made.run(3)
-        await eventually(lambda: publisher.dropped > 0)
+        await until(lambda: publisher.dropped > 0)
         assert publisher.blocks == sum(
             len({block for block, _ in h}) for h in made.engines["w1"].holds.values()
         )
         publisher.silent = False
-        await eventually(made.right)
+        await until(made.right)
         assert publisher.refused == 0
 
 
-async def test_events_of_one_step_are_sent_in_small_messages(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_events_of_one_step_are_sent_in_small_messages(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url, LedgerBounds(part_bytes=1000)) as made:
-        await eventually(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
+        await until(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
         listener, sizes = await BrokerConnection.open(nats_server.url, "listener"), []
         try:
             await listener.subscribe_raw(subjects.KV_EVENTS, lambda s, r, body, h: sizes.append(len(body)))
@@ -400,7 +390,7 @@ async def test_events_of_one_step_are_sent_in_small_messages(
             for block in range(1000):
                 made.publishers["w0"].announce(0, [Stored([block + 1])])
             made.engines["w0"].holds[0] = {(block + 1, Tier.DEVICE) for block in range(1000)}
-            await eventually(made.right)  # by events alone: a complete frontend sends no request
+            await until(made.right)  # by events alone: a complete frontend sends no request
             await listener.client.flush()
         finally:
             await listener.close()
@@ -408,17 +398,15 @@ async def test_events_of_one_step_are_sent_in_small_messages(
         assert 10 < len(messages) < 40 and max(messages) < 1200
 
 
-async def test_unsent_events_are_not_announced_as_missing(
-    nats_server: EmbeddedServer, eventually: Eventually
-) -> None:
+async def test_unsent_events_are_not_announced_as_missing(nats_server: EmbeddedServer) -> None:
     async with fleet(nats_server.url) as made:
-        await eventually(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
+        await until(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
         before = [frontend.view.counts.gaps for frontend, _ in made.frontends]
         for _ in range(5):
             made.run()
             for publisher in made.publishers.values():
                 publisher.tell()  # as it does periodically, and when the broker is back
-            await eventually(made.right)
+            await until(made.right)
         assert [frontend.view.counts.gaps for frontend, _ in made.frontends] == before
 
 
@@ -441,7 +429,7 @@ def holds(engine: SimulatedEngine, rank: int) -> Content:
 
 
 async def test_simulated_engines_are_followed_through_evictions_tiers_and_losses(
-    nats_server: EmbeddedServer, eventually: Eventually
+    nats_server: EmbeddedServer,
 ) -> None:
     shape = EngineShape(block_tokens=4, kv_blocks=40, context_tokens=100)
     tiered = EngineShape(
@@ -468,7 +456,7 @@ async def test_simulated_engines_are_followed_through_evictions_tiers_and_losses
                          canary=key % 20 == 0, rank=key % engines[name].identity.dp),
             )  # fmt: skip
             if key % 30 == 0:
-                await eventually(lambda key=key: len(over) == key)
+                await until(lambda: len(over) == key)  # noqa: B023 (it is awaited in the loop)
                 made.publishers["w1"].silent = key == 90
         await made.start_frontend()
         truth = {
@@ -478,7 +466,7 @@ async def test_simulated_engines_are_followed_through_evictions_tiers_and_losses
         }
         assert all(len(content) > 20 for content in truth.values())
         assert {tier for _, tier in truth[WorkerRank("w.2", "a")]} == set(Tier)
-        await eventually(
+        await until(
             lambda: all(held(f, h) == content for f, _ in made.frontends for h, content in truth.items())
         )
         assert not any(publisher.refused for publisher in made.publishers.values())

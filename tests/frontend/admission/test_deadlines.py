@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fleet_history import EPOCH
+from waits import virtual
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world
@@ -90,7 +91,7 @@ async def busy(
         asyncio.create_task(answer(one, max_tokens=int(seconds * SECOND), deadline_s=60.0))
         for _ in range(places)
     ]
-    await asyncio.sleep(0.05)
+    await virtual(0.05)
     return tasks
 
 
@@ -137,7 +138,7 @@ async def test_no_worker_ever_has_more_requests_than_its_batch() -> None:
     async with world(machines(2), settings()) as (one,):
         clients = asyncio.create_task(asked(one, *(coming(key, deadline_s=50.0) for key in range(20))))
         for _ in range(50):
-            await asyncio.sleep(0.05)
+            await virtual(0.05)
             assert all(endpoint.active <= 2 for endpoint in one.director.table.endpoints.values())
         assert [attempt.status for attempt in await clients] == [200] * 20
 
@@ -170,7 +171,7 @@ async def test_a_cancelled_request_costs_no_prefill() -> None:
         await ended(waiting)
         assert one.waiting() == 0
         await asyncio.gather(*places)
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         assert one.plane.own == {"w0": 0}
 
 
@@ -245,7 +246,7 @@ async def test_a_pool_is_forgotten_with_its_workers_but_not_while_requests_wait(
 
 async def test_a_frontend_among_others_starts_with_its_share_of_the_workers() -> None:
     async with world(machines(), settings(), frontends=4) as (one, *_):
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         pool = one.director.admission.deadlines.pool("sim", ("r", "t"))
         assert pool.wait_s(QueuedRequest("sim", tier=1, client="c", work=2.0), 0.0, 8.0) == pytest.approx(0.5)
 
@@ -259,7 +260,7 @@ async def test_repeats_are_refused_first_if_there_are_too_many_and_told_not_to_r
         repeats = []
         for n in range(int(REPEATS_LEAST) + 2):
             task = asyncio.create_task(answer(one, deadline_s=500.0, id=f"r{n}"))
-            await asyncio.sleep(0.01)
+            await virtual(0.01)
             repeats.append(task)
         over = [task.result() for task in repeats if task.done()]
         assert len(over) == 2
@@ -276,7 +277,7 @@ async def test_the_retry_count_of_openais_client_marks_a_repeat() -> None:
             asyncio.create_task(answer(one, deadline_s=500.0, retries=1))
             for _ in range(int(REPEATS_LEAST) + 1)
         ]
-        await asyncio.sleep(0.05)
+        await virtual(0.05)
         assert [task.done() for task in repeats].count(True) == 1
         await ended([*places, *waiting, *repeats])
 
@@ -314,7 +315,7 @@ async def test_a_request_waits_for_a_suspect_about_to_serve_as_the_last_worker(b
         assert [e.weight for e in one.director.table.endpoints.values()] == [0.0, 1.0]
         workers.kill("w1")  # its server is being replaced; no decision has been made yet
         asked = [asyncio.create_task(answer(one)) for _ in range(1 + before)]
-        await asyncio.sleep(0.3)
+        await virtual(0.3)
         assert [task.done() for task in asked] == [False] * len(asked)
         one.director.absorb(
             lived(policy, fleet, WorkerLeft(worker="w1", instance=LIFE, mode="immediate")), ()
@@ -339,7 +340,7 @@ async def test_a_worker_that_dies_loses_no_admitted_stream() -> None:
         clients = asyncio.create_task(
             asked(one, *(coming(key, key * 0.1, deadline_s=20.0) for key in range(30)))
         )
-        await asyncio.sleep(1.5)
+        await virtual(1.5)
         kit.kill("w1")
         one.director.changed()
         attempts = await clients
@@ -373,11 +374,11 @@ async def test_a_worker_with_slow_steps_gets_only_as_many_requests_as_it_can_ser
     async with world(Machines(shape, _FourTimesAsSlow(), 1, adaptive=True), settings()) as (one,):
         requests = [coming(key, key * 0.05, answer=200, deadline_s=300.0) for key in range(400)]
         clients = asyncio.create_task(asked(one, *requests))
-        await asyncio.sleep(40.0)
+        await virtual(40.0)
         (endpoint,) = one.director.table.endpoints.values()
         seen = []
         for _ in range(20):
-            await asyncio.sleep(0.5)
+            await virtual(0.5)
             seen.append(endpoint.active)
         assert one.waiting() > 0 and max(seen) <= 32, "of 64"
         assert [attempt.status for attempt in await clients] == [200] * 400

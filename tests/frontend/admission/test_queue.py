@@ -152,7 +152,7 @@ async def test_a_client_that_disconnects_leaves_the_queue_even_after_its_turn_ha
         await turns(4)
         second.cancel()
         one.free()
-        await asyncio.sleep(0)  # the first has its slot but has not been notified yet
+        await turns()  # the first has its slot but has not been notified yet
         first.cancel()
         (await third).free()
         await asyncio.gather(first, second, return_exceptions=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from frontend_kit import Kit, frontend, joined
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
-from waits import until
+from waits import turns, until
 
 from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World
@@ -286,7 +286,7 @@ async def test_a_request_that_cannot_be_sent_does_not_stop_the_others() -> None:
 
     plane.open, plane.cancel = open_, lambda *_: None  # type: ignore[attr-defined]
     lose(director, [first, second])
-    await asyncio.sleep(0)
+    await turns()
     error = first.answer.error
     assert first.over and error is not None and error.status == 500
     assert not second.over and second.endpoint is not None
@@ -298,7 +298,7 @@ async def test_requests_that_cannot_be_planned_together_continue_separately() ->
     lives = [generation_of(director, 100) for _ in range(2)]
     lose(director, lives)
     plane.load = dict[str, Load]().__getitem__  # type: ignore[assignment, method-assign]  # an internal error, only in the plan
-    await asyncio.sleep(0)
+    await turns()
     assert all(live.endpoint is not None for live in lives)
 
 
@@ -313,7 +313,7 @@ async def test_a_request_with_a_mishandled_loss_does_not_stop_others_from_being_
         live.lost("stalled", "")
     error = first.answer.error
     assert first.over and error is not None and error.status == 500
-    await asyncio.sleep(0)
+    await turns()
     assert not second.over and second.endpoint is not None and second.endpoint.worker == "w1"
 
 
@@ -333,7 +333,7 @@ async def test_targets_for_streams_of_an_unhealthy_worker_are_looked_up_once_not
     plane.asked.clear()
     director.changed()
     assert 0 < max(plane.asked.values()) < 30
-    await asyncio.sleep(0)
+    await turns()
     assert not director.running.at(endpoint) and set(Counter(opened[300:]).values()) <= {15, 16}
 
 
@@ -346,7 +346,7 @@ async def test_a_stream_of_an_unhealthy_worker_stays_if_all_others_have_failed_i
         start(director, live, endpoint)
     endpoint.status, endpoint.weight = HealthStatus.UNHEALTHY, 0.0
     director.changed()
-    await asyncio.sleep(0)
+    await turns()
     assert stays.endpoint is endpoint and goes.endpoint is director.table.endpoints["w2", "i2"]
 
 
@@ -400,6 +400,6 @@ async def test_a_client_that_leaves_before_placement_is_not_sent_anywhere() -> N
         assert isinstance(live, RequestSink)
         live.lost("disconnected", "it broke")
         kit.director.driver.cancel([live.answer])
-        await asyncio.sleep(0.05)
+        await kit.ticks()
         assert not other.requests
         answer.cancel()

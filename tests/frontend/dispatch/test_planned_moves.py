@@ -15,7 +15,7 @@ from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
 from moving_worker import MovingWorker
 from scripted_worker import Act, undisturbed
 from structlog.testing import capture_logs
-from waits import until
+from waits import turns, until
 
 from controller.frontend.dispatch.live_request import HELD_MAX
 from controller.frontend.errors import unavailable
@@ -270,7 +270,7 @@ async def test_a_worker_that_announces_its_leave_is_emptied_before_the_fleet_kno
         assert text(await task) == EXACT
         assert [(f.method, f.cause) for f in p.moves()] == [("transfer", "drain")]
         p.drain()  # the same incident, as seen in the fold
-        await asyncio.sleep(0.1)
+        await p.kit.ticks()
         assert len(p.moves()) == 1
 
 
@@ -376,7 +376,7 @@ async def test_streams_move_by_priority_and_only_a_few_at_once() -> None:
         p.target.answers = "nothing"
         p.request()
         await until(lambda: p.target.reservations)
-        await asyncio.sleep(0.05)
+        await p.kit.ticks()
         assert len(p.target.reservations) == 1
         p.target.answers = "yes"
         for task in p.asked:
@@ -537,7 +537,7 @@ async def test_either_side_may_be_lost_during_a_transfer(side: str, ships: Any) 
         task = await p.stream()
         p.drain()
         await until(lambda: p.source.shipments)
-        await asyncio.sleep(0.03)
+        await p.kit.ticks()
         p.source.ships = "nothing"  # if it moves to another target then, it keeps decoding meanwhile
         (p.source if side == "source" else p.target).drop()
         assert text(await task) == EXACT
@@ -680,7 +680,7 @@ async def test_many_streams_are_recomputed_a_few_per_turn_of_the_loop() -> None:
         kit.director.table.endpoints[("w2", "i1")].end(1_000_000, requests=0)
         p.drain()
         begun = len(kit.running("w2"))
-        await asyncio.sleep(0)
+        await turns()
         assert begun == 8 < len(kit.running("w2"))
         assert {text for text, _ in await asyncio.gather(*asked)} == {EXACT}
         assert [f.method for f in p.moves()] == ["reprefill"] * 40
@@ -693,7 +693,7 @@ async def test_streams_wait_for_their_link_if_together_they_would_take_too_long(
         tasks = [await p.stream(500) for _ in range(4)]
         p.drain()
         await until(lambda: len(p.target.reservations) >= 2)
-        await asyncio.sleep(0.05)
+        await p.kit.ticks()
         assert len(p.target.reservations) == 2
         p.target.answers = "yes"
         for task in tasks:
@@ -746,7 +746,7 @@ async def test_a_source_convicted_after_the_switch_is_blamed_for_the_targets_tok
         task = await p.stream(400)
         p.request()
         await until(lambda: p.moves())
-        await asyncio.sleep(0.05)
+        await p.kit.ticks()
         p.kit.tell(convicted())
         assert text(await task) == TOKENS.decode(undisturbed(PROMPT, 400))
         (fact,) = p.kit.said(RequestExposed)

@@ -10,7 +10,7 @@ import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
 from moving_worker import MovingWorker
 from scripted_worker import undisturbed
-from waits import until
+from waits import turns, until
 
 from events.decisions import HealthStatus, SpareActivated
 from events.observations import DeviceFaulted, KvLayout, RequestMigrated
@@ -74,7 +74,7 @@ async def test_streams_of_a_lost_group_move_to_its_spare(tp: int) -> None:
         await kit.add(other, tp=tp, **GROUP)
         await kit.add(spare, tp=tp, spare=True, **GROUP)
         lost.device()
-        await asyncio.sleep(0)
+        await turns()
         assert not other.reservations and not spare.reservations, "the streams must wait for the spare"
         lost.decided()
         moves = await lost.moved()

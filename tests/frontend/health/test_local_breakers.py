@@ -312,7 +312,7 @@ async def test_an_answer_may_be_longer_than_a_trial() -> None:
         key = await on_trial(kit, worker)
         asking = asyncio.create_task(kit.complete(PROMPT, 400))
         await until(lambda: kit.director.breakers.positions()[key] == "closed", 15)  # of 20 s
-        await asyncio.sleep(2 * QUICK.trial_timeout_s)
+        await kit.ticks(17)  # twice the time limit of a trial
         assert not asking.done()
         worker.step_s = 0.0
         await asking
@@ -352,7 +352,7 @@ async def test_a_trial_that_ends_through_no_fault_of_the_worker_is_no_failure(er
         assert kit.director.breakers.allowed(
             kit.director.table.endpoints[key]
         )  # the next request is the trial
-        await asyncio.sleep(0.6)
+        await kit.ticks(13)  # longer than the time limit of a trial
         assert kit.director.breakers.positions()[key] == "half_open"
         await kit.complete(PROMPT, 4)
         assert (len(worker.requests), kit.director.breakers.positions()[key]) == (5, "closed")

@@ -54,7 +54,7 @@ async def test_a_stream_of_the_last_serving_worker_is_not_disturbed_by_its_convi
         await until(lambda: any(len(one.accepted) >= 4 for one in kit.running("w1")))
         kit.tell(evidence(worker))
         assert kit.director.table.endpoints["w1", "i1"].routable
-        await asyncio.sleep(0.1)  # until the decision
+        await kit.ticks()  # until the decision
         keep(kit, worker)
         assert text_of(await asking) == TOKENS.decode(undisturbed(PROMPT, 20))
         assert kit.said(RequestMigrated) == []
@@ -78,7 +78,7 @@ async def test_answers_of_the_last_serving_worker_have_the_header_and_each_token
                 assert (response.status, response.headers[HEADER]) == (200, "token_mismatch")
                 await response.read()
         await until(lambda: len(kit.said(RequestExposed)) >= before + 2)
-        await asyncio.sleep(1.2)  # another report is due and has nothing to add
+        await kit.ticks(25)  # another report is due and has nothing to add
         facts = kit.said(RequestExposed)[before:]
         assert [(fact.first, fact.last, fact.finished) for fact in facts] == [(0, 4, True)] * 2
 

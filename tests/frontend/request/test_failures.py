@@ -553,7 +553,7 @@ async def test_an_unhealthy_worker_is_left_at_once_and_a_draining_one_waits() ->
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
         await until(lambda: first.active)
         kit.health(first, HealthStatus.DRAINING, 0.0)
-        await asyncio.sleep(0.06)
+        await kit.ticks()
         assert (first.active, other.active) == (1, 0)
         kit.health(first, HealthStatus.UNHEALTHY, 0.0)
         assert text_of(await asking) == EXACT

@@ -16,6 +16,7 @@ from typing import Any
 from frontend_kit import PROFILE, TOKENS, joined
 from scripted_plane import SEED, PlaneWorker, ScriptedPlane, continuation, follow
 from scripted_worker import FIRST, LAST, ScriptedWorker
+from waits import turns, virtual
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
@@ -64,7 +65,7 @@ class LoopClock:
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        await virtual(seconds)
 
 
 class Client(asyncio.Transport):
@@ -288,22 +289,21 @@ class TranscriptFrontend:
 
     async def settle(self) -> None:
         """Run everything that is due now."""
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await turns(TURNS)
 
     async def pass_time(self, seconds: float) -> None:
         """Let time pass, with the frontend's ticks."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while (due := self._began + (self._ticks + 1) * TICK_S) <= end + 1e-6:
-            await asyncio.sleep(max(0.0, due - loop.time()))
+            await virtual(max(0.0, due - loop.time()))
             await self.settle()
             self._ticks += 1
             self._director.tick()
             if self._ticks % CHECKS == 0:
                 self._endpoints.check(loop.time())
             await self.settle()
-        await asyncio.sleep(max(0.0, end - loop.time()))
+        await virtual(max(0.0, end - loop.time()))
         await self.settle()
 
     def age_s(self) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waits import turns
 
 from controller.adapters.request_plane.connection import WRITE_BYTES_MAX
 from controller.adapters.request_plane.dialers import TcpConnection
@@ -63,7 +64,7 @@ async def connected() -> tuple[TcpConnection, Socket]:
     connection.data_received(wire.encode(Welcome("w0", "i1", "m")))
     connection.open(98, question(), RecordingSink())
     connection.open(99, question(), RecordingSink())
-    await asyncio.sleep(0)
+    await turns()
     socket.writes.clear()
     return connection, socket
 
@@ -79,7 +80,7 @@ async def test_frames_of_one_turn_are_one_write_in_order() -> None:
     connection.cancel(2, "gone")
     connection.stay(3)
     assert not socket.writes
-    await asyncio.sleep(0)
+    await turns()
     (said,) = socket.frames
     assert [type(frame) for frame in said] == [Generate, Generate, Generate, Cancel, Stay]
     assert [frame.stream for frame in said if not isinstance(frame, Hello | Proof)] == [1, 2, 3, 2, 3]
@@ -91,7 +92,7 @@ async def test_with_one_frame_per_turn_none_waits_for_the_end_of_the_turn() -> N
     for stream in (1, 2, 3):
         connection.open(stream, question(), RecordingSink())
         written.append(len(socket.writes))
-        await asyncio.sleep(0)
+        await turns()
         assert len(socket.writes) == stream
     assert written == [0, 2, 3], "only the first one waited, because the turn before was busy"
 
@@ -99,11 +100,11 @@ async def test_with_one_frame_per_turn_none_waits_for_the_end_of_the_turn() -> N
 async def test_the_first_frame_of_a_burst_leaves_at_once_and_before_the_others() -> None:
     connection, socket = await connected()
     connection.open(1, question(), RecordingSink())
-    await asyncio.sleep(0)
+    await turns()
     for stream in (2, 3, 4):
         connection.open(stream, question(), RecordingSink())
         assert len(socket.writes) == 2
-    await asyncio.sleep(0)
+    await turns()
     streams = [[frame.stream for frame in said if isinstance(frame, Generate)] for said in socket.frames]
     assert streams == [[1], [2], [3, 4]]
 
@@ -115,7 +116,7 @@ async def test_gathered_frames_count_as_not_read_by_the_worker() -> None:
     connection.open(2, question(200), RecordingSink())
     with pytest.raises(WorkerUnreachable, match="does not read"):
         connection.open(3, question(), RecordingSink())
-    await asyncio.sleep(0)
+    await turns()
     assert [frame.stream for frame in socket.frames[0] if isinstance(frame, Generate)] == [1, 2]
 
 
@@ -125,7 +126,7 @@ async def test_frames_sent_before_a_connection_is_closed_still_leave() -> None:
     connection.cancel(1, "gone")
     connection.close()
     assert [len(said) for said in socket.frames] == [2] and socket.ended == "closed"
-    await asyncio.sleep(0)
+    await turns()
     assert len(socket.writes) == 1
 
 
@@ -136,7 +137,7 @@ async def test_a_connection_that_breaks_before_the_end_of_the_turn_loses_its_req
     socket.ended = "reset"
     connection.connection_lost(ConnectionResetError())
     assert sink.end == "disconnected"
-    await asyncio.sleep(0)
+    await turns()
     assert not socket.writes
 
 
@@ -146,5 +147,5 @@ async def test_an_aborted_connection_sends_nothing_more() -> None:
     connection.open(1, question(), sink)
     connection.abort("stalled", "it hangs")
     assert sink.end == "stalled" and socket.ended == "aborted"
-    await asyncio.sleep(0)
+    await turns()
     assert not socket.writes

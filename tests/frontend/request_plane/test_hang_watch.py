@@ -9,6 +9,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
+from waits import until
+
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.adapters.request_plane.worker_links import HangWatch
@@ -51,7 +53,7 @@ class Late:
 
 
 async def watched(
-    policy: HangPolicy, connections: list[Quiet], until: Callable[[], bool], process: Late
+    policy: HangPolicy, connections: list[Quiet], over: Callable[[], bool], process: Late
 ) -> int:
     """Watch these connections until a condition holds, and return how many were found hung."""
     named = cast(
@@ -61,9 +63,7 @@ async def watched(
     watch = HangWatch(policy, lambda: named, lambda: [cast(Process, process)], lambda: None)
     running = asyncio.create_task(watch.run())
     try:
-        async with asyncio.timeout(30):
-            while not until():  # noqa: ASYNC110 (the watched objects send no notification)
-                await asyncio.sleep(0.001)
+        await until(over, 30, every_s=0.001)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -15,7 +15,7 @@ import pytest
 from frontend_kit import Kit, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import through
-from waits import until
+from waits import turns, until
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.adapters.request_plane.client import RequestPlaneClient
@@ -134,7 +134,7 @@ async def test_unread_requests_had_no_responder_and_the_others_are_disconnected(
     connection.open(3, question(), ended)
     connection.cancel(3, "gone")
     channel.end(NoResponders("no responders"))
-    await asyncio.sleep(0)
+    await turns()
     assert read.end == "disconnected: Stream ended before generation completed"
     assert (unread.end, ended.end) == (f"cannot_connect: {NO_RESPONDERS}", "")
     assert connection.detector.open_streams == 0

@@ -10,7 +10,7 @@ import pytest
 from move_random_walk import Connections, Model
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import Road
-from waits import until
+from waits import turns, until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import TcpDialer
@@ -471,7 +471,7 @@ async def test_many_connections_that_break_at_once_cause_one_notification() -> N
         plane.listen(lambda: told.append(len(plane.connected)))
         plane.want({})
         await until(lambda: told)
-        await asyncio.sleep(0)
+        await turns()
     assert told[0] == 0
     assert len(told) < len(workers)
 

@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from waits import virtual
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
@@ -48,7 +49,7 @@ async def asked(one: VirtualFrontend, *requests: Coming) -> list[Attempt]:
 async def test_a_request_with_a_slot_but_without_blocks_waits_in_the_queue() -> None:
     async with fleet() as (one,):
         asking = asyncio.create_task(asked(one, coming(0, 40), coming(1, 40, 0.1)))
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         assert (one.waiting(), one.plane.own["w0"]) == (1, 1), "it is not at the worker"
         first, second = await asking
         assert first.good and second.good and first.ended_s - 0.1 <= (second.first_s or 0.0) <= first.ended_s
@@ -69,7 +70,7 @@ async def test_a_request_goes_to_the_worker_with_enough_blocks() -> None:
 async def test_sent_requests_count_before_the_worker_reports_them() -> None:
     async with fleet() as (one,):
         asking = asyncio.create_task(asked(one, coming(0, 40), coming(1, 40, 0.001)))
-        await asyncio.sleep(0.01)
+        await virtual(0.01)
         assert (one.waiting(), one.plane.own["w0"]) == (1, 1)
         assert all(attempt.good for attempt in await asking)
 
@@ -80,7 +81,7 @@ async def test_admitted_requests_count_before_they_are_sent() -> None:
         asking = asyncio.create_task(
             asked(one, coming(0, 60, seconds=0.3), coming(1, 40, 0.1), coming(2, 40, 0.1))
         )
-        await asyncio.sleep(0.6)
+        await virtual(0.6)
         assert (one.waiting(), one.plane.own["w0"]) == (1, 1)
         assert all(attempt.good for attempt in await asking)
 
@@ -113,7 +114,7 @@ async def test_a_canary_occupies_a_slot(canaries: int, sent: int) -> None:
         plane = one.plane
         plane.load = lambda worker: Load(running=canaries, kv_total=BLOCKS, canaries=canaries)
         asking = asyncio.create_task(asked(one, *(coming(key, 1) for key in range(10))))
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         assert (plane.own["w0"], one.waiting()) == (sent, 10 - sent)
         assert all(attempt.good for attempt in await asking)
 
@@ -121,7 +122,7 @@ async def test_a_canary_occupies_a_slot(canaries: int, sent: int) -> None:
 async def test_nested_room_queries_do_not_affect_each_other() -> None:
     async with fleet() as (one,):
         asking = asyncio.create_task(asked(one, coming(0, 40)))
-        await asyncio.sleep(0.1)
+        await virtual(0.1)
         routing = one.director.routing
         (endpoint,) = one.director.table.endpoints.values()
         with routing.monitor.asking(RequiredRoom(held=40 * TOKENS)):

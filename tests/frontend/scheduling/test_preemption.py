@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from waits import virtual
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
@@ -106,7 +107,7 @@ async def test_a_preempted_answer_continues_token_for_token() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, "premium", seconds=2.0, deadline_s=0.3))
         assert done[0].status == 200 and done[0].good
         await asyncio.gather(*running)
@@ -123,7 +124,7 @@ async def test_the_preempted_answers_worker_is_not_considered_slow() -> None:
     """The time of the preemption says nothing about the worker before or after it."""
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         await asked(one, *(coming(n, 0.0, "premium", seconds=20.0, deadline_s=0.3) for n in range(2)))
         await asyncio.gather(*running)
         one.director.report()
@@ -136,7 +137,7 @@ async def test_the_preempted_answers_worker_is_not_considered_slow() -> None:
 async def test_a_preemption_counts_as_no_failure_and_no_migration() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
         shown = one.director.render_metrics().decode()
         await asyncio.gather(*running)
@@ -155,7 +156,7 @@ async def test_a_preemption_counts_as_no_failure_and_no_migration() -> None:
 async def test_without_park_premium_is_refused_at_once() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park=False)) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
         assert (done[0].status, done[0].refused) == (429, "deadline")
         await asyncio.gather(*running)
@@ -165,7 +166,7 @@ async def test_without_park_premium_is_refused_at_once() -> None:
 async def test_only_the_last_tier_is_preempted_and_only_for_the_best(runs: str, comes: str) -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), runs) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, comes, deadline_s=0.3))
         assert (done[0].status, done[0].refused) == (429, "deadline")
         await asyncio.gather(*running)
@@ -175,7 +176,7 @@ async def test_only_the_last_tier_is_preempted_and_only_for_the_best(runs: str, 
 async def test_no_answer_is_preempted_if_a_slot_becomes_free_in_time() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), seconds=1.2), stream(one, Reader(), seconds=4.0)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, "premium", deadline_s=5.0))
         assert done[0].good and not said(one, RequestPreempted)
         await asyncio.gather(*running)
@@ -185,7 +186,7 @@ async def test_waiting_premium_gets_room_before_it_is_late() -> None:
     """It was admitted because it was predicted to be in time, but would be late."""
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), seconds=40.0) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, "premium", deadline_s=20.0))
         assert done[0].good and len(said(one, RequestPreempted)) == 1
         assert done[0].first_s is not None and done[0].first_s < 12.0
@@ -198,9 +199,9 @@ async def test_the_answer_that_is_cheapest_to_recompute_is_preempted() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         old, young = Reader(), Reader()
         running = [stream(one, old)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         running.append(stream(one, young))
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
         (put_off,) = said(one, RequestPreempted)
         assert 95 < put_off.tokens < 130, "and not the other one, which has a hundred more"
@@ -211,7 +212,7 @@ async def test_clients_of_preempted_answers_get_comments() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park_s=100.0)) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         await asked(one, *(coming(n, 0.0, "premium", seconds=35.0, deadline_s=0.3) for n in range(2)))
         await asyncio.gather(*running)
         for client in clients:
@@ -224,7 +225,7 @@ async def test_no_answer_is_preempted_for_longer_than_the_limit_or_again_after_i
     async with world(Machines(SHAPE, TIMING, 1), settings(park_s=5.0)) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         premium = [
             coming(n, n * 0.5, "premium", seconds=1.0, deadline_s=1.5, client=f"p{n}") for n in range(60)
         ]
@@ -245,7 +246,7 @@ async def test_a_preempted_answer_comes_before_later_requests_of_its_tier() -> N
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         premium = [coming(n, 0.0, "premium", seconds=2.0, deadline_s=0.3) for n in range(2)]
         later = [coming(10 + n, 0.5, "best_effort", client="later") for n in range(4)]
         done = await asked(one, *premium, *later)
@@ -259,15 +260,15 @@ async def test_a_preempted_answer_comes_before_later_requests_of_its_tier() -> N
 async def test_a_client_that_leaves_during_preemption_is_removed() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         premium = asyncio.create_task(asked(one, *(coming(n, 0.0, "premium", 2.0, 0.3) for n in range(2))))
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         assert len(one.director.preemption.put_off) == 2
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await premium
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         assert len(one.director.preemption.put_off) == 0 and not said(one, RequestResumed)
         (endpoint,) = one.director.table.endpoints.values()
         assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
@@ -279,9 +280,9 @@ async def test_the_worker_of_a_preempted_answer_may_die() -> None:
     async with world(kit, settings()) as (one,):
         clients = [Reader() for _ in range(4)]
         running = [stream(one, client) for client in clients]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         premium = asyncio.create_task(asked(one, *(coming(n, 0.0, "premium", 2.0, 0.3) for n in range(2))))
-        await asyncio.sleep(0.5)
+        await virtual(0.5)
         assert len(one.director.preemption.put_off) == 2
         kit.kill(said(one, RequestPreempted)[0].worker)
         one.director.changed()
@@ -293,7 +294,7 @@ async def test_the_worker_of_a_preempted_answer_may_die() -> None:
 async def test_answers_with_several_choices_are_not_preempted() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), n=2)]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         done = await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
         assert done[0].status == 429
         await asyncio.gather(*running)
@@ -308,7 +309,7 @@ async def test_kv_blocks_are_freed_if_they_are_what_is_missing() -> None:
             stream(one, clients[0], seconds=4.0, prompt=list(range(300, 780))),
             stream(one, clients[1], seconds=4.0, prompt=list(range(800, 1280))),
         ]
-        await asyncio.sleep(1.1)  # 64 of 66 blocks are in use, and the worker has reported it
+        await virtual(1.1)  # 64 of 66 blocks are in use, and the worker has reported it
         done = await asked(one, coming(0, 0.0, "premium", seconds=0.1, deadline_s=1.0))
         await asyncio.gather(*running)
         assert done[0].good and len(said(one, RequestPreempted)) == 1
@@ -320,7 +321,7 @@ async def test_no_answer_is_preempted_on_a_worker_that_would_accept_no_other() -
         running = [
             stream(one, Reader(), tier) for tier in ("best_effort", "best_effort", "standard", "standard")
         ]
-        await asyncio.sleep(1.0)
+        await virtual(1.0)
         for endpoint in one.director.table.endpoints.values():
             if any(g.request.tier == "best_effort" for g in one.director.running.at(endpoint)):
                 endpoint.weight = 0.0

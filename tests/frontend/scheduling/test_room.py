@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
-from waits import until
+from waits import turns, until
 
 from controller.adapters.request_plane.connection import without
 from controller.frontend.settings import AdmissionSettings
@@ -107,7 +107,7 @@ async def test_no_worker_gets_more_than_it_reports_it_can_hold_and_all_are_serve
             while True:
                 for one in made:
                     most[one.name] = max(most.get(one.name, 0), one.active)
-                await asyncio.sleep(0)
+                await turns()
 
         watching = asyncio.create_task(watch())
         asked = [asyncio.create_task(kit.complete(PROMPT, 12)) for _ in range(40)]
@@ -143,7 +143,7 @@ async def test_if_other_frontends_wait_too_each_gets_only_its_share() -> None:
         asked = [asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12)) for _ in range(4)]
         await until(lambda: kit.director.admission.queued("m") == 2)
         await until(lambda: kit.workers[0].requests[1:])
-        await asyncio.sleep(0.05)
+        await kit.ticks()
         assert len(kit.workers[0].requests) == 2, "half of four"
         kit.director.peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {}})
         await until(lambda: len(kit.workers[0].requests) == 4)
@@ -262,7 +262,7 @@ async def test_the_time_to_first_token_includes_the_wait_in_the_queue() -> None:
         await until(lambda: len(worker.requests) == 1)
         second = asyncio.create_task(kit.complete(PROMPT, 12))
         await until(lambda: kit.director.admission.queued("m") == 1)
-        await asyncio.sleep(0.2)
+        await kit.ticks(6)  # more than 0.2 s
         hold.set()
         await first
         assert (await second)[0] == EXACT

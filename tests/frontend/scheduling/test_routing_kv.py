@@ -154,9 +154,12 @@ async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_enabled() -> N
     async with frontend(worker, router={"track_output_blocks": True}) as kit:
         slots, seen = kit.director.routing.slots, set[float]()
         asked = asyncio.create_task(kit.complete(PROMPT, 40))
-        while not asked.done():
+
+        def sampled() -> bool:
             seen.add(slots.work(WorkerRank("w1", "i1"), now=0).blocks)
-            await asyncio.sleep(0.002)
+            return asked.done()
+
+        await until(sampled, every_s=0.005)
         assert {4, 5, 6} <= seen <= {0, 4, 5, 6}
 
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from frontend_kit import Kit, check_slot_counts, frontend
 from scripted_worker import Act, ScriptedWorker
-from waits import until
+from waits import turns, until
 
 from controller.frontend.errors import internal
 from controller.router.load.active_sequences import ActiveSequences, RankWork, RequestId
@@ -76,7 +76,7 @@ async def ask(kit: Kit, random: Random, ended: Counter[str]) -> None:
 async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> None:
     """Break connections, cut off answers, and take workers out of service and back."""
     while True:
-        await asyncio.sleep(0.06)
+        await kit.ticks(1)
         check_slot_counts(kit.director)
         worker = random.choice(workers)
         what = random.random()
@@ -88,7 +88,7 @@ async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> No
                 kit.director.driver.cancel(exchange.answers)
         else:
             kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
-            await asyncio.sleep(0.02)
+            await kit.ticks(1)
             kit.health(worker, HealthStatus.HEALTHY, 1.0)
 
 
@@ -105,7 +105,7 @@ async def test_every_slot_is_added_and_freed_once(seed: int) -> None:
         asked = []
         for _ in range(REQUESTS):
             asked.append(asyncio.create_task(ask(kit, random, ended)))
-            await asyncio.sleep(random.choice((0.0, 0.0, 0.0, 0.02)))
+            await (kit.ticks(1) if random.random() < 0.1 else turns())
         await asyncio.wait(asked, timeout=20)
         troubled.cancel()
         with suppress(asyncio.CancelledError):
