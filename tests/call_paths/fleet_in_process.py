@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from frontend_kit import Kit, frontend
+from json_types import Json
 from real_worker import RealWorker
 from waits import until
 
@@ -57,7 +57,7 @@ class FleetInProcess:
         """Start a worker, and wait until the frontend sends it requests."""
         worker = await RealWorker(name, SimulatedEngine(SHAPE)).start()
         self.kit.workers.append(worker)  # type: ignore[arg-type]
-        identity: dict[str, Any] = {
+        identity: Json = {
             "worker": name,
             "instance": worker.instance,
             "url": worker.url,
@@ -85,7 +85,7 @@ class FleetInProcess:
         self.view.take(batch)
         self.follow(self.view, batch)
 
-    def _canary(self, worker: RealWorker) -> dict[str, Any]:
+    def _canary(self, worker: RealWorker) -> Json:
         """Return the common fields of a worker's canary results."""
         return {
             "worker": worker.name,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from json_types import Json
+
 from controller.router.endpoints import Endpoint
 from events.decisions import HealthStatus
 from events.observations import Profile, WorkerJoined
@@ -14,7 +16,7 @@ PROFILE = Profile(
 
 def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
     """Return the endpoint of a worker in service."""
-    given: dict[str, Any] = {
+    given: Json = {
         "url": f"tcp://{name}:1",
         "model": "m",
         "revision": "r1",

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_types import Json
 
 from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import STALE_S, ActiveSequences, RankWork
@@ -116,7 +116,7 @@ def test_a_new_frontend_knows_all_requests_within_a_moment() -> None:
         {"blocks": b"1234567"},
     ],
 )
-def test_an_invalid_batch_is_rejected_as_a_whole(wrong: dict[str, Any]) -> None:
+def test_an_invalid_batch_is_rejected_as_a_whole(wrong: Json) -> None:
     fine = Added(1, "w1", "i1", 0, b"", 1, 16, 5)
     said = SlotBatch("f", "life", 0, [fine, msgspec.structs.replace(fine, request=2)])
     assert wire.decode(wire.encode(said)) == said

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from json_types import Json
 
 from controller.frontend.scheduling.scheduler import pricing_of
 from controller.frontend.settings import RouterSettings
@@ -147,7 +148,7 @@ def test_the_cost_can_be_recomputed_from_terms_and_pricing(pricing: Pricing, row
         "sharers",
         "weights",
     )
-    columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    columns: Json = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     scores = priced(pricing, size=len(rows), others=1.5, **columns)
     for place in range(len(rows)):
         t = scores.terms.at(place)
@@ -201,7 +202,7 @@ def test_requests_that_share_a_prefix_share_the_cost_of_a_copy() -> None:
 @given(st.lists(st.tuples(SMALL, SMALL, st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=5))
 def test_cost_rises_with_load_and_falls_with_cached_blocks(rows: list[Any]) -> None:
     to_read, in_use, device, shared = (list(column) for column in zip(*rows, strict=True))
-    given: dict[str, Any] = {"size": len(rows), "in_use": in_use, "shared": shared}
+    given: Json = {"size": len(rows), "in_use": in_use, "shared": shared}
     costs = priced(to_read=to_read, device=device, **given).costs
     assert (costs >= 0).all()
     assert (priced(to_read=[one + 16 for one in to_read], device=device, **given).costs >= costs).all()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fleet_history import EPOCH
+from json_types import Json
 from waits import virtual
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
@@ -43,7 +44,7 @@ SHAPE = EngineShape(context_tokens=16_384, kv_blocks=4096, batch_max=2, waiting_
 TIMING = ConstantTiming(itl_s=0.01, prefill_tokens_per_s=10_000)
 SECOND = 100  # tokens that take one second
 LONG = [300 + n * n % 1700 for n in range(12_000)]
-CONTROL: dict[str, Any] = {"admission_control": "deadline"}
+CONTROL: Json = {"admission_control": "deadline"}
 
 
 def machines(count: int = 1) -> Machines:
@@ -302,7 +303,7 @@ def lived(policy: FleetPolicy, fleet: Fleet, *facts: Fact) -> Fleet:
 @pytest.mark.parametrize("before", [0, 1], ids=["nothing_queued", "behind_another"])
 async def test_a_request_waits_for_a_suspect_about_to_serve_as_the_last_worker(before: int) -> None:
     policy, workers = FleetPolicy(), machines(2)
-    canary: dict[str, Any] = {"canary_key": "", "canary": "c0", "check_type": "scheduled"}
+    canary: Json = {"canary_key": "", "canary": "c0", "check_type": "scheduled"}
     canary |= {"sent_under": 1000, "sent_at": EPOCH, "latency_ms": 1.0, "instance": LIFE}
     wrong = CanaryFailed(
         **canary, worker="w0", reason="token_mismatch", confirmed=True, golden="agreed", got=(1,)

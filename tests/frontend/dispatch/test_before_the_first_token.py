@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, first_goes_to, frontend
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, refusal
@@ -36,7 +37,7 @@ async def ask(kit: Kit, *, stream: bool, **more: Any) -> int:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constraint", [{"response_format": FORM}, {"guided_regex": "a+"}])
-async def test_a_constrained_request_is_retried(how: str, stream: bool, constraint: dict[str, Any]) -> None:
+async def test_a_constrained_request_is_retried(how: str, stream: bool, constraint: Json) -> None:
     """The other worker receives the same constraint, and the client sees no error."""
     first, other = failing_at_once(how, 1), ScriptedWorker("w2")
     async with frontend() as kit:
@@ -60,7 +61,7 @@ async def test_several_choices_are_retried(how: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("asked", [{"n": 2}, {"response_format": FORM}])
-async def test_an_answer_that_is_not_streamed_restarts(how: str, asked: dict[str, Any]) -> None:
+async def test_an_answer_that_is_not_streamed_restarts(how: str, asked: Json) -> None:
     """Its client has seen none of its tokens: they are dropped, and another worker answers from the start."""
     first = ScriptedWorker("w1", acts=deque([Act(3, how), Act(3, how)]), step_s=0.003)
     other = ScriptedWorker("w2")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from frontend_kit import Kit, frontend, text_of
+from json_types import Json
 from real_worker import RealWorker
 from waits import until
 
@@ -99,7 +100,7 @@ class DamagingProxy:
     damage: Damage = list
     flip: int | None = None  # this byte of the whole transfer, modulo its length
     cut: int | None = None  # at this byte
-    described: dict[str, Any] = field(default_factory=dict)  # changes to the target's grant
+    described: Json = field(default_factory=dict)  # changes to the target's grant
     port: int = 0
     to: TransferAddress = field(default_factory=lambda: TransferAddress("", 0))
     _server: asyncio.Server | None = None
@@ -182,7 +183,7 @@ class World:
         self.asked += 1
         dice, before = Random(self.asked), len(self.kit.said(RequestMigrated))
         prompt = [dice.randint(300, 1500) for _ in range(LENGTH)]
-        ask: dict[str, Any] = {
+        ask: Json = {
             "model": "m",
             "prompt": prompt,
             "max_tokens": COUNT,

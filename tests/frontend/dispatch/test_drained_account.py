@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 import pytest
 from frontend_kit import first_goes_to, frontend
+from json_types import Json
 from real_worker import RealWorker
 from waits import until
 
@@ -36,12 +36,12 @@ async def test_streams_that_left_before_the_worker_learned_of_its_drain_are_in_i
         endpoints = kit.director.table.endpoints
         endpoints[("w2", target.instance)].begin(requests=100)
         running = partial(kit.running, "w1", source.instance)
-        ask: dict[str, Any] = {"model": "m", "max_tokens": 400, "ignore_eos": True}
+        ask: Json = {"model": "m", "max_tokens": 400, "ignore_eos": True}
         prompts = [[300 + n] * 40 for n in range(STREAMS)]
         asked = [asyncio.ensure_future(kit.stream(prompt=prompt, **ask)) for prompt in prompts]
         await until(lambda: len(running()) == STREAMS and all(len(g.accepted) > 5 for g in running()))
         endpoints[("w2", target.instance)].end(requests=100)
-        about: dict[str, Any] = {"worker": "w1", "instance": source.instance}
+        about: Json = {"worker": "w1", "instance": source.instance}
         kit.tell(DrainStarted(**about, number=0, deadline=NOW, reason="operator", decided_at=NOW))
         await until(lambda: source.empty)
         source.drain()

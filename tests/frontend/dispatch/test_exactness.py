@@ -7,10 +7,10 @@ import asyncio
 import random
 from collections import deque
 from string import ascii_lowercase
-from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.settings import LocalBreakerSettings
@@ -41,7 +41,7 @@ async def ask(kit: Kit, dice: random.Random, number: int) -> tuple[str, str]:
     prompt = [300 + number, 301, 302 + dice.randrange(100)]
     count = dice.randrange(1, 30)
     whole = TOKENS.decode(undisturbed(prompt, count))
-    body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": count}
+    body: Json = {"model": "m", "prompt": prompt, "max_tokens": count}
     if dice.random() < 0.4 and len(whole) > 8:
         at = dice.randrange(len(whole) - 4)
         body["stop"] = [whole[at : at + 4], "never generated"]

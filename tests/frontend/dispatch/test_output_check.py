@@ -1,10 +1,10 @@
 """Invalid output of a worker never reaches a client."""
 
 from math import inf, nan
-from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, first_goes_to, frontend, text_of
+from json_types import Json
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.dispatch.live_request import check_logprobs
@@ -14,7 +14,7 @@ from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Logprob
 
 PROMPT, COUNT = [300, 301], 9
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, Json] = {
     "streamed by table": {"stream": True},
     "streamed through a detokenizer": {"stream": True, "stop": ["never generated"]},
     "streamed with logprobs": {"stream": True, "logprobs": 1},
@@ -88,7 +88,7 @@ class Spoiling(ScriptedWorker):
 @pytest.mark.parametrize("place", [0, 4, COUNT - 1])
 @pytest.mark.parametrize("token", [-1, TOKENS.size, 1 << 40])
 async def test_an_answer_with_an_invalid_token_continues_elsewhere(way: str, place: int, token: int) -> None:
-    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": COUNT} | WAYS[way]
+    asked: Json = {"prompt": PROMPT, "max_tokens": COUNT} | WAYS[way]
     spoiling = Spoiling("w1", step_s=0.003)  # each token separately: gathered tokens are checked together
     spoiling.spoils, spoiling.by = place, token
     async with frontend() as kit:

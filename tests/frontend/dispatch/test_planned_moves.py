@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
+from json_types import Json
 from moving_worker import MovingWorker
 from scripted_worker import Act, undisturbed
 from structlog.testing import capture_logs
@@ -106,7 +107,7 @@ class Pair:
             assert len(worker.cancelled) == len(set(worker.cancelled))
 
 
-def text(events: list[dict[str, Any]]) -> str:
+def text(events: list[Json]) -> str:
     """Return the text of a stream that has ended by itself; its finish reason is not compared."""
     assert events[-1] == {"done": True}, events[-1]
     return text_of(events)
@@ -126,7 +127,7 @@ async def pair(
 
 
 # progress of a move: the source's action, the target's action, and how it is observed
-POINTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Pair], object]]] = {
+POINTS: dict[str, tuple[Json, Json, Callable[[Pair], object]]] = {
     "reserved": ({}, {"answers": "nothing"}, lambda p: p.target.reserved),
     "shipping": ({"ships": "nothing"}, {}, lambda p: p.source.shipments),
     "stopped": ({"ships": "stops"}, {}, lambda p: not p.source.running[1].goes.is_set()),
@@ -245,8 +246,8 @@ async def test_a_stream_mostly_cached_at_the_target_is_recomputed_there() -> Non
         {"stream_options": {"include_usage": True}},
     ],
 )
-async def test_the_answer_equals_the_undisturbed_one(ask: dict[str, Any]) -> None:
-    def unnamed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def test_the_answer_equals_the_undisturbed_one(ask: Json) -> None:
+    def unnamed(events: list[Json]) -> list[Json]:
         return [{k: v for k, v in event.items() if k not in ("id", "created")} for event in events]
 
     async with pair() as p:
@@ -352,9 +353,7 @@ async def test_a_drain_may_also_let_streams_finish() -> None:
 @pytest.mark.parametrize(
     ("settings", "ask"), [({"migration_limit": 0}, {}), ({"migration_max_seq_len": 41}, {}), ({}, {"n": 2})]
 )
-async def test_streams_that_may_not_migrate_are_not_moved_on_purpose(
-    settings: dict[str, Any], ask: dict[str, Any]
-) -> None:
+async def test_streams_that_may_not_migrate_are_not_moved_on_purpose(settings: Json, ask: Json) -> None:
     async with pair(**settings) as p:
         task = await p.stream(**ask)
         p.request()
@@ -407,7 +406,7 @@ async def test_a_group_moves_to_one_group_with_room_and_a_lone_worker_is_spread(
 ) -> None:
     async with frontend() as kit:
         workers = [MovingWorker(f"w{n}", step_s=0.004) for n in range(1, 5)]
-        group: dict[str, Any] = {"kv": KV, "profile": SLOW_PREFILL, "tp": tp}
+        group: Json = {"kv": KV, "profile": SLOW_PREFILL, "tp": tp}
         for worker in workers[:2]:
             await kit.add(worker, **group)
         p = Pair(kit, workers[0], workers[1])
@@ -425,7 +424,7 @@ async def test_a_group_moves_to_one_group_with_room_and_a_lone_worker_is_spread(
 async def test_a_group_without_a_target_is_recomputed_spread_over_the_others() -> None:
     async with frontend() as kit:
         workers = [MovingWorker(f"w{n}", step_s=0.004) for n in range(1, 5)]
-        group: dict[str, Any] = {"kv": KV, "profile": SLOW_PREFILL, "tp": 2}
+        group: Json = {"kv": KV, "profile": SLOW_PREFILL, "tp": 2}
         for worker in workers[:2]:
             await kit.add(worker, **group)
         p = Pair(kit, workers[0], workers[1])
@@ -561,7 +560,7 @@ async def test_either_side_may_be_lost_during_a_transfer(side: str, ships: Any) 
     ],
 )
 async def test_missing_tokens_of_a_lost_source_are_known_from_the_target(
-    ask: dict[str, Any], exact: str, methods: list[str]
+    ask: Json, exact: str, methods: list[str]
 ) -> None:
     async with pair() as p:
         p.source.unsaid = 300
@@ -604,7 +603,7 @@ async def test_a_side_that_leaves_during_a_move_leaks_nothing(point: str, side: 
 
 
 @pytest.mark.parametrize("ask", [{}, {"stop": ["STOP"]}])
-async def test_an_answer_that_ends_during_its_move_needs_no_move(ask: dict[str, Any]) -> None:
+async def test_an_answer_that_ends_during_its_move_needs_no_move(ask: Json) -> None:
     async with pair(step_s=0.012) as p:
         p.source.ships = "nothing"
         exact = EXACT

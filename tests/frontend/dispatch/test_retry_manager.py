@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, joined, text_of
+from json_types import Json
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from waits import until
@@ -40,15 +41,15 @@ def broken(name: str, after: int) -> ScriptedWorker:
     return ScriptedWorker(name, always=Act(after=after, how="error", error="engine_error: E"))
 
 
-async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
+async def stream(kit: Kit, **more: Any) -> list[Json]:
     """Request a streamed answer and return its events."""
-    ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, **more}
+    ask: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, **more}
     return await kit.stream(**ask)
 
 
-async def failed(kit: Kit, **more: Any) -> tuple[int, dict[str, Any]]:
+async def failed(kit: Kit, **more: Any) -> tuple[int, Json]:
     """Request an answer that fails; return the status and the error."""
-    body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
+    body: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
     status, body, _ = await kit.post("/v1/completions", **body)
     return status, body["error"]
 
@@ -246,7 +247,7 @@ async def test_max_seq_len_at_and_over_the_boundary(cap: int, after: int, moves:
     ],
 )
 async def test_a_request_that_grows_too_long_is_counted_once(
-    limit: int, cap: int, ask: dict[str, Any], times: int
+    limit: int, cap: int, ask: Json, times: int
 ) -> None:
     async with frontend(ScriptedWorker(), migration_limit=limit, migration_max_seq_len=cap) as kit:
         assert text_of(await stream(kit, **ask)) == EXACT
@@ -384,7 +385,7 @@ async def test_b32_a_continuation_is_sampled_like_the_beginning() -> None:
 @pytest.mark.parametrize(
     "ask", [{"allowed_token_ids": [300]}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
 )
-async def test_b32_fields_that_no_continuation_could_carry_are_refused_by_name(ask: dict[str, Any]) -> None:
+async def test_b32_fields_that_no_continuation_could_carry_are_refused_by_name(ask: Json) -> None:
     async with frontend(ScriptedWorker()) as kit:
         messages = [{"role": "user", "content": "hello"}]
         status, body, _ = await kit.post("/v1/chat/completions", model="m", messages=messages, **ask)
@@ -546,13 +547,13 @@ async def test_output_after_the_end_is_ignored() -> None:
 # --- the matrix of the end-to-end tests -----------------------------------------------------------------------------
 
 
-def asked(chat: bool) -> tuple[str, dict[str, Any]]:
+def asked(chat: bool) -> tuple[str, Json]:
     if chat:
         return "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
     return "/v1/completions", {"model": "m", "prompt": PROMPT}
 
 
-def content(choice: dict[str, Any]) -> str:
+def content(choice: Json) -> str:
     text: str = choice["text"] if "text" in choice else choice["message"]["content"]
     return text
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, frontend, text_of
+from json_types import Json
 from moving_worker import MovingWorker
 from scripted_worker import undisturbed
 from waits import turns, until
@@ -17,7 +18,7 @@ from events.observations import DeviceFaulted, KvLayout, RequestMigrated
 
 PROMPT = [300 + n for n in range(40)]
 KV = KvLayout(layers=2, kv_heads=2, head_size=8, element_bytes=2)
-GROUP: dict[str, Any] = {"kv": KV, "profile": replace(PROFILE, prefill_tokens_per_s=100.0)}
+GROUP: Json = {"kv": KV, "profile": replace(PROFILE, prefill_tokens_per_s=100.0)}
 NOW = datetime.now(UTC)
 
 
@@ -31,7 +32,7 @@ class Lost:
     async def stream(self, count: int) -> None:
         """Start this many streams, and return when all of them have tokens."""
         for _ in range(count):
-            ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 400}
+            ask: Json = {"model": "m", "prompt": PROMPT, "max_tokens": 400}
             self.asked.append(asyncio.create_task(self.kit.stream(**ask)))
         await until(lambda: len(self.source.running) == count)
         running = self.source.running

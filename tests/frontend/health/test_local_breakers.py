@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import Kit, frontend, joined
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 from waits import until
@@ -393,7 +394,7 @@ async def test_breakers_are_ignored_if_they_leave_no_reachable_worker() -> None:
     broken = [ScriptedWorker(name, acts=errors.copy()) for name in ("w1", "w2")]
     away = [ScriptedWorker(name) for name in ("w3", "w4")]
     breakers = LocalBreakerSettings(wait_s=60)
-    routed: dict[str, Any] = {"migration_limit": 0, "router": {"mode": "round-robin"}}
+    routed: Json = {"migration_limit": 0, "router": {"mode": "round-robin"}}
     async with frontend(*broken, *away, breaker=breakers, **routed) as kit:
         for worker in away:
             await worker.stop()

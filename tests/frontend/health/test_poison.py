@@ -13,6 +13,7 @@ import pytest
 from frontend_kit import first_goes_to, frontend, joined
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.health.local_breakers import LocalBreakers
@@ -38,7 +39,7 @@ PROMPT = [300, 301, 302]
 ERROR = Way.of("engine_error", "it broke at 0x7f0011223344", 0)
 
 
-def request_of(prompt: list[int], guided: dict[str, Any] | None = None) -> GenerationRequest:
+def request_of(prompt: list[int], guided: Json | None = None) -> GenerationRequest:
     return GenerationRequest(
         id="r", model="m", lineage=("r1", "builtin:sim"), prompt=prompt, names=BlockNames(prompt), prompt_text="",
         sampling=Sampling(max_tokens=9), guided=guided, deterministic=True,
@@ -508,7 +509,7 @@ async def test_a_request_that_every_worker_fails_in_the_same_way_opens_no_breake
 
 
 @given(st.lists(st.integers(0, 2**32), max_size=50), st.none() | st.dictionaries(st.text(), st.integers()))
-def test_a_fingerprint_contains_its_sketch(prompt: list[int], guided: dict[str, Any] | None) -> None:
+def test_a_fingerprint_contains_its_sketch(prompt: list[int], guided: Json | None) -> None:
     sketch = BlockNames(prompt).sketch
     name = fingerprint(sketch, "m", prompt, guided)
     assert sketch_of(name) == sketch == BlockNames(list(prompt)).sketch

@@ -2,10 +2,10 @@
 
 import inspect
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from frontend_kit import joined
+from json_types import Json
 from scripted_worker import ScriptedWorker
 
 from controller.adapters.request_plane.client import RequestPlaneClient
@@ -25,8 +25,8 @@ from events.observations import (
 )
 
 NOW = datetime.now(UTC)
-LIFE: dict[str, Any] = {"worker": "w1", "instance": "i1"}
-CANARY: dict[str, Any] = {
+LIFE: Json = {"worker": "w1", "instance": "i1"}
+CANARY: Json = {
     **LIFE, "canary_key": "k", "canary": "c", "check_type": "scheduled", "sent_under": 9, "sent_at": NOW, "latency_ms": 1.0,
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from waits import until
 
@@ -27,7 +28,7 @@ PROMPT = [300, 301, 302]
 EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
 
 
-async def migrate(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **ask: Any) -> list[dict[str, Any]]:
+async def migrate(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **ask: Any) -> list[Json]:
     await first_goes_to(kit, first, other)
     return await kit.stream(model="m", prompt=PROMPT, max_tokens=12, **ask)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_types import Json
 from msgspec import structs
 
 from controller.frontend.errors import internal
@@ -107,7 +108,7 @@ def test_a_worker_that_does_not_know_the_end_gets_a_cancel() -> None:
     ],
 )
 def test_a_failure_leads_to_the_expected_phase(
-    failures: list[Failure], answer: AnswerProgress, terms: dict[str, Any], phase: str, code: str | None
+    failures: list[Failure], answer: AnswerProgress, terms: Json, phase: str, code: str | None
 ) -> None:
     state, effects = failed(running(**terms), failures[0], answer)
     for failure in failures[1:]:
@@ -215,7 +216,7 @@ def test_before_the_first_token_closed_workers_are_waited_for_no_longer_than_oth
     ],
 )
 def test_a_worker_out_of_service_is_left(
-    corrupt: bool, terms: dict[str, Any], others: set[tuple[str, str]], leaves: bool
+    corrupt: bool, terms: Json, others: set[tuple[str, str]], leaves: bool
 ) -> None:
     state, _ = play(running(**terms), on.WorkerUnhealthy(corrupt, others, SOME))
     assert (state.phase == "judging") is leaves

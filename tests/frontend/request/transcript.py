@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from json_types import Json
 from scripted_plane import ScriptError
 from transcript_frontend import TranscriptFrontend
 
@@ -79,7 +80,7 @@ class Script:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._made: TranscriptFrontend | None = None
-        self._settings: dict[str, Any] = {}
+        self._settings: Json = {}
         self._wait_from: float | None = None
         self._requests: set[str] = set()
 
@@ -201,14 +202,14 @@ class Script:
 
     # --- the journal --------------------------------------------------------------------------------------
 
-    def _journal(self, name: str, worker: str, fields: dict[str, Any]) -> None:
+    def _journal(self, name: str, worker: str, fields: Json) -> None:
         self._frontend.read_journal(FACTS.get(name, _fact)(self._frontend, name, worker, fields))
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def _fact(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _fact(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     """Return a fact of this kind."""
     kind = "".join(word.title() for word in name.split("_"))
     made = getattr(observations, kind, None) or getattr(decisions, kind)
@@ -220,7 +221,7 @@ def _fact(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str
     return made(**fields)  # type: ignore[no-any-return]
 
 
-def _canary(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _canary(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     """Return the result of a canary; a failed one is confirmed against an agreed golden."""
     fields = {"sent_at": frontend.now(), **CANARY, **fields}
     if name == "canary_failed":
@@ -229,7 +230,7 @@ def _canary(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[s
     return _fact(frontend, name, worker, fields)
 
 
-def _health(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _health(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     after = HealthStatus(fields.pop("after").upper())
     usual = {"reason": "test", "weight": 0.0}
     return _fact(
@@ -237,28 +238,28 @@ def _health(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[s
     )
 
 
-def _drain(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _drain(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     return _fact(frontend, name, worker, {"deadline": frontend.now(), "reason": "operator", **fields})
 
 
-def _move(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _move(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     if fields.get("until") == "past":
         fields["until"] = frontend.now() - timedelta(seconds=1)
     return _fact(frontend, name, worker, {"by": "operator", **fields})
 
 
-def _device(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _device(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     fields = {"device": "GPU-1", **fields}
     return _fact(frontend, name, worker, fields if name == "device_recovered" else {"fatal": False, **fields})
 
 
-def _policy(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _policy(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     written = dict(FleetPolicy().adopted)
     written["budget"] = {**written["budget"], **fields}
     return _fact(frontend, name, worker, {"policy": written, "deciders_version": DECIDERS_VERSION})
 
 
-def _degradation(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
+def _degradation(frontend: TranscriptFrontend, name: str, worker: str, fields: Json) -> Fact:
     fields = {
         "model": "m",
         "before": 0,
@@ -270,7 +271,7 @@ def _degradation(frontend: TranscriptFrontend, name: str, worker: str, fields: d
     return _fact(frontend, name, worker, fields)
 
 
-FACTS: dict[str, Callable[[TranscriptFrontend, str, str, dict[str, Any]], Fact]] = {
+FACTS: dict[str, Callable[[TranscriptFrontend, str, str, Json], Fact]] = {
     "canary_passed": _canary,
     "canary_failed": _canary,
     "health_changed": _health,
@@ -283,9 +284,9 @@ FACTS: dict[str, Callable[[TranscriptFrontend, str, str, dict[str, Any]], Fact]]
 }
 
 
-def _options(words: list[str]) -> dict[str, Any]:
+def _options(words: list[str]) -> Json:
     """Return the values of `name=value` words: JSON if valid, otherwise text."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
@@ -297,9 +298,9 @@ def _options(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(options: Mapping[str, Any]) -> Json:
     """Return settings by group: `stall.floor_s` is `floor_s` of `stall`."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, value in options.items():
         *groups, last = name.split(".")
         inner = found

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import Kit, first_goes_to, frontend, text_of
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from transports import through
 from waits import turns, until
@@ -65,8 +66,8 @@ async def vanish(worker: ScriptedWorker) -> None:
     await worker.channels.close()
 
 
-async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
-    body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
+async def stream(kit: Kit, **more: Any) -> list[Json]:
+    body: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
     return await kit.stream(**(body | more))
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of
+from json_types import Json
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from waits import until
@@ -25,7 +26,7 @@ from events.observations import RequestAbandoned, RequestFailed, RequestMigrated
 
 PROMPT = [300, 301, 302]
 EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
-ON: dict[str, Any] = {"admission_control": "token-capacity"}
+ON: Json = {"admission_control": "token-capacity"}
 
 
 async def ask(kit: Kit, **headers: str) -> tuple[int, Any, Any]:

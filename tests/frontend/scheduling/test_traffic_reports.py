@@ -8,6 +8,7 @@ import pytest
 from frontend_kit import PROFILE, Kit, frontend, joined
 from hypothesis import given
 from hypothesis import strategies as st
+from json_types import Json
 from scripted_worker import Act, ScriptedWorker
 from waits import until
 
@@ -136,9 +137,7 @@ def test_rejected_requests_count_if_one_more_worker_would_have_served_them() -> 
         ({"ttft_s": 0.3, "by_s": 0.2}, 1),
     ],
 )
-def test_an_answer_is_late_by_the_models_objective_or_its_own_deadline(
-    answer: dict[str, Any], late: int
-) -> None:
+def test_an_answer_is_late_by_the_models_objective_or_its_own_deadline(answer: Json, late: int) -> None:
     reported = ReportedTraffic("m")
     reported.until(NOON + timedelta(seconds=10))
     reported.answered(20, **answer)
@@ -187,7 +186,7 @@ def test_no_request_is_lost_or_reported_twice(came: list[tuple[float, int]]) -> 
 
 
 async def ask(kit: Kit, **more: Any) -> int:
-    body: dict[str, Any] = {
+    body: Json = {
         "model": "m",
         "prompt": [300, 301, 302],
         "max_tokens": 12,
