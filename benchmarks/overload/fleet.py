@@ -98,21 +98,15 @@ class RealClients:
             if event.startswith(b'{"error"'):
                 attempt.failed = True
 
-        asking = asyncio.ensure_future(
-            self._session.ask(
-                "POST",
-                "/v1/completions",
-                json.dumps(coming.body(self._system.serves)).encode(),
-                take=take,
-                deadline_s=ANSWER_S,
-                headers={
-                    "X-Request-Id": f"r{self._number}-{coming.key}",
-                    "X-Priority": coming.tier,
-                    "X-Holdfast-Client": coming.client,
-                    "X-Holdfast-TTFT-Deadline-Ms": f"{1000 * coming.deadline_s:.0f}",
-                },
-            )
-        )
+        headers = {
+            "X-Request-Id": f"r{self._number}-{coming.key}",
+            "X-Priority": coming.tier,
+            "X-Holdfast-Client": coming.client,
+            "X-Holdfast-TTFT-Deadline-Ms": f"{1000 * coming.deadline_s:.0f}",
+        }
+        body, path = json.dumps(coming.body(self._system.serves)).encode(), "/v1/completions"
+        reading = self._session.ask("POST", path, body, take=take, deadline_s=ANSWER_S, headers=headers)
+        asking = asyncio.ensure_future(reading)
         await asyncio.wait({asking}, timeout=PATIENCE_S)
         if not asking.done() and attempt.first_s is None:
             asking.cancel()

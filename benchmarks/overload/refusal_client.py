@@ -32,13 +32,9 @@ class RefusalClient:
     @classmethod
     async def start(cls, url: str, model: str, moments: Sequence[float]) -> "RefusalClient":
         """Start it; `moments` are in seconds from now."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            __name__,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", __name__)
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         assert process.stdin is not None, "it is piped"
         task = {"url": url, "model": model, "moments": list(moments), "began": time.time()}
         process.stdin.write(json.dumps(task).encode())

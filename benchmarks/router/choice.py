@@ -131,14 +131,10 @@ class Fleet:
         names = _timed(lambda: self._names(tokens), parts.hash)
         matches = _timed(lambda: self.index.find(names), parts.find)
         prompt, draw = ScoredPrompt(len(tokens), self.block_tokens, names, matches), self.dice.random()
+        choose, others = self.chooser.choose, self.rules.plane
         choice = _timed(
-            lambda: self.chooser.choose(
-                Filter(self.endpoints, self.rules),
-                prompt,
-                mode=mode,
-                now=self.now,
-                draw=draw,
-                others=self.rules.plane,
+            lambda: choose(
+                Filter(self.endpoints, self.rules), prompt, mode=mode, now=self.now, draw=draw, others=others
             ),
             parts.choose,
         )

@@ -65,10 +65,8 @@ class Refusals:
         if draining:
             code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
         elif not self.table.knobs(model).accept_new:
-            why, code = (
-                "the fleet is far short of capacity and accepts no new requests at the moment",
-                "not_accepting",
-            )
+            why = "the fleet is far short of capacity and accepts no new requests at the moment"
+            code = "not_accepting"
             error = unavailable(why, code, self.settings.retry_after_s)
         elif self.table.sheds(model, tier):
             code, error = "capacity_shed", shed(tier)
