@@ -123,7 +123,7 @@ class CallRecorder:
         sys.setprofile(self._profile)
         try:
             yield self.way
-            await asyncio.sleep(REST_S)
+            await asyncio.sleep(REST_S)  # work that was scheduled belongs to the recording
         finally:
             sys.setprofile(None)
             self._recording = self._holding = False

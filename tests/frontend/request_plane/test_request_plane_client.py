@@ -71,6 +71,12 @@ async def plane_to(
             await worker.stop()
 
 
+async def next_report(plane: RequestPlaneClient, worker: ScriptedWorker) -> None:
+    """Wait until another report of the worker's load has arrived."""
+    worker.kv_used += 1
+    await until(lambda: (plane.load(worker.name) or Load()).kv_used == worker.kv_used)
+
+
 async def test_a_stream_runs_to_its_end(road: Road) -> None:
     async with plane_to(road, ScriptedWorker()) as plane:
         sink = RecordingSink()
@@ -98,7 +104,7 @@ async def test_another_instance_at_the_address_is_not_mistaken_for_the_wanted_on
     plane = road.plane("f1")
     plane.want({"w1": Address("i1", worker.url)})
     task = asyncio.create_task(plane.run())
-    await asyncio.sleep(0.2)
+    await until(lambda: len(worker.hellos) >= 2)  # it has been refused once
     assert plane.connected == {}
     with pytest.raises(WorkerUnreachable):
         plane.open("w1", "i1", question(), RecordingSink())
@@ -148,7 +154,7 @@ async def test_silence_without_open_streams_is_no_hang(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
         worker.silent = True
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.7)  # longer than a worker with streams may be silent
         assert plane.connected == {"w1": "i1"}
 
 
@@ -330,7 +336,7 @@ async def test_an_engine_busy_with_other_requests_is_distinguished_from_one_busy
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 3_000, 20_000.0
         plane.open("w1", "i1", question(), RecordingSink())
         await until(lambda: (plane.load("w1") or Load()).running == 1)
-        await asyncio.sleep(0.2)
+        await next_report(plane, worker)
         assert not plane.others_work("w1", 3, begun=False)  # it works only on our own request
         stranger.open("w1", "i1", question(), RecordingSink())
         await until(lambda: plane.others_work("w1", 3, begun=False) == "before")
@@ -369,7 +375,7 @@ async def test_a_worker_that_registers_an_invalid_address_is_only_unreachable(ro
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
         plane.want({"w1": Address("i1", worker.url), "odd": Address("i1", url)})
-        await asyncio.sleep(0.1)
+        await next_report(plane, worker)
         assert plane.reachable("w1", "i1")
         assert not plane.reachable("odd", "i1")
         plane.want({"w1": Address("i1", worker.url)})
@@ -394,7 +400,7 @@ async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
 
     async def visited(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         visits.append(writer)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.2)  # longer than the pause between two dials
         writer.write(encode(Welcome("w1", "i1", "m")))
 
     server = await asyncio.start_server(visited, "127.0.0.1", 0)
@@ -433,7 +439,7 @@ async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossi
     running = asyncio.create_task(plane.run())
     asking = asyncio.ensure_future(anext(plane.ask("w1", question())))
     try:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # longer than `ask_connect_s`
         assert not asking.done()
         dialer.free.set()
         first = (await asking).tokens  # as many steps as lay in the socket when it was read
@@ -453,7 +459,7 @@ async def test_a_process_at_its_connection_limit_connects_to_another_worker_when
     plane.want({w.name: Address(w.instance, w.url) for w in workers})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(plane.connected) == 2)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # several times `backoff_s_max`
     gone, _ = plane.connected
     others = [w for w in workers if w.name != gone]
     plane.want({w.name: Address(w.instance, w.url) for w in others})
@@ -482,5 +488,5 @@ async def test_canary_clients_tolerate_a_silence_that_frontends_do_not(road: Roa
         sink = RecordingSink()
         plane.open("w1", "i1", question(), sink)
         await until(lambda: len(sink.tokens) == 2)
-        await asyncio.sleep(3 * HangPolicy().silence_s)
+        await asyncio.sleep(3 * HangPolicy().silence_s)  # the silence itself
         assert sink.end is None

@@ -163,7 +163,7 @@ async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Roa
         await until(lambda: carrier.offer and len(old.tokens) > 3)
         assert carrier.offer is not None
         plane.ship(trusted(source), stream, carrier.offer, carrier)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.7)  # longer than any open stream may be silent
         assert (plane.watch.hangs, old.heard) == (0, [])
         plane.cancel("w2", there)
         plane.stay("w1", stream)
