@@ -211,7 +211,11 @@ def _kv_shape(source: Endpoint) -> KvShape | None:
         return None
     try:
         return KvShape(
-            layout.layers, layout.kv_heads, layout.head_size, layout.element_bytes, source.joined.tp
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_size=layout.head_size,
+            bytes_per_element=layout.element_bytes,
+            tp=source.joined.tp,
         )
     except ValueError:
         return None
