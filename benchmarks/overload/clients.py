@@ -183,26 +183,28 @@ def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
     first = [one for one in seen if one.number == 0]
     good = {one.coming.key for one in seen if one.good}
     premium = [one for one in first if one.coming.tier == "premium"]
-    ratios = sorted(inf if one.first_s is None else one.first_s / one.coming.deadline_s for one in answered)
     return {
         "offered": len(first) / span,
         "attempts": len(seen) / span,
         "goodput": len(good) / span,
         "answered": len(answered) / span,
-        "failed": sum(one.failed for one in answered),
-        "admitted_p50": percentile(ratios, 0.5),
-        "admitted_p99": percentile(ratios, 0.99),
+        **_answers(answered),
         "premium_good": sum(one.coming.key in good for one in premium) / max(1, len(premium)),
         **_refusals([one for one in seen if one.status != 200]),
     }
+
+
+def _answers(answered: Sequence[Attempt]) -> Row:
+    ratios = sorted(inf if one.first_s is None else one.first_s / one.coming.deadline_s for one in answered)
+    late = {f"admitted_p{100 * share:.0f}": percentile(ratios, share) for share in (0.5, 0.99)}
+    return {"failed": sum(one.failed for one in answered), **late}
 
 
 def _refusals(refused: Sequence[Attempt]) -> Row:
     took = sorted(one.took_s for one in refused if one.at_once)
     return {
         "refused_at_once": len(took) / max(1, len(refused)),
-        "refusal_ms_p50": percentile(took, 0.5) * 1e3,
-        "refusal_ms_p99": percentile(took, 0.99) * 1e3,
+        **{f"refusal_ms_p{100 * share:.0f}": percentile(took, share) * 1e3 for share in (0.5, 0.99)},
         "reasons": dict(Counter(f"{one.status} {one.refused}" for one in refused)),
     }
 

@@ -69,7 +69,7 @@ class Dispatcher:
         poison suspect must wait although there are workers.
         """
         request, routing, output = live.request, self.routing, live.accepted
-        declined, first = route.declined, live.last_dispatch is None
+        declined = route.declined
         planned = self.table.endpoints.get(route.planned) if route.planned is not None else None
         where = self.poison.where(request)
         if where is not None and (planned is None or planned is not where.endpoint):  # rare
@@ -79,13 +79,7 @@ class Dispatcher:
         if planned is not None and planned.key not in declined and routing.has_room(planned, _HELD):
             return routing.choose([planned], request, output)
         try:
-            try:
-                return routing.route(request, route.avoid, output, room=_FRESH if first else _HELD)
-            except AllBusy:
-                if not first:
-                    raise
-                # The request was admitted, but there may be no room left for one of its answers: let a worker queue this answer.
-                return routing.route(request, route.avoid, output)
+            return self._best(live, route.avoid)
         except AllClosed as closed:
             if declined:
                 closed.wait_s = min(closed.wait_s, self.closed_s(declined))
@@ -97,6 +91,22 @@ class Dispatcher:
                 if declined:
                     raise AllClosed(self.closed_s(declined), inf) from None
                 raise
+
+    def _best(self, live: LiveRequest, avoid: Collection[Key]) -> Selection:
+        """Return the best worker outside `avoid`. Raise NoWorker."""
+        request, routing, output, first = (
+            live.request,
+            self.routing,
+            live.accepted,
+            live.last_dispatch is None,
+        )
+        try:
+            return routing.route(request, avoid, output, room=_FRESH if first else _HELD)
+        except AllBusy:
+            if not first:
+                raise
+            # The request was admitted, but there may be no room left for one of its answers: let a worker queue this answer.
+            return routing.route(request, avoid, output)
 
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
         """Return the worker for a request that poison detection restricts; None: route it without restriction. Raise Held."""

@@ -313,20 +313,19 @@ class PoisonWatch:
         record.together = bool(record.fell) and not (record.slot == slot and record.alone)
         known = key in record.fell
         record.fell[key] = Fall(self._now(), reason)
-        if not known:
-            self.observe(
-                RequestSuspected(
-                    worker=endpoint.worker,
-                    instance=endpoint.instance,
-                    frontend=self.frontend,
-                    request=request.id,
-                    model=request.model,
-                    fingerprint=record.fingerprint,
-                    reason=reason,
-                    prompt_tokens=len(request.prompt),
-                ),
-                traceparent=request.traceparent,
-            )
+        if known:
+            return
+        fact = RequestSuspected(
+            worker=endpoint.worker,
+            instance=endpoint.instance,
+            frontend=self.frontend,
+            request=request.id,
+            model=request.model,
+            fingerprint=record.fingerprint,
+            reason=reason,
+            prompt_tokens=len(request.prompt),
+        )
+        self.observe(fact, traceparent=request.traceparent)
 
     def fell_by_itself(self, key: Key, reason: str) -> None:
         """Record that a worker died while running a request that had already produced a token on it."""
@@ -388,24 +387,22 @@ class PoisonWatch:
             self._fallen.pop((worker, instance), None)  # its cause is known now
             outcomes = self.breakers.outcomes((worker, instance))
             outcomes.take_back(one_stream=reason == STUCK and not record.fell)
-            self.observe(
-                RequestPoisonous(
-                    worker=worker,
-                    instance=instance,
-                    frontend=self.frontend,
-                    request=request.id,
-                    model=request.model,
-                    fingerprint=record.fingerprint,
-                    reason=reason,
-                    prompt_tokens=len(request.prompt),
-                    max_tokens=request.sampling.max_tokens,
-                    guided=guided,
-                    failures_in_a_row=outcomes.failures,
-                    routed_under=routed_under,
-                    refused_s=wait_s,
-                ),
-                traceparent=request.traceparent,
+            fact = RequestPoisonous(
+                worker=worker,
+                instance=instance,
+                frontend=self.frontend,
+                request=request.id,
+                model=request.model,
+                fingerprint=record.fingerprint,
+                reason=reason,
+                prompt_tokens=len(request.prompt),
+                max_tokens=request.sampling.max_tokens,
+                guided=guided,
+                failures_in_a_row=outcomes.failures,
+                routed_under=routed_under,
+                refused_s=wait_s,
             )
+            self.observe(fact, traceparent=request.traceparent)
         log.warning("request_poisonous", request=request.id, reason=reason, refused_s=wait_s,
                     workers=[worker for worker, _ in where])  # fmt: skip
         record.fell, record.failed = {}, {}

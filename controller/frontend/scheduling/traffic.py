@@ -91,20 +91,19 @@ class TrafficReporter:
 
     def _report(self, model: str, minute: int, *, last: bool = False) -> None:
         traffic = self.metrics.of(model).traffic
-        self.observe(
-            TrafficReported(
-                frontend=self.frontend,
-                model=model,
-                minute=datetime.fromtimestamp(minute * MINUTE_S, UTC),
-                requests=traffic.requests,
-                prompt_tokens=traffic.prompt_tokens,
-                prompt_tokens_squared=traffic.prompt_tokens_squared,
-                output_tokens=traffic.output_tokens,
-                late=traffic.late,
-                rejected=traffic.rejected,
-                last=last,
-            )
+        fact = TrafficReported(
+            frontend=self.frontend,
+            model=model,
+            minute=datetime.fromtimestamp(minute * MINUTE_S, UTC),
+            requests=traffic.requests,
+            prompt_tokens=traffic.prompt_tokens,
+            prompt_tokens_squared=traffic.prompt_tokens_squared,
+            output_tokens=traffic.output_tokens,
+            late=traffic.late,
+            rejected=traffic.rejected,
+            last=last,
         )
+        self.observe(fact)
         traffic.clear()
 
     def _set_objectives(self, model: str) -> None:

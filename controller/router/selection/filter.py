@@ -174,12 +174,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         reachable = [
             one for one in self.all if one.weight > 0.0 and plane.reachable(one.worker, one.instance)
         ]
-        tried, tokens, barred = self.tried, self.tokens, self.rules.barred
-        allowed = [
-            one
-            for one in reachable
-            if one.key not in tried and one.context_tokens >= tokens and one.key not in barred
-        ]
+        allowed = [one for one in reachable if self._allows(one)]
         if not allowed:
             raise self._why_none(reachable)
         free = allowed if self.room is _NONE else [one for one in allowed if self.has_room(one)]
@@ -189,14 +184,18 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
     def fits(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint may take the request, even if others are better."""
-        rules, key = self.rules, endpoint.key
         return (
             endpoint.weight > 0.0
-            and rules.plane.recently_heard(endpoint.worker, endpoint.instance)
-            and key not in self.tried
-            and endpoint.context_tokens >= self.tokens
-            and key not in rules.barred
+            and self.rules.plane.recently_heard(endpoint.worker, endpoint.instance)
+            and self._allows(endpoint)
             and (self.room is _NONE or self.has_room(endpoint))
+        )
+
+    def _allows(self, endpoint: Endpoint) -> bool:
+        """Return whether the request may be sent there, regardless of connections and room."""
+        key = endpoint.key
+        return (
+            key not in self.tried and endpoint.context_tokens >= self.tokens and key not in self.rules.barred
         )
 
     def has_room(self, endpoint: Endpoint) -> bool:
