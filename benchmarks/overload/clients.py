@@ -10,7 +10,6 @@ from functools import partial
 from math import inf
 from random import Random
 from time import perf_counter
-from typing import Any
 
 import msgspec
 
@@ -46,7 +45,7 @@ class Coming:
     client: str
     deadline_s: float
 
-    def body(self, model: str) -> dict[str, Any]:
+    def body(self, model: str) -> dict[str, object]:
         """Return the body of the API request."""
         return {
             "model": model,
@@ -80,7 +79,9 @@ class Attempt:
         return not self.failed and self.first_s is not None and self.first_s <= self.coming.deadline_s
 
 
-async def arrive(coming: Iterable[Coming], ask: Callable[[Coming, float], Coroutine[Any, Any, None]]) -> None:
+async def arrive(
+    coming: Iterable[Coming], ask: Callable[[Coming, float], Coroutine[object, object, None]]
+) -> None:
     """Start each request at its time, and wait until the last one has ended."""
     loop, asked = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     began = loop.time()

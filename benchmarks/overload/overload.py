@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.overload.clients import Arrivals, Clients, Coming, both, figures, recovery
 from benchmarks.overload.world import Machines, VirtualFrontend, world
@@ -41,7 +41,7 @@ LOOK_S = 0.05
 T = TypeVar("T")
 
 
-def virtual(work: Coroutine[Any, Any, T]) -> T:
+def virtual(work: Coroutine[object, object, T]) -> T:
     """Run in virtual time, and return the result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

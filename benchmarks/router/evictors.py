@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from benchmarks.router.virtual.trace import whole
 from benchmarks.rows import command_line
@@ -32,7 +32,7 @@ CHAT_REQUESTS = 5_000
 
 def play(
     prompts: Sequence[list[int]], blocks: int, kind: EvictorKind, at_once: int, host: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Take every prompt's blocks in turn; return hits and evictions, and the time they took."""
     kv = KvManager(blocks, kind, host_blocks=host)
     kv.heard = True

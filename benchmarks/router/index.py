@@ -97,7 +97,7 @@ def compare(sides: dict[str, Path], args: argparse.Namespace) -> None:
     first = next(iter(sides))
     for row, figures in taken[first][0].items():
         for side in sides:
-            line: dict[str, Any] = {"row": row, "system": side}
+            line: dict[str, object] = {"row": row, "system": side}
             for name in figures:
                 runs = [one[row][name] for one in taken[side]]
                 line[name] = _short(statistics.median(runs))
@@ -105,7 +105,7 @@ def compare(sides: dict[str, Path], args: argparse.Namespace) -> None:
             print(json.dumps(line | (judged(line) if side == first else {})), flush=True)
 
 
-def judged(line: dict[str, Any]) -> dict[str, Any]:
+def judged(line: dict[str, Any]) -> dict[str, object]:
     """Return a row's target, and whether it was reached."""
     row = line["row"]
     least = {name: bound for (of, name), bound in AT_LEAST.items() if of == row}
@@ -116,7 +116,7 @@ def judged(line: dict[str, Any]) -> dict[str, Any]:
     return {"at_least": least, "at_most": most, "verdict": "reached" if all(met) else "missed"}
 
 
-def straight(points: list[dict[str, float]]) -> dict[str, Any]:
+def straight(points: list[dict[str, float]]) -> dict[str, object]:
     """Return the deviation of memory from the straight line through zero and the last point, relative to the whole."""
     last = points[-1]
     slope = last["mb"] / last["blocks"]

@@ -25,7 +25,7 @@ Chain = list[int]  # local hashes
 class Side(Protocol):
     """An index, and the hashing of prompts for it."""
 
-    def ready(self, chain: Chain) -> tuple[Any, Any]:
+    def ready(self, chain: Chain) -> tuple[object, Any]:
         """Return a prompt's blocks as its engine announces them, and as the router looks them up."""
 
     def store(self, worker: int, announced: Any) -> None:
@@ -34,7 +34,7 @@ class Side(Protocol):
     def find(self, asked: Any) -> int:
         """Return the number of workers that hold the first block of a prompt, after computing their depths."""
 
-    def hash(self, tokens: Sequence[int], block_tokens: int) -> Any:
+    def hash(self, tokens: Sequence[int], block_tokens: int) -> object:
         """Return a prompt's look-up key for the router."""
 
 
@@ -81,7 +81,7 @@ def hashing(make: Callable[[], Side], block_tokens: int) -> dict[str, float]:
 def grow(make: Callable[[], Side], workers: int, depth: int, sizes: Sequence[int]) -> list[dict[str, float]]:
     """Measure memory and look-ups at more and more blocks, each held by one worker."""
     dice, side, before, stored = Random(4), make(), resident(), 0
-    asked: list[Any] = []
+    asked: list[object] = []
     points = []
     for size in sizes:
         took = 0.0
@@ -105,7 +105,7 @@ def grow(make: Callable[[], Side], workers: int, depth: int, sizes: Sequence[int
     return points
 
 
-def _store(side: Side, announced: Sequence[Any], first: int, workers: int) -> float:
+def _store(side: Side, announced: Sequence[object], first: int, workers: int) -> float:
     began = time.perf_counter()
     for number, one in enumerate(announced, first):
         side.store(number % workers, one)

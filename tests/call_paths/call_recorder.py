@@ -68,7 +68,7 @@ class CallRecorder:
         self.way = Way()
         self._root = f"{root}/"
         self._ours = tuple(f"{root}/{folder}/" for folder in folders)
-        self._loop: Any = asyncio.get_running_loop()
+        self._loop: object = asyncio.get_running_loop()
         self._scheduled = _Scheduled()
         self._recording = self._holding = False
         self._held: list[Callable[[], object]] = []
@@ -81,21 +81,21 @@ class CallRecorder:
         """Wrap the loop's methods that defer calls."""
         real = {name: getattr(self._loop, name) for name in PATCHED}
 
-        def call_soon(callback: Callback, *args: Any, **more: Any) -> Any:
+        def call_soon(callback: Callback, *args: object, **more: object) -> object:
             return real["call_soon"](self._deferred(callback, args), *args, **more)
 
-        def call_soon_threadsafe(callback: Callback, *args: Any, **more: Any) -> Any:
+        def call_soon_threadsafe(callback: Callback, *args: object, **more: object) -> object:
             return real["call_soon_threadsafe"](self._deferred(callback, args), *args, **more)
 
         def call_at(
-            when: float, callback: Callback, *args: Any, **more: Any
-        ) -> Any:  # also called by `call_later`
+            when: float, callback: Callback, *args: object, **more: object
+        ) -> object:  # also called by `call_later`
             return real["call_at"](when, self._timer(self._deferred(callback, args)), *args, **more)
 
-        def add_reader(fd: Any, callback: Callback, *args: Any) -> None:
+        def add_reader(fd: object, callback: Callback, *args: object) -> None:
             real["add_reader"](fd, self._deferred(callback, args), *args)
 
-        def run_in_executor(executor: Executor | None, function: Callback, *args: Any) -> Any:
+        def run_in_executor(executor: Executor | None, function: Callback, *args: object) -> object:
             if executor is None or isinstance(executor, ThreadPoolExecutor):
                 function = self._deferred(function, args)
             return real["run_in_executor"](executor, function, *args)
@@ -134,7 +134,7 @@ class CallRecorder:
     def _timer(self, callback: Callback) -> Callback:
         early = not self._holding
 
-        def run(*args: Any) -> None:
+        def run(*args: object) -> None:
             if early and self._holding:
                 self._held.append(lambda: callback(*args))
             else:
@@ -158,7 +158,7 @@ class CallRecorder:
         waker = caller if sets_event else ""
         caller = "" if resumes else caller
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> object:
             now = self._scheduled
             before, (now.caller, now.waker) = (now.caller, now.waker), (caller, waker)
             try:

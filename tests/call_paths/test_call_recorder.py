@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from call_recorder import CallRecorder
@@ -75,7 +74,7 @@ async def result(future):
 
 
 @pytest.fixture
-def modules(tmp_path: Path) -> list[Any]:
+def modules(tmp_path: Path) -> list[ModuleType]:
     """Two files: the first one calls the second one."""
     made: list[ModuleType] = []
     for name, source in (("caller", CALLER), ("called", CALLED)):
@@ -89,7 +88,7 @@ def modules(tmp_path: Path) -> list[Any]:
     return made
 
 
-async def _queue(a: Any, b: Any) -> None:
+async def _queue(a: ModuleType, b: ModuleType) -> None:
     queue: asyncio.Queue[int] = asyncio.Queue()
     getting = asyncio.ensure_future(b.get(queue))
     await turns()
@@ -97,13 +96,13 @@ async def _queue(a: Any, b: Any) -> None:
     await getting
 
 
-async def _queue_later(a: Any, b: Any) -> None:
+async def _queue_later(a: ModuleType, b: ModuleType) -> None:
     queue: asyncio.Queue[int] = asyncio.Queue()
     a.put(queue)
     await b.get(queue)
 
 
-async def _event(a: Any, b: Any) -> None:
+async def _event(a: ModuleType, b: ModuleType) -> None:
     event = asyncio.Event()
     waiting = asyncio.ensure_future(b.wait(event))
     await turns()
@@ -111,7 +110,7 @@ async def _event(a: Any, b: Any) -> None:
     await waiting
 
 
-async def _future(a: Any, b: Any) -> None:
+async def _future(a: ModuleType, b: ModuleType) -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(b.result(future))
     await turns()
@@ -119,35 +118,35 @@ async def _future(a: Any, b: Any) -> None:
     await waiting
 
 
-async def _plainly(a: Any, b: Any) -> None:
+async def _plainly(a: ModuleType, b: ModuleType) -> None:
     a.call(b.run)
 
 
-async def _by_lambda(a: Any, b: Any) -> None:
+async def _by_lambda(a: ModuleType, b: ModuleType) -> None:
     a.lend(b.run, b.run)
 
 
-async def _back_by_lambda(a: Any, b: Any) -> None:
+async def _back_by_lambda(a: ModuleType, b: ModuleType) -> None:
     a.lend(b.run, a.nothing)
 
 
-async def _soon(a: Any, b: Any) -> None:
+async def _soon(a: ModuleType, b: ModuleType) -> None:
     a.defer(b.run)
 
 
-async def _later(a: Any, b: Any) -> None:
+async def _later(a: ModuleType, b: ModuleType) -> None:
     a.defer_for_long(b.run)
 
 
-async def _completed(a: Any, b: Any) -> None:
+async def _completed(a: ModuleType, b: ModuleType) -> None:
     a.complete(b.run)
 
 
-async def _task(a: Any, b: Any) -> None:
+async def _task(a: ModuleType, b: ModuleType) -> None:
     await a.begin(b.work())
 
 
-async def _thread(a: Any, b: Any) -> None:
+async def _thread(a: ModuleType, b: ModuleType) -> None:
     await a.in_a_thread(b.run)
 
 
@@ -172,7 +171,10 @@ FORTH, BACK = ("ours/caller.py", "ours/called.py"), ("ours/called.py", "ours/cal
     ],
 )
 async def test_a_call_is_recorded_however_it_is_deferred(
-    modules: list[Any], tmp_path: Path, act: Callable[[Any, Any], Awaitable[None]], edges: set[Any]
+    modules: list[ModuleType],
+    tmp_path: Path,
+    act: Callable[[ModuleType, ModuleType], Awaitable[None]],
+    edges: set[object],
 ) -> None:
     with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
         async with recorder.recording() as way:
@@ -181,7 +183,9 @@ async def test_a_call_is_recorded_however_it_is_deferred(
     assert way.pairs == ([BACK] if BACK in edges else [])
 
 
-async def test_a_timer_set_before_the_recording_runs_after_it(modules: list[Any], tmp_path: Path) -> None:
+async def test_a_timer_set_before_the_recording_runs_after_it(
+    modules: list[ModuleType], tmp_path: Path
+) -> None:
     called = modules[1]
     runs: list[bool] = []
 
@@ -198,12 +202,14 @@ async def test_a_timer_set_before_the_recording_runs_after_it(modules: list[Any]
     assert runs == [True]
 
 
-async def test_closing_by_the_garbage_collector_is_not_a_call(modules: list[Any], tmp_path: Path) -> None:
+async def test_closing_by_the_garbage_collector_is_not_a_call(
+    modules: list[ModuleType], tmp_path: Path
+) -> None:
     called = modules[1]
 
     def leave() -> None:
         """Leave a suspended generator in a cycle, as a finished test does."""
-        cycle: list[Any] = []
+        cycle: list[object] = []
         generator = called.left(cycle)
         next(generator)
         cycle.append(generator)

@@ -1,6 +1,5 @@
 """Endpoints of workers that need not be reachable."""
 
-from typing import Any
 
 from json_types import Json
 
@@ -14,7 +13,7 @@ PROFILE = Profile(
 )
 
 
-def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
+def endpoint(name: str, weight: float = 1.0, **changes: object) -> Endpoint:
     """Return the endpoint of a worker in service."""
     given: Json = {
         "url": f"tcp://{name}:1",

@@ -25,7 +25,7 @@ class Scores(NamedTuple):
     costs: Floats
 
 
-def of(values: Any, size: int) -> Floats:
+def of(values: object, size: int) -> Floats:
     return np.array(values if isinstance(values, list) else [values] * size, dtype=float)
 
 
@@ -135,7 +135,7 @@ ROWS = st.tuples(SMALL, SMALL, SMALL, *[st.integers(0, 10)] * 6, st.floats(0.1, 
 
 
 @given(PRICINGS, st.lists(ROWS, min_size=1, max_size=3))
-def test_the_cost_can_be_recomputed_from_terms_and_pricing(pricing: Pricing, rows: list[Any]) -> None:
+def test_the_cost_can_be_recomputed_from_terms_and_pricing(pricing: Pricing, rows: list[object]) -> None:
     names = (
         "to_read",
         "in_use",
@@ -200,7 +200,7 @@ def test_requests_that_share_a_prefix_share_the_cost_of_a_copy() -> None:
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=5))
-def test_cost_rises_with_load_and_falls_with_cached_blocks(rows: list[Any]) -> None:
+def test_cost_rises_with_load_and_falls_with_cached_blocks(rows: list[object]) -> None:
     to_read, in_use, device, shared = (list(column) for column in zip(*rows, strict=True))
     given: Json = {"size": len(rows), "in_use": in_use, "shared": shared}
     costs = priced(to_read=to_read, device=device, **given).costs

@@ -5,7 +5,7 @@ simulator's requests can use the same state machine.
 """
 
 from math import inf
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,7 +27,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     prompt_text: str  # empty if token ids were given
     sampling: Sampling
-    guided: dict[str, Any] | None
+    guided: dict[str, object] | None
     # Any healthy worker returns the same tokens. This holds for greedy sampling, and for Holdfast's own engines, where seed and
     # position determine the random numbers. External servers restart their random numbers with each request.
     deterministic: bool

@@ -51,7 +51,7 @@ def machines(count: int = 1) -> Machines:
     return Machines(SHAPE, TIMING, count)
 
 
-def settings(**changes: Any) -> FrontendSettings:
+def settings(**changes: object) -> FrontendSettings:
     return FrontendSettings.model_validate(CONTROL | changes)
 
 

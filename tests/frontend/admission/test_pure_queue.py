@@ -87,7 +87,7 @@ def placed(number: int, given: tuple[Any, ...]) -> QueuedRequest:
 
 
 @given(st.lists(PLACED, max_size=40), st.integers(1, 6))
-def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ...]], most: int) -> None:
+def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[object, ...]], most: int) -> None:
     queue = Queue(most)
     counts = dict.fromkeys(MODELS, 0)
     for number, one in enumerate(given):
@@ -105,7 +105,7 @@ def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ..
 
 
 @given(st.lists(PLACED, min_size=1, max_size=30), st.data())
-def test_a_withdrawn_request_leaves_no_trace(given: list[tuple[Any, ...]], data: st.DataObject) -> None:
+def test_a_withdrawn_request_leaves_no_trace(given: list[tuple[object, ...]], data: st.DataObject) -> None:
     """The queue answers as if the request had never arrived, except for the order of clients with equal accounts."""
     gone = data.draw(st.integers(0, len(given) - 1))
     queue, never = Queue(), Queue()

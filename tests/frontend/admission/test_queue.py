@@ -42,7 +42,7 @@ class Workers:
         self.places, self.dead, self.looks = places, False, 0
         self.endpoint = Endpoint(joined(ScriptedWorker("w1")))
         self.ended: list[tuple[str, str]] = []
-        self.monitor: Any = self
+        self.monitor: object = self
         self.pools = Pools(lambda: 0.0)
         me: Any = self
         given = FrontendSettings(admission=AdmissionSettings(queue_max=3, queue_s=queue_s))

@@ -49,11 +49,11 @@ decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 )
 
 
-def changed(**fields: Any) -> Callable[[Piece], Piece]:
+def changed(**fields: object) -> Callable[[Piece], Piece]:
     return lambda piece: (msgspec.structs.replace(piece[0], **fields), piece[1])
 
 
-def described(**fields: Any) -> Callable[[Piece], Piece]:
+def described(**fields: object) -> Callable[[Piece], Piece]:
     def change(piece: Piece) -> Piece:
         assert isinstance(piece[0], Open)
         return changed(description=msgspec.structs.replace(piece[0].description, **fields))(piece)

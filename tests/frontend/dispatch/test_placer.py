@@ -76,7 +76,7 @@ SERIAL = itertools.count(
 )  # each has its own prompt: of equal prompts only one at a time goes to an unknown worker
 
 
-def director_of(name: str = "f1", workers: int = 15, **changes: Any) -> tuple[Director, Silent]:
+def director_of(name: str = "f1", workers: int = 15, **changes: object) -> tuple[Director, Silent]:
     """Return a frontend's director with idle workers w0, w1 … of 8 GPUs each."""
     plane = Silent()
     director = Director(World(name, plane, lambda *_, **__: None, SystemClock()), FrontendSettings())  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ async def test_a_request_that_cannot_be_sent_does_not_stop_the_others() -> None:
     first, second = (generation_of(director, 100) for _ in range(2))
     opened: list[str] = []
 
-    def open_(worker: str, *_: Any) -> int:
+    def open_(worker: str, *_: object) -> int:
         opened.append(worker)
         if len(opened) == 3:
             raise RuntimeError("an internal error")
@@ -321,7 +321,7 @@ async def test_targets_for_streams_of_an_unhealthy_worker_are_looked_up_once_not
     director, plane = director_of(workers=20)
     opened: list[str] = []
 
-    def open_(worker: str, *_: Any) -> int:
+    def open_(worker: str, *_: object) -> int:
         opened.append(worker)
         return len(opened)
 

@@ -41,13 +41,13 @@ def broken(name: str, after: int) -> ScriptedWorker:
     return ScriptedWorker(name, always=Act(after=after, how="error", error="engine_error: E"))
 
 
-async def stream(kit: Kit, **more: Any) -> list[Json]:
+async def stream(kit: Kit, **more: object) -> list[Json]:
     """Request a streamed answer and return its events."""
     ask: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, **more}
     return await kit.stream(**ask)
 
 
-async def failed(kit: Kit, **more: Any) -> tuple[int, Json]:
+async def failed(kit: Kit, **more: object) -> tuple[int, Json]:
     """Request an answer that fails; return the status and the error."""
     body: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
     status, body, _ = await kit.post("/v1/completions", **body)
@@ -81,7 +81,7 @@ class BrokenConnections:
         self._inner, self.broken = inner, set[str]()
         self.refused: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:

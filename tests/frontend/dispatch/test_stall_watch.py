@@ -39,7 +39,7 @@ class Stream:
             RequestTerms(), 0.0, phase="running", has_output=True, begun=True
         )
     )
-    request: Any = field(default_factory=lambda: SimpleNamespace(id="r", model="m", prompt=PROMPT))
+    request: object = field(default_factory=lambda: SimpleNamespace(id="r", model="m", prompt=PROMPT))
     accepted: list[int] = field(default_factory=list)
     failure: Failure | None = None
 
@@ -51,7 +51,7 @@ class Stream:
 class Bench:
     """A watch over the streams of one worker, with a clock controlled by the test."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         self.now, self.latency, self.load, self.reads = 100.0, 1.0, Load(running=2), False
         self.running = RunningRequests()
         self.endpoint = Endpoint(joined(ScriptedWorker("w")))
@@ -77,7 +77,7 @@ class Bench:
             cast(Stream, live).failure = failure
             self.counted += 1
 
-    def stream(self, pace_s: float = 0.03, tokens: int = 50, **changes: Any) -> Stream:
+    def stream(self, pace_s: float = 0.03, tokens: int = 50, **changes: object) -> Stream:
         """Add a stream that has just received a token."""
         first = self.now - pace_s * (tokens - 1)
         stats = SimpleNamespace(

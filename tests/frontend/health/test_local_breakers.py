@@ -36,7 +36,7 @@ A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
 class Bench(ConnectedWorkers):
     """Outcomes with a clock controlled by the test."""
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, **facts: object) -> None:
         self.now = 100.0
         self._sent = Counter[Key]()
         self.facts: list[Observation] = []

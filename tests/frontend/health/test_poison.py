@@ -49,7 +49,7 @@ def request_of(prompt: list[int], guided: Json | None = None) -> GenerationReque
 class Bench(ConnectedWorkers):
     """One frontend's poison watch, with a clock and workers that die on command."""
 
-    def __init__(self, frontend: str = "f1", **changes: Any) -> None:
+    def __init__(self, frontend: str = "f1", **changes: object) -> None:
         self.time = 100.0
         self.down: set[tuple[str, str]] = set()
         self.facts: list[Observation] = []

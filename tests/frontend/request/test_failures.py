@@ -190,7 +190,7 @@ async def test_the_original_error_is_the_answers_and_not_that_of_recovery_attemp
         assert (fact.reason, fact.worker) == ("no_worker", "w1")
 
 
-async def hold_on(kit: Kit, good: ScriptedWorker) -> asyncio.Task[Any]:
+async def hold_on(kit: Kit, good: ScriptedWorker) -> asyncio.Task[object]:
     """Start a stream on a healthy worker, so that not all are silent, and make it look the busiest."""
     await kit.add(good)
     asking = asyncio.create_task(kit.complete([400], 400))

@@ -42,7 +42,7 @@ def play(state: RequestState, *events: on.Event, now: float = 1.0) -> Next:
     return state, effects
 
 
-def running(*events: on.Event, **terms: Any) -> RequestState:
+def running(*events: on.Event, **terms: object) -> RequestState:
     """Return a request that runs on worker A and has a token."""
     return play(new(**terms), on.Launched(), on.Sent(A), on.FirstToken(), *events)[0]
 

@@ -298,7 +298,7 @@ def _options(words: list[str]) -> Json:
     return found
 
 
-def _nested(options: Mapping[str, Any]) -> Json:
+def _nested(options: Mapping[str, object]) -> Json:
     """Return settings by group: `stall.floor_s` is `floor_s` of `stall`."""
     found: Json = {}
     for name, value in options.items():

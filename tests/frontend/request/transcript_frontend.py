@@ -171,7 +171,7 @@ class Client(asyncio.Transport):
 class TranscriptFrontend:
     """One frontend. Everything visible from outside is passed to `record`."""
 
-    def __init__(self, settings: Mapping[str, Any], record: Callable[[str], None]) -> None:
+    def __init__(self, settings: Mapping[str, object], record: Callable[[str], None]) -> None:
         """Start on the running loop, without workers."""
         self._record = record
         self.plane = ScriptedPlane(record)
@@ -212,7 +212,7 @@ class TranscriptFrontend:
         """Return the current instance of a worker."""
         return self._fleet.workers[worker].joined.instance
 
-    def health(self, worker: str) -> Any:
+    def health(self, worker: str) -> object:
         """Return a worker's health status in the journal."""
         return self._fleet.workers[worker].health.status
 
@@ -240,7 +240,7 @@ class TranscriptFrontend:
     def ask(
         self, name: str, *, prompt: int = 3, like: str = "", tier: str = "standard", deadline_ms: float = 0.0,
         queue_ttl_ms: float = 0.0, retries: int = 0, stream: bool = True, n: int = 1, shown: str = "tokens",
-        stop_text: int = 0, stop_token: int = 0, **body: Any,
+        stop_text: int = 0, stop_token: int = 0, **body: object,
     ) -> None:  # fmt: skip
         """Send a completion request of a client.
 
@@ -423,7 +423,7 @@ def _fields(fact: object) -> str:
     return " ".join(shown)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

@@ -66,7 +66,7 @@ async def vanish(worker: ScriptedWorker) -> None:
     await worker.channels.close()
 
 
-async def stream(kit: Kit, **more: Any) -> list[Json]:
+async def stream(kit: Kit, **more: object) -> list[Json]:
     body: Json = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
     return await kit.stream(**(body | more))
 

@@ -34,7 +34,7 @@ TIMING = ConstantTiming(itl_s=0.01, prefill_tokens_per_s=10_000)
 SECOND = 100  # tokens that take one second
 
 
-def settings(**changes: Any) -> FrontendSettings:
+def settings(**changes: object) -> FrontendSettings:
     return FrontendSettings.model_validate({"admission_control": "deadline", "park": True} | changes)
 
 
@@ -81,8 +81,8 @@ class Reader(asyncio.Transport):
 
 
 def stream(
-    one: VirtualFrontend, client: Reader, tier: str = "best_effort", seconds: float = 4.0, **more: Any
-) -> "asyncio.Task[Any]":
+    one: VirtualFrontend, client: Reader, tier: str = "best_effort", seconds: float = 4.0, **more: object
+) -> "asyncio.Task[object]":
     body = {
         "model": "sim", "prompt": [300, 301, 302], "max_tokens": int(seconds * SECOND), "stream": True,
         "ignore_eos": True, "seed": 7, "temperature": 0.8, "return_token_ids": True,

@@ -179,7 +179,7 @@ def test_a_silent_frontend_has_no_waiting_requests(kit_of_peers: Any) -> None:
 
 
 @pytest.fixture
-def kit_of_peers() -> Any:
+def kit_of_peers() -> object:
     from controller.frontend.scheduling.scheduler import Peers
 
     clock = [0.0]

@@ -33,7 +33,7 @@ from events.observations import CanaryPassed, DeviceFaulted, EngineFaulted
 from events.wire import Load
 
 
-def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
+def endpoint(name: str, weight: float = 1.0, **changes: object) -> Endpoint:
     return Endpoint(joined(ScriptedWorker(name), **changes), weight=weight, status=HealthStatus.HEALTHY)
 
 
@@ -121,7 +121,7 @@ def test_room_is_found_without_checking_all_workers() -> None:
     assert len(looks) == 5
 
 
-def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
+def drawn(dice: Random) -> tuple[list[Endpoint], object]:
     """Return a few endpoints: some out of service, not connected, on trial, full or silent."""
     endpoints = [
         endpoint(f"w{n}", dice.choice([0.0, 0.5, 1.0])) for n in range(dice.randrange(ROOM_LOOKS + 1))
@@ -142,7 +142,7 @@ def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
     )
 
 
-def outcome(find: Any, endpoints: list[Endpoint], rules: Any) -> str:
+def outcome(find: Any, endpoints: list[Endpoint], rules: object) -> str:
     try:
         found: Endpoint = find(endpoints, rules)
         return found.worker

@@ -251,7 +251,7 @@ async def test_an_explanation_has_the_best_eight_candidates_and_the_chosen_one()
         assert (why["of"], why["chosen"]["worker"]) == (10, "w0"), "a worker out of service is no candidate"
 
 
-async def ask_route(kit: Kit, **body: Any) -> tuple[int, Any]:
+async def ask_route(kit: Kit, **body: object) -> tuple[int, Any]:
     async with kit.http.post(kit.admin + "/route", json=body) as response:
         return response.status, await response.json()
 
@@ -288,7 +288,7 @@ async def test_a_frontend_explains_where_a_prompt_would_go_and_sends_nothing() -
         ([], 400, "must be a JSON object"),
     ],
 )
-async def test_an_invalid_question_gets_one_sentence(body: Any, status: int, says: str) -> None:
+async def test_an_invalid_question_gets_one_sentence(body: object, status: int, says: str) -> None:
     async with (
         frontend(ScriptedWorker()) as kit,
         kit.http.post(kit.admin + "/route", json=body) as response,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from frontend_kit import PROFILE, Kit, frontend, joined
@@ -185,7 +184,7 @@ def test_no_request_is_lost_or_reported_twice(came: list[tuple[float, int]]) -> 
 # --- a whole frontend -------------------------------------------------------------------------------------------------
 
 
-async def ask(kit: Kit, **more: Any) -> int:
+async def ask(kit: Kit, **more: object) -> int:
     body: Json = {
         "model": "m",
         "prompt": [300, 301, 302],
