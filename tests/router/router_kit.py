@@ -1,6 +1,5 @@
 """Endpoints of workers that need not be reachable."""
 
-
 from json_types import Json
 
 from controller.router.endpoints import Endpoint

@@ -1,4 +1,4 @@
-"""Estimates of work: a request's work in worker-seconds, its time to first token, and the growth of a step.
+"""Estimates of work: of a request in worker-seconds, of its time to first token, of a step's growth.
 
     work = tokens to be read / prefill rate  +  expected answer x time per token x share of the worker
     share of the worker = 1 / batch, or its share of the KV cache, whichever is more

@@ -184,9 +184,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
     def fits(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint may take the request, even if others are better."""
+        plane = self.rules.plane
         return (
             endpoint.weight > 0.0
-            and self.rules.plane.recently_heard(endpoint.worker, endpoint.instance)
+            and plane.recently_heard(endpoint.worker, endpoint.instance)
             and self._allows(endpoint)
             and (self.room is _NONE or self.has_room(endpoint))
         )
@@ -224,7 +225,8 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         return not (load.decides and load.has_enough(endpoint))
 
     def _why_full(self, allowed: Sequence[Endpoint]) -> NoWorker:
-        loads = [self.rules.plane.external_load(one.worker) for one in allowed]
+        plane = self.rules.plane
+        loads = [plane.external_load(one.worker) for one in allowed]
         wait_s = min(0.0 if load is None else load.closed_s for load in loads)
         return AllClosed(wait_s) if wait_s else AllBusy()
 
