@@ -27,7 +27,7 @@ from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Load, Reserved, Why
 from workers.config.settings import WorkerConfig
 from workers.control.membership import registration
-from workers.engines.adaptive import AdaptiveEngine
+from workers.engines.admission import AdaptiveEngine
 from workers.engines.engine import Engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

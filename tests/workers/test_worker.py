@@ -24,8 +24,8 @@ from events.observations import (
 from events.wire import Hello
 from workers.config.settings import WorkerConfig
 from workers.engines.engine import Announce, Deliver, EngineDead, discard_events
+from workers.engines.faults import EngineFaults
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.sequence import EngineShape
 from workers.migration.trust import SenderDistrusted, TrustedSender
 from workers.worker import InferenceWorker
@@ -325,7 +325,7 @@ async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually:
     await eventually(lambda: not life.worker.server.blackholed)
 
 
-def faults_of(life: Life) -> SimulatedFaults:
+def faults_of(life: Life) -> EngineFaults:
     engine = life.worker.engine
     assert isinstance(engine, SimulatedEngine)
     return engine.each[0].scheduler.faults
@@ -347,7 +347,7 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
     await eventually(lambda: not life.worker.server.blackholed)
     assert faults.corrupt_one_in == 5
     await play("heal")
-    assert faults == SimulatedFaults()
+    assert faults == EngineFaults()
 
 
 async def test_a_repeated_fault_replaces_the_first(begin: Begin, eventually: Eventually) -> None:

@@ -1,22 +1,16 @@
-"""Limits an engine to N requests at once, and queues up to Q more here.
-
-    submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
-         ├───▶ fewer than Q waiting ─▶ wait
-         └───▶ else ─────────────────▶ overloaded
-
-Exactly N + Q requests are accepted, for any Q. Among waiting requests, those already started on another worker go first; then
-priority decides. Canaries do not count; the engine limits them itself. A request that arrives with its KV cache either enters
-the engine at once or is refused, because it can keep decoding at its source.
-"""
+"""Engines that limit the requests of another: to a fixed number, or so that its steps stay fast."""
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import msgspec
 
+from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
     Announce,
@@ -25,11 +19,71 @@ from workers.engines.engine import (
     EngineIdentity,
     Import,
     discard_events,
+    discard_output,
 )
-from workers.engines.wrapped import WrappedEngine
-from workers.kv_transfer.messages import Buffer
+from workers.kv_transfer.messages import Buffer, Description
+
+TOLERATED = 1.5
+CUT, LEAST = 0.9, 0.25  # factor on the running requests; smallest share of the batch
+GROWS = 1 / 32  # share of the batch, per increase
+ADJUST_S = 0.25
+STEPS_LEAST = 4
+OUTLIER = 3.0  # times the target: longer steps count as this
 
 AT_CAPACITY = "overloaded: Server overloaded: worker at capacity"
+
+
+class WrappedEngine:
+    """Forwards to another engine. All methods are called on the worker's loop; `deliver` may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # no wrapper changes these
+        self.awaits, self.phase, self.check = engine.awaits, engine.phase, engine.check
+        self.export, self.trust = engine.export, engine.trust
+        self.chaos, self.heal = engine.chaos, engine.heal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)  # only some engines have these: stats, counters
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """The model and configuration that the engine serves."""
+        return self._engine.identity
+
+    @property
+    def kv(self) -> tuple[Description, ...]:
+        """The layout of its KV blocks."""
+        return self._engine.kv
+
+    @property
+    def announces(self) -> bool:
+        """Whether the engine announces every change of its prefix cache."""
+        return self._engine.announces
+
+    def submit(self, key: int, request: Generate) -> None:
+        """Accept a request."""
+        self._engine.submit(key, request)
+
+    def cancel(self, key: int) -> None:
+        """Cancel a request. Unknown keys are ignored."""
+        self._engine.cancel(key)
+
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
+        """Reserve room for a request that arrives with its KV cache, or return why not."""
+        return self._engine.reserve(key, request, room_tokens)
+
+    def limit_batch(self, share: float) -> None:
+        """Run at most this share of the batch at once."""
+        self._engine.limit_batch(share)
+
+    def ranks(self) -> list[Load]:
+        """Return the load of each DP rank."""
+        return self._engine.ranks()
+
+    async def stop(self) -> None:
+        """Stop the engine."""
+        await self._engine.stop()
 
 
 class RequestLimit:
@@ -100,12 +154,21 @@ class RequestLimit:
 
 
 class LimitedEngine(WrappedEngine):
-    """An engine with a bounded number of requests, and a queue in front of it."""
+    """Limits an engine to N requests at once, and queues up to Q more here.
+
+        submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
+             ├───▶ fewer than Q waiting ─▶ wait
+             └───▶ else ─────────────────▶ overloaded
+
+    Exactly N + Q requests are accepted, for any Q. Among waiting requests, those already started on another worker go first;
+    then priority decides. Canaries do not count; the engine limits them itself. A request that arrives with its KV cache either
+    enters the engine at once or is refused, because it can keep decoding at its source.
+    """
 
     def __init__(self, engine: Engine, limit: int, queue: int) -> None:
         super().__init__(engine)
         self.requests = RequestLimit(limit, queue)
-        self._deliver: Deliver = _discard
+        self._deliver: Deliver = discard_output
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # thread id of the loop
         self._own: EngineIdentity | None = None
@@ -224,5 +287,103 @@ class _LimitedImport:
         self._aborted()
 
 
-def _discard(out: list[tuple[int, Chunk]]) -> None:
-    """Discard output before `start`."""
+class BatchLimit:
+    """The batch limit of one engine. Pure; `step` may be called from any thread."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.most = self.limit = max(1, profile.max_batch)
+        self.target_s = _full_step_s(profile) * TOLERATED
+        self._lock = threading.Lock()
+        self._sum_s, self._steps = 0.0, 0
+
+    def step(self, took_s: float) -> None:
+        """Record the duration of a step without prefill."""
+        if 0.0 < self.target_s < inf and took_s > 0.0:
+            with self._lock:
+                self._sum_s += min(took_s, OUTLIER * self.target_s)
+                self._steps += 1
+
+    def adjust(self, running: int) -> bool:
+        """Adjust the limit if enough steps were recorded since the last call. Return whether it changed."""
+        with self._lock:
+            if self._steps < STEPS_LEAST:
+                return False
+            mean_s = self._sum_s / self._steps
+            self._sum_s, self._steps = 0.0, 0
+        before = self.limit
+        if mean_s > self.target_s:
+            cut = int(min(self.limit, max(1, running)) * CUT)
+            self.limit = min(self.limit, max(cut, int(self.most * LEAST), 1))
+        elif running >= self.limit:
+            self.limit = min(self.most, self.limit + max(1, int(self.most * GROWS)))
+        return self.limit != before
+
+
+class AdaptiveEngine(WrappedEngine):
+    """Limits how many requests an engine runs at once so that its steps stay fast (AIMD).
+
+    The limit starts at the full batch. It drops while steps are late, and grows back step by step.
+
+        target: 1.5 times the duration of a full-batch step, by the engine's profile
+        every 0.25 s, if at least 4 steps were measured:
+            their mean is above the target ──▶ limit to 0.9 times the running requests, at least a quarter of the batch
+            the limit is reached           ──▶ raise it by 1/32 of the batch, at most to the batch
+
+    Only steps without prefill are measured: they show how long decoding currently takes on this machine, which the duration of a
+    whole request does not. Off by default; meant for engines in which all requests share each step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._batch: BatchLimit | None = None  # set by `start`: the profile is known only then
+        self._requested = 1.0
+        self._deliver: Deliver = discard_output
+        self._now: Callable[[], float] = float  # the loop's clock; may be called from any thread
+        self._last_at: float | None = None  # end of the last step after which requests continued
+        self._adjusted_at = -inf
+
+    async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
+        """Start the engine and measure its steps."""
+        self._deliver, self._now = deliver, asyncio.get_running_loop().time
+        await self._engine.start(self._delivered, announce)
+        self._batch = BatchLimit(self._engine.identity.profile)
+
+    def limit_batch(self, share: float) -> None:
+        """Run at most this share of the batch at once."""
+        self._requested = share
+        self._apply()
+
+    def load(self) -> Load:
+        """Return the engine's load with its current limit. Called with every beat; adjusts the limit."""
+        load, batch = self._engine.load(), self._batch
+        if batch is None:
+            return load
+        now = self._now()
+        if now - self._adjusted_at >= ADJUST_S:
+            self._adjusted_at = now
+            if batch.adjust(load.running):
+                self._apply()
+        return msgspec.structs.replace(load, batch=batch.limit)
+
+    def _apply(self) -> None:
+        batch = self._batch
+        own = 1.0 if batch is None else batch.limit / batch.most
+        self._engine.limit_batch(min(self._requested, own))
+
+    def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
+        """Deliver a step's output, from any thread, and record the duration of the step."""
+        now, last, batch = self._now(), self._last_at, self._batch
+        reads = self._engine.phase().prefill_tokens > 0 or any(c.cached_tokens is not None for _, c in out)
+        continues = any(chunk.finish is None and chunk.error is None for _, chunk in out)
+        self._last_at = now if continues else None
+        if batch is not None and last is not None and not reads:
+            batch.step(now - last)
+        self._deliver(out)
+
+
+def _full_step_s(profile: Profile) -> float:
+    """Return the duration of a full-batch step by a profile, extrapolated in proportion; inf if the profile has none."""
+    if not profile.tpot_ms:
+        return inf
+    batch, milliseconds = profile.tpot_ms[-1]
+    return milliseconds / 1000 * max(1.0, profile.max_batch / max(1, batch))

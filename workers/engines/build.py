@@ -14,7 +14,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
     """Build the engine for these settings, not yet started. Raise HoldfastError if it cannot be built."""
     engine = _engine(settings)
     if settings.adaptive_batch:
-        from workers.engines.adaptive import AdaptiveEngine
+        from workers.engines.admission import AdaptiveEngine
 
         engine = AdaptiveEngine(engine)
     if settings.engine_request_limit is None:

@@ -96,6 +96,10 @@ The arguments are a DP rank and the events of its prefix cache in this step (sto
 """
 
 
+def discard_output(out: list[tuple[int, Chunk]]) -> None:
+    """Discard output before `start`."""
+
+
 def discard_events(rank: int, events: list[KvEvent]) -> None:
     """Discard the events."""
 
@@ -113,29 +117,24 @@ class Export(Protocol):
 
     def full_blocks(self) -> int:
         """Return how many blocks are full, counted from the first one. Full blocks never change again."""
-        ...
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
         """Return the bytes of `count` blocks of one shard, copied off the event loop. Raise MoveEnded.
 
         Before `stop` only full blocks may be read; after it also the last one, its unused end filled with zeros.
         """
-        ...
 
     async def stop(self) -> Stopped:
         """Stop the request's output after the current step; earlier output has been delivered. Raise MoveEnded."""
-        ...
 
     def resume(self) -> None:
         """Continue the request as if it had not been stopped."""
-        ...
 
     def close(self) -> None:
         """Release the blocks. May be called twice.
 
         The request continues even if it was stopped; cancelling its key ends both.
         """
-        ...
 
 
 class Import(Protocol):
@@ -148,18 +147,15 @@ class Import(Protocol):
 
         `first` is the index of the first of these blocks in the sequence.
         """
-        ...
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
         """Start to decode under its key. Raise MoveRefused; the import is then aborted.
 
         `tokens` are all tokens so far; the KV of the first `computed` of them was taken.
         """
-        ...
 
     def abort(self) -> None:
         """Free the reserved blocks. Does nothing after `commit` or when called again."""
-        ...
 
 
 class Immovable:
@@ -179,33 +175,19 @@ class Immovable:
         return "this engine takes no KV cache in"
 
 
-class Unbreakable:
-    """Base of engines that inject no faults."""
-
-    def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Return False: there is no fault to inject."""
-        return False
-
-    def heal(self, fault: str, rank: int = 0) -> None:
-        """Do nothing: there is no fault to end."""
-
-
 class Engine(Protocol):
     """An engine. All methods are called on the worker's event loop; `deliver` may be called from any thread."""
 
     @property
     def identity(self) -> EngineIdentity:
         """The model and configuration that the engine serves."""
-        ...
 
     @property
     def kv(self) -> tuple[Description, ...]:
         """The layout of its KV blocks, one description per shard; empty: requests cannot move with their KV cache."""
-        ...
 
     def export(self, key: int) -> Export | None:
         """Prepare to move a decoding request. None: it is unknown, has ended, is a canary, or is still in prefill."""
-        ...
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         """Reserve blocks for a request that will have grown to `room_tokens` tokens, or return why not.
@@ -213,28 +195,22 @@ class Engine(Protocol):
         The request is like that of `submit`, but is not computed here: its KV cache arrives before `commit`. Tokens that it
         generates until then count against its limits.
         """
-        ...
 
     @property
     def announces(self) -> bool:
         """Whether the engine announces every change of its prefix cache. Known after `start`."""
-        ...
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Load the model and start to step. Raise EngineDead with the reason if the engine cannot start."""
-        ...
 
     def awaits(self) -> Awaits | None:
         """Return why the engine has not started yet. None: it does not wait for anything that takes long."""
-        ...
 
     def submit(self, key: int, request: Generate) -> None:
         """Accept a request under a key chosen by the worker. Errors are delivered as a chunk with `error` set."""
-        ...
 
     def cancel(self, key: int) -> None:
         """Drop a request within one step, with its export or reserved room. Unknown keys are ignored."""
-        ...
 
     def trust(self, trusted: bool) -> None:
         """Set whether cached blocks may be reused.
@@ -242,39 +218,57 @@ class Engine(Protocol):
         When distrusted, stop the reuse of all blocks computed so far, which may be wrong, and announce their removal. Until the
         engine is trusted again, keep no blocks for other requests.
         """
-        ...
 
     def limit_batch(self, share: float) -> None:
         """Run at most this share of the batch at once from the next step on, at least one request; 1: the whole batch.
 
         Running requests are not stopped. Requests that arrive with a KV cache are accepted as before; others wait.
         """
-        ...
 
     def phase(self) -> Phase:
         """Return the current phase of the engine. Cheap, never blocks."""
-        ...
 
     def load(self) -> Load:
         """Return the engine's load. Cheap, never blocks."""
-        ...
 
     def ranks(self) -> list[Load]:
         """Return the load of each DP rank; empty if there is only one. Cheap, never blocks."""
-        ...
 
     async def check(self) -> None:
         """Raise EngineDead if the engine cannot continue."""
-        ...
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
         """Inject a fault into one rank (error, corrupt, drift, slow), or `heal` all; False if this engine cannot."""
-        ...
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End this fault of this rank. Other faults stay active."""
-        ...
 
     async def stop(self) -> None:
         """Stop stepping and free everything, within a few seconds."""
-        ...
+
+
+def validate_import(
+    request: Generate,
+    room_tokens: int,
+    tokens: Sequence[int],
+    computed: int,
+    *,
+    context: int,
+    vocabulary: int,
+) -> str:
+    """Return why these tokens do not continue the request for which room was reserved; empty if they do.
+
+    The KV of the first `computed` tokens has arrived.
+    """
+    length, submitted = len(tokens), len(request.tokens)
+    if list(tokens[:submitted]) != request.tokens:
+        return "the tokens do not continue those of the reservation"
+    if length > room_tokens:
+        return f"{length} tokens arrived, but room was reserved for {room_tokens}"
+    if any(not 0 <= token < vocabulary for token in tokens[submitted:]):
+        return f"token ids go from 0 to {vocabulary - 1}"
+    if not 0 < computed <= length:
+        return f"the KV of {computed} of {length} tokens was announced"
+    if length >= min(submitted + request.sampling.max_tokens, context):
+        return "the request was already complete on arrival"
+    return ""

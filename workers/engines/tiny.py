@@ -28,7 +28,10 @@ CORPUS_BYTES_MAX = 8_000_000
 WEIGHT_DEVIATION = 0.2
 SEED = 20_2611
 
-CONFIG: dict[str, Any] = {
+Config = dict[str, Any]
+"""The content of a model's config.json."""
+
+CONFIG: Config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -72,13 +75,13 @@ def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
     require_torch()
     _claim(directory)
     progress("training a byte-level BPE vocabulary of 2,048 on the standard library's sources")
-    _train_tokenizer().save(str(directory / "tokenizer.json"))
+    _train_tokenizer(directory / "tokenizer.json")
     progress("drawing 4.2 million weights")
     write_model(directory, CONFIG)
     return directory
 
 
-def write_model(directory: Path, config: Mapping[str, Any]) -> None:
+def write_model(directory: Path, config: Config) -> None:
     """Write a model of these sizes into a folder, without its vocabulary."""
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     _write_weights(directory / "model.safetensors", config)
@@ -130,7 +133,7 @@ def _corpus() -> Iterator[str]:
         yield text
 
 
-def _train_tokenizer() -> Any:
+def _train_tokenizer(file: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -143,10 +146,10 @@ def _train_tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
-    return tokenizer
+    tokenizer.save(str(file))
 
 
-def _tokenizer_config() -> dict[str, Any]:
+def _tokenizer_config() -> dict[str, object]:
     unknown, begin, end = SPECIAL_TOKENS
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -160,7 +163,7 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     yield "model.embed_tokens.weight", (VOCABULARY, hidden)
@@ -179,7 +182,7 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCABULARY, hidden)
 
 
-def _write_weights(path: Path, config: Mapping[str, Any]) -> None:
+def _write_weights(path: Path, config: Config) -> None:
     """Write seeded weights, drawn with numpy's PCG64: its streams are stable across releases, torch's are not."""
     import numpy
     import torch
@@ -196,5 +199,5 @@ def _write_weights(path: Path, config: Mapping[str, Any]) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 from events.errors import HoldfastError
 
@@ -13,7 +12,7 @@ class TorchMissing(HoldfastError):
     """Real models need torch, which is not installed. Install it with `make test-engines` or pip install -e '.[transformers]'."""
 
 
-def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None:
+def require_torch(find: Callable[[str], object] = importlib.util.find_spec) -> None:
     """Raise TorchMissing unless everything that real models need is installed. Imports nothing."""
     if missing := [name for name in NEEDED if find(name) is None]:
         raise TorchMissing(

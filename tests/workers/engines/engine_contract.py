@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from waits import until
 
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load, Logprob, Sampling
@@ -149,9 +150,7 @@ class Rig:
 
     async def until(self, condition: Any) -> None:
         """Wait until a condition holds."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():  # noqa: ASYNC110 (an engine has no flags)
-                await asyncio.sleep(0.002)
+        await until(condition, DEADLINE_S, every_s=0.002)
 
 
 def asked(

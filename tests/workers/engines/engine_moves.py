@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from engine_contract import DEADLINE_S, Answer, Rig, asked, prompt
+from waits import turns
 
 from events.wire import Generate
 from workers.engines.engine import MOVES_MAX, Engine, Export, Import, MoveEnded, MoveRefused, Stopped
@@ -68,7 +69,7 @@ class Pair:
             stopped = await (self._halted(cut, key, export) if self.source.threaded else export.stop())
             while len(stopped.tokens) < len(tokens) + cut:
                 export.resume()
-                await asyncio.sleep(0)
+                await turns()
                 stopped = await export.stop()
             if len(stopped.tokens) == len(tokens) + cut:
                 return key, export, stopped
@@ -82,7 +83,7 @@ class Pair:
             while len(self.source.answers[key].tokens) < cut:
                 await self.source.delivery()
         stopping = asyncio.ensure_future(export.stop())
-        await asyncio.sleep(0)
+        await turns()
         self.source.go_on()
         return await stopping
 

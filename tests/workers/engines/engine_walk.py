@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_contract import DEADLINE_S, Rig, asked, prompt
 from engine_moves import CHANCE, PENALTIES, Pair, rest
+from waits import turns
 
 from workers.engines.engine import Export, Import, MoveEnded, MoveRefused
 
@@ -134,7 +135,7 @@ class Walk:
                     coming.abort()
             if 0.3 < chance < 0.4:
                 shipping = asyncio.gather(*copies)
-                await asyncio.sleep(0)
+                await turns()
                 shipping.cancel()
                 await asyncio.gather(shipping, return_exceptions=True)
                 return None
@@ -151,7 +152,7 @@ class Walk:
         for _ in range(self.draw.choice((0, 1, 2, 5, 12))):
             if rig.answers[key].over.is_set():
                 return True
-            await asyncio.sleep(self.draw.choice((0, 0, 0.001)))
+            await asyncio.sleep(self.draw.choice((0, 0, 0.001)))  # an engine's thread needs time, not turns
         return rig.answers[key].over.is_set()
 
 
@@ -164,7 +165,7 @@ async def walk(pair: Pair, seed: int, lives: int = 14) -> Walk:
         for n in range(lives):
             tokens, sampling = ASKED[n % len(ASKED)]
             begun.append(asyncio.ensure_future(walking.life(tokens, sampling, wholes[n % len(ASKED)])))
-            await asyncio.sleep(walking.draw.choice((0, 0, 0.003)))
+            await asyncio.sleep(walking.draw.choice((0, 0, 0.003)))  # as above
         try:
             await asyncio.gather(*begun)
         finally:

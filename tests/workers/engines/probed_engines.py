@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from canary_world import World
+from waits import until
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
@@ -33,11 +33,11 @@ class Probed:
     engines: tuple[Engine, ...]
 
     async def until(self, condition: Callable[[], object], seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, "not in time"
-            await asyncio.sleep(0.01)
+        def holds() -> bool:
             self.world.turn()
+            return bool(condition())
+
+        await until(holds, seconds, every_s=0.01)
 
     def sampled(self, kind: type, worker: str) -> list[CanaryPassed | CanaryFailed]:
         """Return the results of one worker's sampled canaries."""

@@ -3,18 +3,18 @@
 The duration of whole requests has no effect.
 """
 
-import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import virtual
 
 from benchmarks.virtual_loop import VirtualLoop
 from events.observations import Profile
 from events.wire import Chunk, Generate, Sampling
 from workers.config.settings_check import load_settings
-from workers.engines.adaptive import ADJUST_S, CUT, LEAST, STEPS_LEAST, TOLERATED, AdaptiveEngine, BatchLimit
+from workers.engines.admission import ADJUST_S, CUT, LEAST, STEPS_LEAST, TOLERATED, AdaptiveEngine, BatchLimit
 from workers.engines.build import build_engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
@@ -108,14 +108,14 @@ def test_a_simulated_engine_converges_to_a_batch_with_steps_in_time() -> None:
             engine.submit(key, Generate(key, f"r{key}", [300 + key], 1, Sampling(600, ignore_eos=True)))
         seen = []
         for _ in range(400):
-            await asyncio.sleep(ADJUST_S)
+            await virtual(ADJUST_S)
             load = engine.load()
             seen.append((load.batch, load.running))
         late = seen[200:300]  # those that ran above the limit have ended
         assert all(16 <= batch <= 30 for batch, _ in late), late[:5]
         assert all(running <= 30 for _, running in late)
         engine.limit_batch(0.125)
-        await asyncio.sleep(60)
+        await virtual(60)
         assert engine.load().running <= 8 or not engine.load().waiting, "a requested limit holds as well"
         await engine.stop()
 

@@ -1,6 +1,5 @@
 """An engine behind a limit: exactly N requests inside and Q waiting, in every history."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -8,6 +7,7 @@ import pytest
 from engine_contract import EngineContract, Rig, asked, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import turns
 
 from controller.router.endpoints import Endpoint
 from workers.config.settings import WorkerConfig
@@ -143,7 +143,7 @@ async def test_a_request_with_its_kv_cache_never_waits_and_frees_its_place(
     assert not isinstance(room, str) and requests_of(rig).inside == {key}
     assert engine.reserve(rig.key(), request, 64) == AT_CAPACITY
     waits = rig.submit(prompt(20), max_tokens=4)
-    await asyncio.sleep(0.02)
+    await turns(20)
     assert not rig.answers[waits].chunks
     with pytest.raises(MoveRefused):
         await room.take(0, 10_000, b"")

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 from engine_contract import Rig, prompt
 from upstream import Upstream
+from waits import until
 
 from workers.engines.engine import EngineDead
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.upstream_errors import HealthAnswer
-from workers.engines.openai.watch.upstream_health import REFUSALS_MAX, UpstreamHealth
+from workers.engines.openai.upstream_health import REFUSALS_MAX, HealthAnswer, UpstreamHealth
 
 GOOD, SLOW, REFUSED = (
     HealthAnswer(),
@@ -43,12 +43,12 @@ async def test_comments_of_an_upstream_do_not_renew_the_age_of_its_step(upstream
     key = rig.submit(prompt())
     await rig.until(lambda: len(rig.answers[key].tokens) == 3)
     since = rig.engine.phase().since
-    await asyncio.sleep(0.2)  # about twenty comments
+    await until(lambda: upstream.comments > 20)
     assert rig.engine.phase().since == since
     upstream.after = 0
     rig.submit(prompt(salt=1))
     await rig.until(lambda: len(upstream.bodies) == 2)
-    await asyncio.sleep(0.2)
+    await until(lambda: upstream.comments > 40)
     assert rig.engine.phase().since == since
 
 

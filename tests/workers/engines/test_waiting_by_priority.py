@@ -5,10 +5,11 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import turns
 
 from events.wire import Generate, Sampling
 from workers.engines.admission import RequestLimit
-from workers.engines.openai.concurrency_limit import Places
+from workers.engines.openai.requests import Places
 from workers.engines.simulated.sequence import SimulatedSequence, WaitingQueue
 
 PRIORITIES = st.lists(st.integers(0, 3), max_size=20)
@@ -90,13 +91,13 @@ async def test_upstream_places_go_by_priority_and_a_cancelled_waiter_loses_none(
     async def use(key: int, priority: int) -> None:
         async with places.one(priority):
             order.append(key)
-            await asyncio.sleep(0)
+            await turns()
 
     async with places.one():
         tasks = [asyncio.create_task(use(key, priority)) for key, priority in enumerate(priorities)]
-        await asyncio.sleep(0)
+        await turns()
         tasks[5].cancel()
-        await asyncio.sleep(0)
+        await turns()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == [key for key in by_priority(priorities) if key != 5]
     async with asyncio.timeout(1):

@@ -74,7 +74,7 @@ def test_a_replaced_or_cancelled_time_does_not_ring() -> None:
         rung.clear()
         alarm.set(time.monotonic() + 0.001)
         alarm.cancel()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # of the real clock, which the alarm follows
         assert not rung.is_set()
         close(alarm)
 

@@ -12,6 +12,7 @@ from engine_contract import EngineContract, Rig, asked, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_kit import Listener, generate, run
+from waits import turns
 
 from benchmarks.virtual_loop import VirtualLoop
 from events import blocks
@@ -20,11 +21,10 @@ from events.wire import Generate, Load, Sampling
 from workers.admin.server import WorkerMetrics
 from workers.engines.engine import CANARIES_MAX, Engine, EngineDead
 from workers.engines.simulated import language
-from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.reasoning import Reasoning
+from workers.engines.simulated.engine import SimulatedEngine, Stats, stats
+from workers.engines.simulated.language import Reasoning
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, EngineShape
-from workers.engines.simulated.stats import Stats, stats
 from workers.engines.simulated.timing import ConstantTiming
 
 SMALL = EngineShape(context_tokens=2048, kv_blocks=512)
@@ -303,11 +303,11 @@ async def test_a_dead_engine_fails_its_check(rig: Rig) -> None:
 async def test_an_engine_flat_out_does_not_block_the_loop(rig: Rig) -> None:
     for n in range(4):
         rig.submit(prompt(salt=n), max_tokens=1900)
-    turns = 0
+    passed = 0
     while rig.engine.load().running or rig.engine.load().waiting:
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns > 1000  # one turn of the loop per step, not one for all of them
+        await turns()
+        passed += 1
+    assert passed > 1000  # one turn of the loop per step, not one for all of them
 
 
 async def test_steps_that_share_a_turn_of_the_loop_are_bounded(rig: Rig) -> None:

@@ -9,6 +9,7 @@ from engine_contract import Rig, asked, prompt
 from engine_moves import COUNT, EngineMoves, Made, Pair
 from engine_walk import walk
 from simulated_kit import Listener
+from waits import turns, until
 
 from events.kv import Tier
 from workers.engines.engine import MoveEnded, MoveRefused
@@ -65,7 +66,7 @@ async def test_a_moving_request_gets_one_token_per_turn_of_the_loop() -> None:
 
     async def turn() -> int:
         before = len(answer.tokens)
-        await asyncio.sleep(0)
+        await turns()
         return len(answer.tokens) - before
 
     await turn()
@@ -92,7 +93,7 @@ async def test_a_transfer_takes_the_time_of_its_link_unless_aborted() -> None:
         await coming.take(0, 0, await export.blocks(0, 0, 2))
         assert loop.time() - began > 0.03
         taking = asyncio.create_task(coming.take(0, 2, await export.blocks(0, 2, 1)))
-        await asyncio.sleep(0)
+        await turns()
         coming.abort()
         with pytest.raises(MoveRefused):
             await taking
@@ -157,8 +158,7 @@ async def test_a_stop_cancelled_while_it_completes_is_undone() -> None:
         whole = await pair.whole(prompt(), max_tokens=COUNT)
         key, export = await pair.leaving(prompt(), max_tokens=COUNT)
         rank = pair.source.engine.each[0]  # type: ignore[attr-defined]
-        while not rank.stepping:  # noqa: ASYNC110 (it sets no flag)
-            await asyncio.sleep(0)
+        await until(lambda: rank.stepping)
         stopping, soon = asyncio.ensure_future(export.stop()), asyncio.get_running_loop().call_soon
         pair.source.after_delivery = lambda: soon(stopping.cancel)  # before the task learns that it is held
         with pytest.raises(asyncio.CancelledError):
@@ -173,7 +173,7 @@ async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:
         _, coming = pair.reserve(asked(0, prompt(30), max_tokens=100), 100)
         assert engine.load().kv_used == 100 // 16 + 1
         keys = [pair.target.submit(prompt(30, n), max_tokens=100) for n in (1, 2)]
-        await asyncio.sleep(0)
+        await turns()
         assert (engine.load().running, engine.load().waiting) == (1, 1)
         assert engine.reserve(pair.target.key(), asked(0, prompt(30)), 40) == (
             "overloaded: all 2 places of the batch are taken"
@@ -220,7 +220,7 @@ async def test_a_preempted_leaving_request_cannot_leave_and_loses_no_token() -> 
 async def test_a_stop_takes_effect_at_the_end_of_the_step() -> None:
     async with both(SMALL, ConstantTiming(itl_s=0.05)) as pair:
         key, export = await pair.leaving(prompt(), max_tokens=100)
-        await asyncio.sleep(0)  # the next step begins
+        await turns()  # the next step begins
         said = len(pair.source.answers[key].tokens)
         stopped = await export.stop()
         assert len(stopped.tokens) - 40 == len(pair.source.answers[key].tokens) == said + 1
@@ -231,7 +231,7 @@ async def test_a_cancelled_stop_lets_the_request_continue() -> None:
         whole = (await pair.source.ask(prompt(), max_tokens=20)).tokens
         key, export = await pair.leaving(prompt(), max_tokens=20)
         stopping = asyncio.ensure_future(export.stop())
-        await asyncio.sleep(0)
+        await turns()
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping

@@ -3,6 +3,7 @@
 import asyncio
 
 from engine_contract import prompt
+from waits import turns
 
 from events.wire import Chunk, Generate, Sampling
 from workers.engines.simulated.rank import SimulatedRank
@@ -42,8 +43,7 @@ class Driven:
     async def after(self, seconds: float) -> dict[int, int]:
         """Advance the clock by `seconds` at once, and run all that is due; return the tokens so far."""
         self.loop.now += seconds
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(50)
         return dict(self.said)
 
 

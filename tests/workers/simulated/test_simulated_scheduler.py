@@ -13,11 +13,11 @@ from simulated_kit import Listener
 from events import blocks
 from events.kv import KvEvent, Removed, Stored, Tier
 from events.wire import Chunk, Generate, Sampling, join
+from workers.engines.simulated.engine import stats
 from workers.engines.simulated.kv_cache import EvictorKind, TierTraffic
 from workers.engines.simulated.language import EOS_BELOW, as_bytes, open_sequence
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, EngineShape, Preemption
-from workers.engines.simulated.stats import stats
 from workers.engines.simulated.timing import ConstantTiming, StepPlan, TieredTiming
 
 FAULTS = ("error", "corrupt", "drift", "heal")

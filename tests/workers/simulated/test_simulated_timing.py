@@ -21,10 +21,10 @@ from events.observations import Profile
 from workers.cli import add_arguments
 from workers.config.settings_check import load_settings
 from workers.engines.build import build_engine
+from workers.engines.simulated.build import BadConfig, BadReasoning
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.kv_cache import TierTraffic
-from workers.engines.simulated.kv_size import BadConfig
-from workers.engines.simulated.reasoning import BadReasoning, Reasoning
+from workers.engines.simulated.language import Reasoning
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import (
     BYTES_MAX,

@@ -1,14 +1,18 @@
 """Builds simulated engines from settings."""
 
+import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from events.errors import UsageError
 from workers.config.settings import WorkerSettings, given
 from workers.config.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
-from workers.engines.simulated import reasoning
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.fatal import read_fatal
-from workers.engines.simulated.kv_size import kv_bytes_per_token
+from workers.engines.simulated.language import VOCABULARY, Reasoning
 from workers.engines.simulated.rank import TURN_TOKENS
 from workers.engines.simulated.sequence import KV_BLOCK_BYTES, EngineShape
 from workers.engines.simulated.timing import (
@@ -21,17 +25,76 @@ from workers.engines.simulated.timing import (
     Timing,
 )
 
+USUAL = 131_072  # an 8B model with 32 layers, 8 KV heads of 128 numbers, 16 bits each
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class BadFatal(UsageError):
+    """The setting does not name the tokens that end the simulated engine's process."""
+
+
+def read_fatal(text: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of token ids. Raise BadFatal."""
+    try:
+        tokens = tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise BadFatal(
+            f"fatal_tokens = {text}: expected token ids separated by commas, such as 7,7,7"
+        ) from None
+    if not all(0 <= token < VOCABULARY for token in tokens):
+        raise BadFatal(f"fatal_tokens = {text}: token ids go from 0 to {VOCABULARY - 1}")
+    return tokens
+
+
+class BadReasoning(UsageError):
+    """The setting does not describe how the simulated engine reasons."""
+
+
+def read_reasoning(text: str) -> Reasoning:
+    """Parse a JSON object. Raise BadReasoning."""
+    try:
+        return msgspec.json.decode(text, type=Reasoning)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadReasoning(f"reasoning = {text}: {error}") from error
+
+
+class BadConfig(UsageError):
+    """A model's config.json does not determine the size of its KV cache."""
+
+
+def kv_bytes_per_token(folder: Path) -> int:
+    """Return the bytes of one token's KV: layers x 2 x KV heads x numbers per head x bytes per number.
+
+    Without a model's folder, return the size of an 8B model. Raise BadConfig.
+    """
+    path = folder / "config.json"
+    if not folder.name or not path.is_file():
+        return USUAL
+    try:
+        config = json.loads(path.read_text())
+        return _size(config.get("text_config") or config)
+    except KeyError as error:
+        raise BadConfig(f"{path}: it has no {error}: set kv_bytes_per_token") from error
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise BadConfig(f"{path}: cannot be read: {error}: set kv_bytes_per_token") from error
+
+
+def _size(config: Mapping[str, Any]) -> int:
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    number = _BYTES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", 2)
+    size = int(config["num_hidden_layers"] * 2 * kv_heads * head * number)
+    if size < 1:
+        raise ValueError(f"a token of {size} bytes")
+    return size
+
 
 def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
     """Build a simulated engine, not yet started. Raise BadShape if its bounds contradict one another."""
     shape = _shape(settings)
-    return SimulatedEngine(
-        shape,
-        _timing(settings, shape),
-        dp=settings.dp_size,
-        start_s=settings.startup_s,
-        turn_tokens=TURN_TOKENS,
-    )
+    timing, dp = _timing(settings, shape), settings.dp_size
+    return SimulatedEngine(shape, timing, dp=dp, start_s=settings.startup_s, turn_tokens=TURN_TOKENS)
 
 
 @cache  # like `_timing`: a process may have a thousand engines, and only the first reads the files
@@ -54,7 +117,7 @@ def _shape(settings: WorkerSettings) -> EngineShape:
     if settings.fatal_tokens:
         bounds["fatal"] = read_fatal(settings.fatal_tokens)
     if settings.reasoning:
-        bounds["reasoning"] = reasoning.read(settings.reasoning)
+        bounds["reasoning"] = read_reasoning(settings.reasoning)
     return EngineShape(model=Path(settings.model).name or "sim", **bounds)
 
 
@@ -73,15 +136,15 @@ def _timing(settings: WorkerSettings, shape: EngineShape) -> Timing:
     )
     measured = settings.planner_profile_data and Interpolated.load(settings.planner_profile_data)
     if not faster:
-        timing = ConstantTiming()
-    elif measured:
+        return ConstantTiming()
+    if measured:
         timing = ModelTiming(measured, faster, decode)
     elif model != "constant":
         timing = ModelTiming(POLYNOMIALS[model], faster, decode)
     else:
         prefill = settings.prefill_tokens_per_s or (PREFILL_TOKENS_PER_S if settings.itl_ms else 0.0)
         timing = ConstantTiming(settings.itl_ms / 1e3 / faster / decode, prefill * faster)
-    if not faster or not (settings.host_kv_blocks or settings.disk_kv_blocks):
+    if not (settings.host_kv_blocks or settings.disk_kv_blocks):
         return timing
     return TieredTiming(
         timing=timing,

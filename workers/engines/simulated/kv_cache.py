@@ -28,6 +28,7 @@ time.
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
@@ -46,15 +47,12 @@ class Evictor(Protocol):
 
     def insert(self, block: int, parent: int | None = None) -> None:
         """Add a block that has just become idle. A block that was already idle counts as newly idle."""
-        ...
 
     def remove(self, block: int) -> bool:
         """Remove a block because it is used again. Return False if it was not idle."""
-        ...
 
     def evict(self) -> int | None:
         """Remove and return the next block to evict; None if there is none."""
-        ...
 
 
 class Lru:
@@ -205,13 +203,10 @@ class SlowTiers:
     """The host memory and disk tiers behind one rank's device."""
 
     def __init__(
-        self,
-        host_blocks: int,
-        disk_blocks: int,
-        emit: Callable[[KvEvent], None],
-        on_device: Callable[[int], bool],
+        self, host: int, disk: int, emit: Callable[[KvEvent], None], on_device: Callable[[int], bool]
     ) -> None:
-        self._rooms = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
+        """`host` and `disk` are the sizes of the tiers in blocks."""
+        self._rooms = {Tier.HOST: host, Tier.DISK: disk}
         # Blocks of each tier, oldest first, each with its parent.
         self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
         self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
@@ -311,28 +306,19 @@ class KvManager:
 
     def cached(self, names: Sequence[int]) -> int:
         """Return how many of the leading blocks are on the device."""
-        found, active, inactive = 0, self.active, self.inactive
-        for name in names:
-            if name not in active and name not in inactive:
-                break
-            found += 1
-        return found
+        return sum(1 for _ in takewhile(self._parents.__contains__, names))
 
     def fetchable(self, names: Sequence[int]) -> int:
         """Return how many of the leading blocks are on any tier."""
-        if self.slow is None:
-            return 0
-        found = 0
-        for name in names:
-            if name not in self.slow and name not in self.active and name not in self.inactive:
-                break
-            found += 1
-        return found
+        slow, here = self.slow, self._parents
+        return (
+            0 if slow is None else sum(1 for _ in takewhile(lambda name: name in here or name in slow, names))
+        )
 
     def fetch(self, names: Sequence[int]) -> None:
         """Copy the given blocks to the device if they are only on slower tiers. Call `use` for them afterwards."""
         if self.slow is not None and names:
-            self.slow.fetch([name for name in names if name not in self.active and name not in self.inactive])
+            self.slow.fetch([name for name in names if name not in self._parents])
 
     def wanted(self, names: Sequence[int]) -> int:
         """Return how many of these blocks, all on the device, would become active if they were used."""
@@ -444,8 +430,6 @@ class KvManager:
 
     def take_events(self) -> list[KvEvent]:
         """Return the events of full blocks since the last call, in order."""
-        if not self._events:
-            return []
         events, self._events = self._events, []
         return events
 

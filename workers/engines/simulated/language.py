@@ -13,8 +13,11 @@ import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Annotated
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
 from events.wire import Logprob, Sampling
 
@@ -31,6 +34,7 @@ _MASK = (1 << 64) - 1
 
 KEPT = 256  # cached positions: a simulated fleet computes the same canary answers a thousand times
 
+TokenId = Annotated[int, Meta(ge=0, lt=VOCABULARY)]
 Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
 
@@ -61,10 +65,6 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
 
     With `eos` False they exclude the end of the answer (min_tokens not reached, or ignore_eos).
     """
-    return _candidates(digest, eos)
-
-
-def _candidates(digest: int, eos: bool) -> Candidates:
     tokens = _in_order(digest, range(CANDIDATES))
     if eos and digest < EOS_BELOW:
         tokens.insert(0, EOS)
@@ -100,7 +100,12 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 @lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
     """Return a position's logprobs. `drift` shifts them with alternating sign, as a faulty device would."""
-    return _logprobs(ranked, chosen, top, drift)
+    total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
+    shifted = [
+        (token, logit - total + (drift if rank % 2 else -drift)) for rank, (token, logit) in enumerate(ranked)
+    ]
+    of_chosen = next((value for token, value in shifted if token == chosen), -total - 20.0)
+    return Logprob(of_chosen, sorted(shifted, key=lambda pair: -pair[1])[:top])
 
 
 def prompt_logprobs(
@@ -108,19 +113,11 @@ def prompt_logprobs(
 ) -> list[Logprob]:
     """Return the logprobs of a prompt's own tokens, as if each had been generated. The first one has no meaning."""
     running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
-    for token in tokens[1:]:
-        found.append(_logprobs(_candidates(running.intdigest(), eos), token, top, drift))
+    for token in tokens[1:]:  # not cached: no position of a prompt returns
+        ranked = candidates.__wrapped__(running.intdigest(), eos=eos)
+        found.append(logprobs.__wrapped__(ranked, token, top, drift))
         running.update(TOKEN_BYTES[token])
     return found
-
-
-def _logprobs(ranked: Candidates, chosen: int, top: int, drift: float) -> Logprob:
-    total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
-    shifted = [
-        (token, logit - total + (drift if rank % 2 else -drift)) for rank, (token, logit) in enumerate(ranked)
-    ]
-    of_chosen = next((value for token, value in shifted if token == chosen), -total - 20.0)
-    return Logprob(of_chosen, sorted(shifted, key=lambda pair: -pair[1])[:top])
 
 
 def choose(
@@ -180,3 +177,20 @@ def luck_at(seed: int, digest: int) -> float:
     It is the same after an interruption, on any worker.
     """
     return xxhash.xxh64_intdigest(digest.to_bytes(8, "little"), seed=seed & _MASK) / (1 << 64)
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reasoning part of an answer, as in Dynamo's mocker: two delimiter tokens, and the share of the answer."""
+
+    start_thinking_token_id: TokenId
+    end_thinking_token_id: TokenId
+    thinking_ratio: Annotated[float, Meta(ge=0, le=1)]
+
+    def tokens(self, answer: int) -> int:
+        """Return how many of the answer's tokens are reasoning, both delimiters included.
+
+        The number follows from the configured share, and includes at least the two delimiters. It is 0 if the answer is too short
+        for them, or if the share is below one token.
+        """
+        share = int(answer * self.thinking_ratio)
+        return max(2, share) if share and answer > 1 else 0

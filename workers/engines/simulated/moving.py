@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
-from workers.engines.engine import MoveEnded, MoveRefused, Stopped
-from workers.engines.import_validation import validate_import
+from workers.engines.engine import MoveEnded, MoveRefused, Stopped, validate_import
 from workers.engines.simulated import language
 from workers.engines.simulated.language import TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.rank import SimulatedRank
@@ -84,9 +83,8 @@ class SimulatedExport:
         shape, computed = self._rank.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
         if not (0 <= shard < shape.tp and 0 <= first <= first + count <= there):
-            raise MoveEnded(
-                f"blocks {first} to {first + count} of shard {shard} were requested; there are {there}"
-            )
+            asked = f"blocks {first} to {first + count} of shard {shard}"
+            raise MoveEnded(f"{asked} were requested; there are {there}")
         self._grow()
         made = bytearray()
         for index in range(first, first + count):
@@ -143,9 +141,8 @@ class SimulatedImport:
         room = -(-self._arrival.room_tokens // shape.block_tokens)
         if not (0 <= shard < shape.tp and first >= 0 and last <= room) or len(view) % size:
             self.abort()
-            raise MoveRefused(
-                f"{len(view)} bytes arrived for shard {shard} from block {first} on, but there is room for {room} blocks"
-            )
+            where = f"for shard {shard} from block {first} on"
+            raise MoveRefused(f"{len(view)} bytes arrived {where}, but there is room for {room} blocks")
         if shape.kv_token_s:
             await asyncio.sleep((last - first) * shape.block_tokens * shape.kv_token_s)
             self._check()

@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import uvloop
 
 from events.wire import Chunk, Generate, Load
-from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, discard_events
-from workers.engines.simulated.fatal import contains, crash
+from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, discard_events, discard_output
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape, Output
 from workers.engines.simulated.timing import (
@@ -95,7 +96,7 @@ class SimulatedRank:
         self.pass_s = 0.0  # duration of the latest pass
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
-        self._faults = self.scheduler.faults
+        self.faults = self.scheduler.faults
         self._fatal: set[int] = set()  # keys of requests that end the process in the next pass with prefill
         self._number = number
         self.timing = timing
@@ -105,7 +106,7 @@ class SimulatedRank:
         self._due = 0.0  # when the alarm is due
         self.stepping = False  # a step with a duration is running
         self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # held when the step ends
-        self._deliver: Deliver = _discard
+        self._deliver: Deliver = discard_output
         self._announce: Announce = discard_events
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -131,7 +132,7 @@ class SimulatedRank:
         if refusal := self.scheduler.submit(key, request):
             self._deliver([(key, refusal)])
         else:
-            if self.shape.fatal and contains(request.tokens, self.shape.fatal):
+            if self.shape.fatal and _contains(request.tokens, self.shape.fatal):
                 self._fatal.add(key)
             self.kick()
 
@@ -165,22 +166,9 @@ class SimulatedRank:
         """Return the load of the rank."""
         return self.scheduler.load()
 
-    @property
-    def dead(self) -> bool:
-        """Whether a chaos fault has killed the rank."""
-        return self._faults.dead
-
-    def inject(self, fault: str, argument: float, within: int = 0) -> bool:
-        """Begin a fault of the TP rank `within`, or `heal` all; False if the fault is unknown."""
-        return self._faults.inject(fault, argument, within)
-
-    def heal(self, fault: str, within: int = 0) -> None:
-        """End this fault."""
-        self._faults.heal(fault, within)
-
     async def hold(self, departure: SimulatedDeparture) -> None:
         """Stop decoding a request at the end of the current step. Raise MoveEnded if the engine stops first."""
-        if self._faults.dead or self._loop is None:
+        if self.faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
         if not self.stepping:
             self.transit.hold(departure)
@@ -203,11 +191,11 @@ class SimulatedRank:
         """Begin a step that could begin at `at` (loop time), or become idle."""
         assert self._loop is not None
         plan = self.scheduler.plan()
-        if plan.idle or self._faults.dead:
+        if plan.idle or self.faults.dead:
             self._next, self.phase = None, IDLE
             return
         if self._fatal and plan.prefill_tokens:
-            crash()
+            os.kill(os.getpid(), signal.SIGABRT)  # like a failed assertion in a kernel: silently
         lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)
@@ -236,7 +224,7 @@ class SimulatedRank:
             self._finish(self._due)
 
     def _step_s(self, plan: StepPlan) -> float:
-        lasts, slow = self.timing.step_s(plan), self._faults.slow
+        lasts, slow = self.timing.step_s(plan), self.faults.slow
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:
@@ -275,5 +263,10 @@ class SimulatedRank:
         self._holding.clear()
 
 
-def _discard(out: list[tuple[int, Chunk]]) -> None:
-    """Discard output before `start`."""
+def _contains(tokens: Sequence[int], wanted: tuple[int, ...]) -> bool:
+    """Return whether `wanted` occurs in `tokens` as a consecutive run."""
+    size, first = len(wanted), wanted[0]
+    return any(
+        tokens[place] == first and tuple(tokens[place : place + size]) == wanted
+        for place in range(len(tokens) - size + 1)
+    )

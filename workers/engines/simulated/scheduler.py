@@ -19,7 +19,7 @@ from typing import cast
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import CANARIES_MAX
-from workers.engines.simulated.faults import SimulatedFaults
+from workers.engines.faults import EngineFaults
 from workers.engines.simulated.kv_cache import KvManager
 from workers.engines.simulated.language import prompt_logprobs
 from workers.engines.simulated.sequence import (
@@ -186,7 +186,7 @@ class Scheduler:
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
-        self.faults = SimulatedFaults()
+        self.faults = EngineFaults()
         self.planned = Plan()  # the latest plan
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
@@ -322,9 +322,7 @@ class Scheduler:
             chunks.append(chunk)
             starts.append(first.computed - chunk)
             budget -= chunk
-        stalls = bool(self.waiting) and not chunks
-        standing = (self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit) if stalls else None
-        self._stalled = standing
+        self._stalled = self._standing() if self.waiting and not chunks else None
         used, traffic = self.kv.used, self.kv.take_traffic()
         total = self.kv.total
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
@@ -442,14 +440,12 @@ class Scheduler:
 
     def _raise(self) -> Output:
         running = [*self.batch.sequences.values(), *self.prefill.begun.values()]
-        taken = running[: self.faults.raised(len(running))]
         where = f" of rank {self.faults.raising_rank}" if self.shape.tp > 1 else ""
-        for sequence in taken:
+        error, out = f"engine_error: a rehearsed exception in the forward pass{where}", []
+        for sequence in running[: self.faults.raised(len(running))]:
             self.cancel(sequence.key)
-        return [
-            (s.key, Chunk(0, [], error=f"engine_error: a rehearsed exception in the forward pass{where}"))
-            for s in taken
-        ]
+            out.append((sequence.key, Chunk(0, [], error=error)))
+        return out
 
     # --- many passes at once
 
@@ -460,11 +456,13 @@ class Scheduler:
         """
         if self.prefill.through or self.prefill.begun:
             return 0
-        if self.waiting:
-            standing = (self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit)
-            if self._stalled != standing:
-                return 0
+        if self.waiting and self._stalled != self._standing():
+            return 0
         return self.batch.ahead()
+
+    def _standing(self) -> tuple[int, int, int, int]:
+        """Return what decides whether the first waiting request can be admitted."""
+        return self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit
 
     def skip(self, passes: int) -> None:
         """Advance by this many passes at once, at most `steady`. The scheduler must be mute."""

@@ -10,7 +10,7 @@ Usually the next token follows from the hash alone, and no other event is due. T
 a million times a second.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -23,11 +23,10 @@ import xxhash
 from events import blocks
 from events.errors import UsageError
 from events.wire import Chunk, Generate, Logprob, Sampling
+from workers.engines.faults import EngineFaults
 from workers.engines.simulated import language
-from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.kv_cache import EvictorKind
-from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY
-from workers.engines.simulated.reasoning import Reasoning
+from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY, Reasoning
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
@@ -207,7 +206,8 @@ class SampledSequence(SimulatedSequence):
         self.quick = False
         self.salt = blocks.seed(namespace=request.cache_salt)
         self.seed = _seed(request)
-        self.counts = _counts(tokens[request.prompt_tokens :]) if penalises(sampling) else {}
+        # how often each token that penalties apply to was generated so far, replayed ones included
+        self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
 
     def use_hash(self, running: xxhash.xxh3_64) -> None:
         """Continue with this hash, which covers all tokens."""
@@ -235,18 +235,17 @@ class SampledSequence(SimulatedSequence):
 
 def refusal(request: Generate, shape: EngineShape) -> str | None:
     """Return why a request can never be served; None if it can."""
-    tokens = request.tokens
+    tokens, bias = request.tokens, request.sampling.logit_bias
     if not tokens:
         return "invalid_request: the prompt is empty"
     if against := too_large(len(tokens), shape):
         return against
     if min(tokens) < 0 or max(tokens) >= VOCABULARY:
         return f"invalid_request: token ids go from 0 to {VOCABULARY - 1}"
-    if request.sampling.prompt_logprobs is not None and len(tokens) > PROMPT_LOGPROBS_MAX:
-        return f"invalid_request: of a prompt of more than {PROMPT_LOGPROBS_MAX} tokens there are no logprobs"
-    bias = request.sampling.logit_bias
     if bias and not 0 <= min(bias) <= max(bias) < VOCABULARY:
         return f"invalid_request: logit_bias: token ids go from 0 to {VOCABULARY - 1}"
+    if request.sampling.prompt_logprobs is not None and len(tokens) > PROMPT_LOGPROBS_MAX:
+        return f"invalid_request: of a prompt of more than {PROMPT_LOGPROBS_MAX} tokens there are no logprobs"
     return None
 
 
@@ -285,14 +284,6 @@ def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, di
         return 0, {}
     marks = {first: reasoning.start_thinking_token_id, first + count - 1: reasoning.end_thinking_token_id}
     return first + count, marks
-
-
-def _counts(generated: list[int]) -> dict[int, int]:
-    """Count the tokens that penalties apply to: those generated so far, replayed ones included."""
-    counts: dict[int, int] = {}
-    for token in generated:
-        counts[token] = counts.get(token, 0) + 1
-    return counts
 
 
 def _seed(request: Generate) -> int:
@@ -338,12 +329,10 @@ class DecodeBatch:
         left, room = sequence.end - length, size - (length - 1) % size
         sequence.last = left <= room
         due = sequence.due = self.passes + (left if left <= room else room)
-        found = self._calendar.get(due)
-        if found is None:
-            self._calendar[due] = [sequence]
+        if due not in self._calendar:
+            self._calendar[due] = []
             heappush(self._next, due)
-        else:
-            found.append(sequence)
+        self._calendar[due].append(sequence)
 
     def leave(self, key: int) -> SimulatedSequence:
         """Remove a sequence."""
@@ -376,9 +365,8 @@ class WaitingQueue:
     """The requests of one rank that are not yet admitted, or were preempted."""
 
     def __init__(self) -> None:
-        self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {
-            BEFORE: OrderedDict()
-        }  # by priority, the lowest first
+        # by priority, the lowest first
+        self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {BEFORE: OrderedDict()}
         self._of: dict[int, OrderedDict[int, SimulatedSequence]] = {}  # by key
 
     def __len__(self) -> int:
@@ -401,12 +389,11 @@ class WaitingQueue:
         if sequence.canary:  # a canary that detects a faulty worker must not wait for a hundred others
             self.put_back(sequence)
             return
-        line = self._lines.get(sequence.priority)
-        if line is None:
-            line = self._lines[sequence.priority] = OrderedDict()
+        if sequence.priority not in self._lines:
+            self._lines[sequence.priority] = OrderedDict()
             self._lines = dict(sorted(self._lines.items()))
+        line = self._of[sequence.key] = self._lines[sequence.priority]
         line[sequence.key] = sequence
-        self._of[sequence.key] = line
 
     def put_back(self, sequence: SimulatedSequence) -> None:
         """Return a preempted request to the queue, as the next one."""
@@ -433,7 +420,7 @@ class WaitingQueue:
 
 
 def next_pass(
-    sequences: Mapping[int, SampledSequence], passes: int, faults: SimulatedFaults
+    sequences: Mapping[int, SampledSequence], passes: int, faults: EngineFaults
 ) -> tuple[Output, list[SampledSequence]]:
     """Generate one token for each sequence in pass number `passes`.
 
@@ -490,7 +477,7 @@ def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[
     return [tokens for _, tokens in said]
 
 
-def _next_chunk(sequence: SampledSequence, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
+def _next_chunk(sequence: SampledSequence, digest: int, faults: EngineFaults, healthy: bool) -> Chunk:
     """Generate a sequence's next token, and decide whether it ends the answer."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
@@ -511,7 +498,7 @@ def _next_chunk(sequence: SampledSequence, digest: int, faults: SimulatedFaults,
     return chunk
 
 
-def _sampled(sequence: SampledSequence, digest: int, faults: SimulatedFaults) -> Chunk:
+def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Chunk:
     """Generate a sequence's next token with sampling, penalties, stops, logprobs, reasoning and faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought
@@ -521,14 +508,14 @@ def _sampled(sequence: SampledSequence, digest: int, faults: SimulatedFaults) ->
     open_to = language.with_biased(ranked, digest, bias) if bias else ranked
     token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
     if token >= FIRST and faults.sampler:
-        token = faults.drawn(token, sampling.temperature)
+        token = faults.drawn(token, sampling.temperature, FIRST, SPAN)
     token = sequence.marks.get(place, token)
     if token >= FIRST and faults.corrupt_one_in:
-        token = faults.altered(token)
+        token = faults.altered(token, FIRST, SPAN)
     if token != language.plain_token(digest):
         sequence.unusual[place] = token
     if penalises(sampling):
-        sequence.counts[token] = sequence.counts.get(token, 0) + 1
+        sequence.counts[token] += 1
     logprobs: list[Logprob] | None = None
     if sampling.logprobs:
         logprobs = [language.logprobs(ranked, token, sampling.logprobs, faults.drift)]

@@ -57,9 +57,8 @@ class StepPlan(NamedTuple):
     total_blocks: int = 0
     context_tokens: int = 0  # sum of the context lengths of all decoding requests
     traffic: TierTraffic = TierTraffic()  # KV blocks that move between the tiers
-    starts: tuple[
-        int, ...
-    ] = ()  # tokens of each of `prefills` that were computed or cached before; empty: none
+    # tokens of each of `prefills` that were computed or cached before; empty: none
+    starts: tuple[int, ...] = ()
     later: int = 0  # how many of `prefills`, counted from the first, are later chunks of their prompt
 
     @property
@@ -76,11 +75,9 @@ class PerfModel(Protocol):
 
     def prefill_ms(self, plan: StepPlan) -> float:
         """Return the duration of a pass's prompts, in addition to its decodes; 0 without prompts."""
-        ...
 
     def decode_ms(self, plan: StepPlan) -> float:
         """Return the duration of one more token for each decoding request, at least 1 ms; 0 without such requests."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ POLYNOMIALS: Mapping[Literal["polynomial", "polynomial-v2"], Polynomial] = {
 class Interpolated:
     """Linear interpolation between measured points, extrapolated beyond them."""
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: Mapping[str, object]) -> None:
         """Use the five arrays of a profile. Raise BadProfile with the reason."""
         if missing := [key for key in KEYS if key not in arrays]:
             raise BadProfile(f"missing {', '.join(missing)}; a profile has {', '.join(KEYS)}")
@@ -121,11 +118,8 @@ class Interpolated:
         for key in AXES:
             if len(shapes[key]) != 1 or shapes[key][0] < 2 or not (found[key][1:] > found[key][:-1]).all():
                 raise BadProfile(f"{key} must be a list of at least two increasing numbers")
-        wanted = {
-            "prefill_ttft_ms": shapes["prefill_isl"],
-            "decode_itl": shapes["decode_active_kv_tokens"] + shapes["decode_context_length"],
-        }
-        for key, shape in wanted.items():
+        decode = shapes["decode_active_kv_tokens"] + shapes["decode_context_length"]
+        for key, shape in (("prefill_ttft_ms", shapes["prefill_isl"]), ("decode_itl", decode)):
             if shapes[key] != shape:
                 raise BadProfile(f"{key} has the shape {shapes[key]}, but its axes require {shape}")
         self._isl, self._active, self._context, self._ttft, self._itl = (found[key].tolist() for key in KEYS)
@@ -202,7 +196,7 @@ def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
     return place, (x - axis[place]) / (axis[place + 1] - axis[place])
 
 
-def _numbers(key: str, array: Any) -> Any:
+def _numbers(key: str, array: object) -> Any:
     """Return an array as floats. Raise BadProfile if it contains anything but finite numbers of at least 0."""
     import numpy as np
 
@@ -221,11 +215,20 @@ class Timing(Protocol):
 
     def step_s(self, plan: StepPlan) -> float:
         """Return the duration of a step on `plan` in seconds; 0: as fast as the machine allows."""
-        ...
 
     def profile(self, shape: EngineShape) -> Profile:
         """Return the profile that a worker of this speed registers."""
-        ...
+
+
+def _profile(shape: EngineShape, prefill_tokens_per_s: float, tpot_ms: Mapping[int, float]) -> Profile:
+    return Profile(
+        kv_blocks=shape.kv_blocks,
+        block_tokens=shape.block_tokens,
+        max_batch=shape.batch_max,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        tpot_ms=tuple(tpot_ms.items()),
+        prefill_tokens_max=shape.prefill_tokens_max,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,18 +243,10 @@ class ConstantTiming:
         return prefill + (self.itl_s if plan.decodes else 0.0)
 
     def profile(self, shape: EngineShape) -> Profile:
-        batch, itl_ms = shape.batch_max, self.itl_s * 1e3
-        first, last = (
-            (itl_ms, itl_ms) if itl_ms else (FLAT_OUT_TOKEN_MS * 10, FLAT_OUT_TOKEN_MS * max(10, batch))
-        )
-        return Profile(
-            kv_blocks=shape.kv_blocks,
-            block_tokens=shape.block_tokens,
-            max_batch=batch,
-            prefill_tokens_per_s=self.prefill_tokens_per_s or FLAT_OUT_PREFILL_TOKENS_PER_S,
-            tpot_ms=((1, first), (batch, last)) if batch > 1 else ((1, first),),
-            prefill_tokens_max=shape.prefill_tokens_max,
-        )
+        tpot_ms = {
+            batch: self.itl_s * 1e3 or FLAT_OUT_TOKEN_MS * max(10, batch) for batch in (1, shape.batch_max)
+        }
+        return _profile(shape, self.prefill_tokens_per_s or FLAT_OUT_PREFILL_TOKENS_PER_S, tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +267,8 @@ class ModelTiming:
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
         prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
         batches = sorted({max(1, shape.batch_max * quarter // 4) for quarter in range(5)})
-        return Profile(
-            kv_blocks=shape.kv_blocks,
-            block_tokens=shape.block_tokens,
-            max_batch=shape.batch_max,
-            prefill_tokens_per_s=prompt / max(prefill_s, 1e-9),
-            tpot_ms=tuple((batch, self._tpot_ms(batch, shape)) for batch in batches),
-            prefill_tokens_max=shape.prefill_tokens_max,
-        )
+        tpot_ms = {batch: self._tpot_ms(batch, shape) for batch in batches}
+        return _profile(shape, prompt / max(prefill_s, 1e-9), tpot_ms)
 
     def _tpot_ms(self, batch: int, shape: EngineShape) -> float:
         blocks = shape.kv_blocks * batch // shape.batch_max
