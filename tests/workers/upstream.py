@@ -17,7 +17,7 @@ from aiohttp import web
 
 from controller.adapters.embedded.free_port import free_port
 from events.wire import Chunk, Generate, Logprob, Sampling
-from workers.engines.openai.constraints import WORD
+from workers.engines.openai.exchange import WORD
 from workers.engines.simulated.language import prompt_logprobs
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
@@ -46,6 +46,8 @@ class Upstream:
     version: str = "0.32.0"  # empty: it cannot be read now
     retry_after: str = ""  # with each `http_` fault, if set
     listings: int = 0  # times that its models were listed
+    comments: int = 0  # sent with the fault "pings"
+    denials: int = 0  # requests without its key
     weights: str = ""  # servers with equal weights give equal answers, whatever their names
     key: str = ""  # the required key; empty: none
     denied: int = 401  # the status without it
@@ -103,6 +105,7 @@ class Upstream:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            self.denials += 1
             return web.Response(status=self.denied)
         answer: web.StreamResponse = await handler(request)
         return answer
@@ -339,6 +342,7 @@ class Upstream:
             case "pings":
                 while not self.release.is_set():
                     await response.write(b": keep-alive\n\n")
+                    self.comments += 1
                     await asyncio.sleep(0.01)
             case "stall":
                 await self.release.wait()

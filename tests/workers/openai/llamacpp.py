@@ -6,13 +6,13 @@
 import os
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamacpp_build import server_in
+from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.processes.children import die_with
@@ -71,11 +71,10 @@ class LlamaServer:
                 stderr=output,
                 preexec_fn=die_with(os.getpid()),
             )
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"llama-server did not start: {self.log.read_text()[-2000:]}")
-            time.sleep(0.05)
+        process = self.process
+        block_until(lambda: self.healthy() or process.poll() is not None, STARTS_WITHIN_S, str(self.log))
+        if process.poll() is not None:
+            raise RuntimeError(f"llama-server did not start: {self.log.read_text()[-2000:]}")
 
     def healthy(self) -> bool:
         """Whether it reports that it is healthy."""

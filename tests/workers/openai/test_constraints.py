@@ -13,10 +13,16 @@ from upstream import Upstream
 
 from events.refusal import read_refusal
 from events.wire import Generate, Sampling
-from workers.engines.openai.constraints import PROBES, REPEAT_S_MAX, REPEAT_S_MIN, WORD, Constraints
 from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.openai.exchange import (
+    PROBES,
+    REPEAT_S_MAX,
+    REPEAT_S_MIN,
+    WORD,
+    Constraints,
+    read_prompt_logprobs,
+)
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.prompt_logprobs import read_prompt_logprobs
 from workers.engines.openai.stream_decoder import Fault
 
 CHOICE = ["yes", "no"]

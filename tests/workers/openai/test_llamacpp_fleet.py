@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 from llamacpp import LlamaServer
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from events.decisions import GoldenAgreed
@@ -117,13 +118,12 @@ async def prompts(fleet: DemoFleet) -> list[list[int]]:
 async def migrations(fleet: DemoFleet, moved: list[Stream]) -> dict[str, RequestMigrated]:
     """Return the journal's migration events of the moved streams, once they are recorded."""
     ours = {stream.request for stream in moved}
-    async with asyncio.timeout(20):
-        while True:
-            facts = [event.fact for event in await fleet.events()]
-            found = {f.request: f for f in facts if isinstance(f, RequestMigrated) and f.request in ours}
-            if found:
-                return found
-            await asyncio.sleep(0.1)
+
+    async def found() -> dict[str, RequestMigrated]:
+        facts = [event.fact for event in await fleet.events()]
+        return {f.request: f for f in facts if isinstance(f, RequestMigrated) and f.request in ours}
+
+    return await until(found)
 
 
 async def test_canaries_pass_on_both_servers_with_agreed_goldens(
@@ -131,12 +131,12 @@ async def test_canaries_pass_on_both_servers_with_agreed_goldens(
 ) -> None:
     # other requests in the batch
     await asyncio.gather(*(run(fleet, stream) for stream in streams("load", prompts)))
-    async with asyncio.timeout(30):
-        while True:
-            facts = [event.fact for event in await fleet.events()]
-            if len({f.canary for f in facts if isinstance(f, GoldenAgreed)}) >= 4:
-                break
-            await asyncio.sleep(0.2)
+
+    async def agreed() -> bool:
+        return len({e.fact.canary for e in await fleet.events() if isinstance(e.fact, GoldenAgreed)}) >= 4
+
+    await until(agreed, 30, every_s=0.2)
+    facts = [event.fact for event in await fleet.events()]
     assert not [f for f in facts if isinstance(f, GoldenDisputed)]
     assert not [f for f in facts if isinstance(f, CanaryFailed) and f.reason in WRONG]
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from events.refusal import RequestRefusal, read_refusal
 from events.wire import ERRORS, Generate, Sampling, finish_reason
-from workers.engines.openai.error_mapping import WORDS_MAX, error_of, refusal_of
-from workers.engines.openai.stream_decoder import UpstreamStream
+from workers.engines.openai.stream_decoder import WORDS_MAX, UpstreamStream, error_of, refusal_of
 
 VLLM = {
     "error": {

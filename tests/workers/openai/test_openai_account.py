@@ -11,6 +11,7 @@ import pytest
 from engine_contract import Answer, Rig, prompt
 from upstream import Upstream
 from vllm_events import Publisher, removed, stored
+from waits import until
 
 from events import blocks
 from events.errors import BadSetting
@@ -327,12 +328,14 @@ async def test_without_events_it_serves_and_registers_that_it_announces_none(
 async def test_a_failed_subscription_is_repeated_until_the_worker_can_register_anew(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
-    stores, upstream.stored = upstream.stored, None  # it comes up before its events do
+    stores, lost = upstream.stored, list[object]()
+    upstream.stored = lambda prompt, salt: lost.append(prompt)  # it comes up before its events do
     heard, times = Heard(), AccountTimes(stored_s=0.2, events_again_s=0.05)
     rig = await started(upstream, heard, kv_events=[publisher.endpoint], times=times)
     try:
         assert not rig.engine.announces
-        await asyncio.sleep(0.5)  # repeated in vain
+        tried = len(lost)
+        await until(lambda: len(lost) >= tried + 2)  # repeated in vain
         await rig.engine.check()
         upstream.stored = stores
 
@@ -343,9 +346,7 @@ async def test_a_failed_subscription_is_repeated_until_the_worker_can_register_a
                 return "kv_events" in str(error)
             return False
 
-        async with asyncio.timeout(20):
-            while not await changed():  # noqa: ASYNC110 (a server is waited for)
-                await asyncio.sleep(0.02)
+        await until(changed)
         assert not rig.engine.announces and not heard.events, "this instance has registered without events"
     finally:
         await rig.engine.stop()

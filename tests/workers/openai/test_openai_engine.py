@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engine_contract import EngineContract, Rig, prompt
 from upstream import Upstream
+from waits import turns
 
 from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import CANARIES_MAX, Engine, EngineDead, Phase
@@ -123,7 +124,7 @@ async def test_a_late_upstream_is_awaited(upstream: Upstream) -> None:
     await upstream.stop()
     rig = Rig(OpenAIEngine(UpstreamSettings(url=upstream.url)))
     starting = asyncio.ensure_future(rig.start())
-    await asyncio.sleep(0)
+    await turns()
     late = await Upstream().start(port)
     await starting
     assert (await rig.ask(prompt())).finish == "length"
@@ -256,7 +257,7 @@ async def test_a_stalled_upstream_shows_in_the_age_of_the_step(upstream: Upstrea
     rig.submit(prompt(salt=1))  # more work does not make a stuck engine look alive
     await rig.until(lambda: len(upstream.bodies) == 2)
     assert rig.engine.phase() == Phase("prefill", since, 40)
-    await asyncio.sleep(JOINS_WITHIN_S)
+    await asyncio.sleep(JOINS_WITHIN_S)  # of the real clock, by which the engine counts
     rig.submit(prompt(salt=2))  # requests that arrived after its step began do not excuse its length either
     await rig.until(lambda: len(upstream.bodies) == 3)
     assert rig.engine.phase() == Phase("prefill", since, 40)

@@ -1,6 +1,5 @@
 """The openai engine moves a request with its KV cache by a handle, if the servers have a KV connector."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -9,8 +8,7 @@ from engine_contract import Rig, asked, prompt
 from upstream import Upstream
 
 from workers.engines.engine import Import, MoveEnded, MoveRefused
-from workers.engines.openai.engine import OpenAIEngine
-from workers.engines.openai.handover import HANDLE_BYTES, continued
+from workers.engines.openai.engine import HANDLE_BYTES, OpenAIEngine, continued
 from workers.engines.openai.identity import UpstreamSettings
 from workers.kv_transfer.messages import Buffer
 
@@ -60,7 +58,7 @@ async def test_a_stream_continues_at_another_server_with_its_cache(
     there = target.key()
     known = list(source.answers[key].tokens)
     room = reserved(target, there, TOKENS + known, **{**GREEDY, "max_tokens": 60 - len(known)})
-    await asyncio.sleep(0.01)  # it continues in the meantime
+    await source.until(lambda: len(source.answers[key].tokens) > len(known))  # it continues in the meantime
     stopped = await export.stop()
     said = source.answers[key].tokens
     assert list(stopped.tokens) == TOKENS + said
@@ -84,7 +82,7 @@ async def test_a_stopped_stream_can_resume_at_its_server(rigs: list[Rig]) -> Non
     assert export is not None
     await export.stop()
     stopped = len(source.answers[key].tokens)
-    await asyncio.sleep(0.02)
+    assert (await source.ask(TOKENS, **GREEDY)).tokens == whole
     assert len(source.answers[key].tokens) == stopped
     export.resume()
     export.close()
@@ -129,8 +127,8 @@ async def test_a_cancelled_stopped_stream_does_not_continue(
     source.engine.cancel(key)
     asked_before = len(upstreams[0].bodies)
     export.resume()
-    await asyncio.sleep(0.02)
-    assert len(upstreams[0].bodies) == asked_before
+    await source.ask(TOKENS, **GREEDY)
+    assert len(upstreams[0].bodies) == asked_before + 1, "this request alone"
     assert not source.engine.load().running
 
 

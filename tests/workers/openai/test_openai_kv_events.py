@@ -86,7 +86,7 @@ def index() -> Index:
 
 def test_batches_in_order_are_processed_once(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(3, index.announce, far.replay)
-    rank.connected()
+    rank.restore()
     frames = [far.batch(n, block(n)) for n in range(3)]
     for frame in (frames[0], frames[0], frames[1], frames[0], frames[2]):
         rank.receive(*frame)
@@ -99,7 +99,7 @@ def test_a_late_subscriber_gets_the_kept_batches(far: Upstream, index: Index) ->
     for n in range(5, 9):
         far.batch(n, block(n))
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.connected()
+    rank.restore()
     rank.receive(*far.batch(9, block(9)))
     assert index.blocks[0] == names(5, 6, 7, 8, 9)
 
@@ -117,7 +117,7 @@ def test_a_gap_is_filled_from_a_replay(far: Upstream, index: Index) -> None:
 
 def test_a_gap_without_replay_clears_and_continues(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce)
-    rank.connected()
+    rank.restore()
     rank.receive(*far.batch(0, block(0)))
     rank.receive(*far.batch(2, block(2)))
     rank.receive(*far.batch(3, stored([7], [9] * 4, 4, parent=1000)))  # it has block 0 still
@@ -169,18 +169,18 @@ def test_a_reconnection_catches_up_without_a_batch(far: Upstream, index: Index) 
     rank = UpstreamRank(0, index.announce, far.replay)
     rank.receive(*far.batch(0, block(0)))
     far.batch(1, removed([1000]), block(1))
-    rank.connected()
+    rank.restore()
     assert index.blocks[0] == names(1)
     far.kept.clear()  # another life, nothing stored yet
-    rank.connected()
+    rank.restore()
     assert index.blocks[0] == set()
 
 
 def test_a_reconnection_without_replays_clears(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce)
-    rank.connected()
+    rank.restore()
     rank.receive(*far.batch(0, block(0)))
-    rank.connected()
+    rank.restore()
     assert index.blocks[0] == set()
     rank.receive(*far.batch(7, block(7)))
     assert (index.blocks[0], rank.counters["lost"]) == (names(7), 0)
@@ -212,7 +212,7 @@ def test_a_replay_with_gaps_is_repeated(far: Upstream, index: Index) -> None:
         gap: set[int] = next(gaps)
         return [frame for frame in far.replay(first) if frame[0] not in gap]
 
-    UpstreamRank(0, index.announce, leaky).connected()
+    UpstreamRank(0, index.announce, leaky).restore()
     assert index.blocks[0] == names(*range(6))
     assert far.asked == [0, 2, 4]
 
@@ -221,7 +221,7 @@ def test_a_replay_that_always_has_the_same_gap_is_abandoned(far: Upstream, index
     for n in (0, 1, 3):
         far.batch(n, block(n))
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.connected()
+    rank.restore()
     rank.receive(*far.batch(4, block(4)))
     assert index.blocks[0] == names(4)
     assert (rank.counters["replay_failed"], far.asked) == (1, [0, 2])
@@ -251,7 +251,7 @@ class Far(Upstream):
         self.rank, self.index, self.dice = UpstreamRank(0, index.announce, self._asked), index, dice
         self.replays, self.number, self.has = replays, 0, set[int]()
         self.right = 0  # times at which all blocks were known
-        self.rank.connected()
+        self.rank.restore()
 
     def _asked(self, first: int) -> Iterable[Frame]:
         if not self.replays or self.dice.random() < 0.1:
@@ -290,14 +290,14 @@ class Far(Upstream):
         """Cause another random event."""
         match self.dice.choice(("reconnected", "begins again", "forgets", "asked")):
             case "reconnected":
-                self.rank.connected()
+                self.rank.restore()
             case "begins again":
                 self.kept.clear()
                 self.has.clear()
                 self.number = 0
                 for _ in range(self.dice.randrange(20)):
                     self.step("swallowed")
-                self.rank.connected()
+                self.rank.restore()
             case "forgets":
                 for number in sorted(self.kept)[: self.dice.randrange(5)]:
                     del self.kept[number]

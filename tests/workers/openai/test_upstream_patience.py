@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from certificates import certificate
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from events.process.key_file import read_key
 from workers.engines.engine import EngineDead
+from workers.engines.openai.engine import UpstreamWait
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.upstream import Upstream
-from workers.engines.openai.upstream_errors import UpstreamUnavailable
-from workers.engines.openai.upstream_wait import UpstreamWait
+from workers.engines.openai.upstream import Upstream, UpstreamUnavailable
 
 KEY = "sk-planted"
 
@@ -66,9 +66,7 @@ async def awaited(settings: UpstreamSettings) -> tuple[str, str]:
     patience = UpstreamWait(upstream, settings)
     waiting = asyncio.ensure_future(patience.abilities())
     try:
-        async with asyncio.timeout(20):
-            while patience.awaits is None and not waiting.done():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: patience.awaits or waiting.done())
         assert patience.awaits is not None
         return patience.awaits
     finally:
@@ -116,10 +114,9 @@ async def test_a_corrected_key_file_needs_no_restart(gate: Gate, tmp_path: Path)
     patience = UpstreamWait(upstream, UpstreamSettings(url=gate.url, key_file=file))
     waiting = asyncio.ensure_future(patience.abilities())
     try:
+        await until(lambda: patience.awaits)
+        file.write_text(f"{KEY}\n")
         async with asyncio.timeout(20):
-            while patience.awaits is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            file.write_text(f"{KEY}\n")
             assert (await waiting).model == "llama"
         assert upstream.key == KEY
     finally:

@@ -4,14 +4,15 @@ It runs in the test's own thread: a batch is sent when the test requests it. A s
 `map` is vLLM 0.32's, `array` that of SGLang and of earlier vLLM.
 """
 
+import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import zmq
+from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
 
@@ -128,15 +129,13 @@ class Publisher:
         """Break the connections, and accept new ones."""
         self._socket.close(linger=0)
         self._socket = self._context.socket(zmq.XPUB)
-        until = time.monotonic() + 10.0
-        while True:  # ZeroMQ releases a port in a thread of its own
-            try:
-                self._socket.bind(self.endpoint)
-                return
-            except zmq.ZMQError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.01)
+        block_until(self._binds, 10.0)  # ZeroMQ releases a port in a thread of its own
+
+    def _binds(self) -> bool:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.bind(self.endpoint)
+            return True
+        return False
 
     def close(self) -> None:
         """Release the ports."""

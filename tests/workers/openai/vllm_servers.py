@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.processes.children import die_with
@@ -132,12 +132,13 @@ class VllmServer:
 
     def wait(self) -> None:
         """Wait until it serves."""
-        assert self.process is not None
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM did not start: {self.log.read_text()[-2000:]}")
-            time.sleep(0.2)
+        process = self.process
+        assert process is not None
+        block_until(
+            lambda: self.healthy() or process.poll() is not None, STARTS_WITHIN_S, str(self.log), every_s=0.2
+        )
+        if process.poll() is not None:
+            raise RuntimeError(f"vLLM did not start: {self.log.read_text()[-2000:]}")
 
     def healthy(self) -> bool:
         """Whether it reports that it is healthy."""

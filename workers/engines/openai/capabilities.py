@@ -1,34 +1,27 @@
-"""What an upstream serves, and which extensions of OpenAI's API it supports."""
+"""What an upstream serves, and which extensions of OpenAI's API it supports.
 
-from dataclasses import dataclass
-from typing import NamedTuple
+The lineage of a server's answers names the weights, and the settings that change how it computes:
+
+    /v1/models        root, max_model_len      vLLM, SGLang; llama-server: n_ctx, size of the weights
+    /get_model_info   weight_version           SGLang
+    /get_server_info  quantization, KV dtype, attention backend
+    /metrics          cache_dtype of vllm:cache_config_info
+
+A missing page contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
+are excluded: a restart alone does not change the lineage.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from events.wire import Generate
-from workers.engines.openai.lineage import Told, lineage
 from workers.engines.openai.stream_decoder import IdsFrom
 
+VALUE_MAX = 80  # characters of one value of a lineage
 
-class Identity(NamedTuple):
-    """The identity of an upstream. If a field changes, the worker ends its instance and registers a new one.
-
-    Excludes `created` of /v1/models, because some servers compute it anew for each answer.
-    """
-
-    model: str
-    root: str = ""  # the weights' repository or folder; empty: not reported
-    version: str = "unknown"
-    max_model_len: int | None = None
-    token_prompts: bool = False
-    extensions: bool = False
-    ids_from: IdsFrom = "nowhere"
-    handles: bool = False
-    also_served: tuple[str, ...] = ()  # further names of the same weights
-    lineage: str = ""  # the upstream's reports on its weights and on how it computes
-
-    def difference(self, now: "Identity") -> str:
-        """Return the fields that differ in `now`, as `field: old -> new`; empty if all are equal."""
-        pairs = zip(self._fields, self, now, strict=True)
-        return ", ".join(f"{name}: {old} -> {new}" for name, old, new in pairs if old != new)
+Told = tuple[tuple[str, str], ...]
+"""Names and values that one page reports, in a fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +36,36 @@ class Abilities:
     ids_from: IdsFrom = "nowhere"
     token_ms: float = 50.0  # measured on one stream
     ranks: int = 1  # DP ranks that a request can be sent to
-    handles: bool = False  # can hand over a request's KV cache to another server: see `handover`
-    root: str = ""  # the weights' repository or folder, as /v1/models lists it
+    handles: bool = False  # can hand over a request's KV cache to another server: see `Upstream.handle`
+    root: str = ""  # the weights' repository or folder, as /v1/models lists it; empty: not reported
     also_served: tuple[str, ...] = ()  # further names under which it lists the same weights, sorted
     size: int | None = None  # of the weights, in bytes, as /v1/models lists it
-    told: tuple[
-        tuple[str, Told], ...
-    ] = ()  # by page: the upstream's other reports on its weights and on how it computes
+    # by page: the upstream's other reports on its weights and on how it computes
+    told: Mapping[str, Told] = field(default_factory=dict)
 
     @property
     def lineage(self) -> str:
         """The upstream's reports on its weights and on how it computes; empty: none."""
-        return lineage(self.root, self.context_tokens, self.size, dict(self.told))
+        return lineage(self.root, self.context_tokens, self.size, self.told)
 
     @property
-    def identity(self) -> Identity:
-        """The part that must not change while the worker's instance runs."""
-        return Identity(
-            self.model, self.root, self.version, self.context_tokens,
-            self.token_prompts, self.extensions, self.ids_from, self.handles, self.also_served, self.lineage,
-        )  # fmt: skip
+    def identity(self) -> dict[str, object]:
+        """The part that must not change while the worker's instance runs.
+
+        Excludes `created` of /v1/models, because some servers compute it anew for each answer.
+        """
+        return {
+            "model": self.model,
+            "root": self.root,
+            "version": self.version,
+            "max_model_len": self.context_tokens,
+            "token_prompts": self.token_prompts,
+            "extensions": self.extensions,
+            "ids_from": self.ids_from,
+            "handles": self.handles,
+            "also_served": self.also_served,
+            "lineage": self.lineage,
+        }
 
     @property
     def exact(self) -> bool:
@@ -78,3 +81,19 @@ class Abilities:
         if request.canary and self.ids_from == "nowhere":
             return "text_bytes"
         return self.ids_from if self.exact or request.canary else "nowhere"
+
+
+def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
+    """Merge a new read of the lineage pages into the known values. A page that could not be read keeps its previous values."""
+    return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
+
+
+def lineage(root: str, context_tokens: int | None, size: int | None, told: Mapping[str, Told]) -> str:
+    """Return the name of a lineage, which is part of the canary key; empty if nothing is reported.
+
+    Only the last component of a folder's path is used: hosts keep the same weights in different folders.
+    """
+    pairs = [("root", root.rstrip("/").rpartition("/")[2]), ("max_model_len", str(context_tokens or ""))]
+    pairs += [("size", str(size or "")), *(pair for path in sorted(told) for pair in told[path])]
+    shown = (f"{name}={value[:VALUE_MAX]}" for name, value in pairs if value)
+    return ",".join(re.sub(r"[|,\s]", "_", pair) for pair in shown)

@@ -3,20 +3,31 @@
 Each request is one streamed completion. All output that arrives in one turn of the event loop is delivered together.
 If the upstream accepts and returns token ids, a continuation is exact. If it only handles text, chunks carry text, and the
 registration has `exact=False`.
+
+A request moves with its KV cache from one vLLM server to another by a handle, which travels as one block of KV cache that holds
+the whole sequence (`Handed`, `Arriving`). vLLM's own connector (NIXL) transfers the blocks. The worker requests one more token
+from the source server, with `do_remote_decode`. This costs the source one step, because its prefix cache has the rest. It
+answers with a handle that locates the blocks, and keeps them for a lease of 30 s. The target receives the handle with the same
+tokens, and pulls the blocks.
+
+Pitfalls of moves (vLLM 0.32): Streamed answers carry no handle, so the handle is requested without streaming. The blocks of a
+cancelled request are not kept for other servers, but its prefix stays in the cache. The target must continue exactly the tokens
+that the handle covers: one more token that begins a new block terminates its engine.
 """
 
 import asyncio
 import contextlib
-import secrets
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 import structlog
 
 from events.kv import Cleared
+from events.process.key_file import read_key
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
     CANARIES_MAX,
@@ -25,50 +36,56 @@ from workers.engines.engine import (
     Deliver,
     EngineChanged,
     EngineDead,
-    EngineIdentity,
     Export,
     Import,
     MoveEnded,
+    MoveRefused,
     Phase,
-    Unbreakable,
+    Stopped,
     discard_events,
+    discard_output,
 )
 from workers.engines.openai.capabilities import Abilities
-from workers.engines.openai.concurrency_limit import Places
-from workers.engines.openai.exchange import Exchange
-from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
-from workers.engines.openai.identity import UpstreamSettings, block_size, identify
-from workers.engines.openai.kv_names import CANARY_SALT, read_salt, salt_of
-from workers.engines.openai.requests import UpstreamRequests
-from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
+from workers.engines.openai.exchange import Exchange, UpstreamKey
+from workers.engines.openai.identity import UpstreamSettings, identify
+from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.kv_names import CacheEpochs, read_salt
+from workers.engines.openai.requests import Places, UpstreamRequests
+from workers.engines.openai.upstream import (
+    Handle,
+    NoHandle,
+    Upstream,
+    UpstreamUnavailable,
+    hidden,
+    prompt_text,
+)
+from workers.engines.openai.upstream_health import ANSWER_S_MAX, RetryGate, UpstreamHealth
 from workers.engines.openai.upstream_reports import UpstreamAccount
-from workers.engines.openai.upstream_wait import UpstreamWait
-from workers.engines.openai.watch.api_key import UpstreamKey
-from workers.engines.openai.watch.identity_watch import IdentityWatch
-from workers.engines.openai.watch.retry_after import RetryGate
-from workers.engines.openai.watch.upstream_health import ANSWER_S_MAX, UpstreamHealth
-from workers.kv_transfer.messages import Description
+from workers.kv_transfer.messages import Buffer, Description
 
 STOP_S_MAX = 2.0
+RETRY_S = 0.5  # between two attempts to reach the upstream at the start
+HANDLE_BYTES = 2 * 1024 * 1024  # one block number needs about six bytes
+TOKENS_MAX = HANDLE_BYTES // 2  # of a sequence: the block must have at least two bytes per token
 
 log = structlog.get_logger(__name__)
 
 
-class OpenAIEngine(Unbreakable):
+class OpenAIEngine:
     """An `Engine` in front of one upstream. It injects no faults: to rehearse one, break the upstream itself."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
         self._account: UpstreamAccount | None = None
         self._abilities = Abilities("unknown")
-        self.identity = identified(settings, self._abilities, self._account)
+        self.identity = identify(settings, self._abilities)
         self._upstream: Upstream | None = None
         self._patience: UpstreamWait | None = None
         self._watch: IdentityWatch | None = None
         self._gate = RetryGate(time.monotonic, settings.retry_after_max_s)
         self._exchange: Exchange | None = None
         self._following: list[asyncio.Future[None]] = []
-        self._deliver: Deliver = _discard
+        self._deliver: Deliver = discard_output
         self._announce: Announce = discard_events
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
@@ -80,9 +97,9 @@ class OpenAIEngine(Unbreakable):
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         self._deliver, self._announce = deliver, announce
-        limit = self._settings.batch_max + self._settings.waiting_max + CANARIES_MAX
-        self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)
         settings = self._settings
+        limit = settings.batch_max + settings.waiting_max + CANARIES_MAX
+        self._upstream = upstream = Upstream(settings.url, settings.key, limit)
         self._patience = UpstreamWait(upstream, settings)
         self._account = UpstreamAccount(
             upstream, lambda: self._requests.sent_now, settings.kv_events, settings.kv_replays, settings.times
@@ -103,11 +120,9 @@ class OpenAIEngine(Unbreakable):
             asyncio.ensure_future(self._watch.follow()),
             asyncio.ensure_future(self._account.resubscribe(self._abilities, self._watch.note)),
         ]
-        self.identity = identified(settings, self._abilities, self._account)
+        self.identity = identify(settings, self._abilities, self._account)
         if not self._abilities.exact:
-            log.warning(
-                "text_only_upstream", url=self._settings.url, advice="continuations will not be exact"
-            )
+            log.warning("text_only_upstream", url=settings.url, advice="continuations will not be exact")
 
     @property
     def announces(self) -> bool:
@@ -124,17 +139,10 @@ class OpenAIEngine(Unbreakable):
     # --- requests
 
     def submit(self, key: int, request: Generate) -> None:
-        error = self._refusal(request)
-        if error:
+        if error := self._refusal(request):
             self._deliver([(key, Chunk(request.stream, [], error=error))])
-            return
-        room = self.identity.context_tokens - len(request.tokens)
-        # real servers reject a longer request instead of truncating it
-        most = min(request.sampling.max_tokens, room)
-        if most <= 0:
-            self._deliver([(key, Chunk(request.stream, [], finish="length"))])
-            return
-        self._begin(key, self._epochs.salted(request), most, None)
+        else:
+            self._begin(key, request)
 
     def _refusal(self, request: Generate) -> str | None:
         """Return the error for a request that must not be sent to the upstream; None if it may be sent."""
@@ -142,18 +150,28 @@ class OpenAIEngine(Unbreakable):
             return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
         if closed_s := self._gate.closed_s(canary=request.canary):
             return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
-        overload = self._requests.overload(canary=request.canary)
-        return overload or objection(request, self._abilities, self.identity.context_tokens)
-
-    def _begin(self, key: int, request: Generate, most: int, handle: dict[str, Any] | None) -> None:
-        request = msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, max_tokens=most)
+        if overload := self._requests.overload(canary=request.canary):
+            return overload
+        if not request.tokens and not request.prompt_text:
+            return "invalid_request: the prompt is empty"
+        if not self._abilities.token_prompts and not prompt_text(request):
+            return "invalid_request: this model's server takes text only, no token ids"
+        count, most = len(request.tokens), self.identity.context_tokens
+        return (
+            f"invalid_request: {count} tokens leave no room in a context of {most}" if count >= most else None
         )
-        if (
-            self._account is not None
-            and self._abilities.extensions
-            and (request.cache_salt or request.canary)
-        ):
+
+    def _begin(self, key: int, request: Generate, handle: Handle | None = None) -> None:
+        """Serve a request. `handle` locates the KV cache of a request from another server."""
+        # real servers reject a longer request instead of truncating it
+        most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
+        if most <= 0:
+            self._deliver([(key, Chunk(request.stream, [], finish="length"))])
+            return
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=most)
+        request = msgspec.structs.replace(self._epochs.salted(request), sampling=sampling)
+        salted = request.cache_salt or request.canary
+        if self._account is not None and self._abilities.extensions and salted:
             self._account.salted(request.tokens)
         task = asyncio.ensure_future(self._serve(key, request, handle))
         movable = self._abilities.handles and not request.canary
@@ -176,16 +194,15 @@ class OpenAIEngine(Unbreakable):
             for rank in range(self.identity.dp):
                 self._announce(rank, [Cleared()])
 
-    async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
+    async def _serve(self, key: int, request: Generate, handle: Handle | None) -> None:
         """Send a request to the upstream once a slot there is free.
 
         Canaries use no slot. A request that arrives with a KV cache does not wait, because the lease on that cache is short.
         """
         assert self._exchange is not None
         try:
-            async with (
-                contextlib.nullcontext() if request.canary or handle else self._places.one(request.priority)
-            ):
+            unlimited = request.canary or handle
+            async with contextlib.nullcontext() if unlimited else self._places.one(request.priority):
                 self._requests.sent(key)
                 await self._exchange.answer(request, handle, partial(self._enqueue, key))
         finally:
@@ -225,7 +242,7 @@ class OpenAIEngine(Unbreakable):
         error = self._refusal(request)
         return error or Arriving(self, key, request)
 
-    async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
+    async def hand_over(self, key: int) -> tuple[list[int], Handle]:
         """End a request's stream; return all its tokens and a handle to their KV cache. Raise MoveEnded."""
         one = self._requests.get(key)
         if one is None or one.movable is None or self._upstream is None:
@@ -246,16 +263,11 @@ class OpenAIEngine(Unbreakable):
         """Continue a request after `hand_over` has ended its stream, as a new request to the same server."""
         if (rest := self._stopped.pop(key, None)) is not None:
             rest.cache_salt = read_salt(rest.cache_salt)[1]
-            self._begin(key, self._epochs.salted(rest), rest.sampling.max_tokens, None)
+            self._begin(key, rest)
 
-    def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
+    def accept(self, key: int, request: Generate, handle: Handle) -> None:
         """Continue a request from another server, with the KV cache that this handle locates."""
-        room = self.identity.context_tokens - len(request.tokens)
-        most = min(request.sampling.max_tokens, room)
-        if most <= 0:
-            self._deliver([(key, Chunk(request.stream, [], finish="length"))])
-            return
-        self._begin(key, self._epochs.salted(request), most, handle)
+        self._begin(key, request, handle)
 
     def limit_batch(self, share: float) -> None:
         """Send the upstream at most this share of the batch at once, because its own scheduler cannot be limited."""
@@ -299,6 +311,12 @@ class OpenAIEngine(Unbreakable):
         if dead:
             raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {dead}")
 
+    def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
+        return False
+
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """Do nothing: there is no fault to end."""
+
     async def stop(self) -> None:
         tasks = [*self._following, *(one.task for one in self._requests)]
         for task in tasks:
@@ -311,56 +329,123 @@ class OpenAIEngine(Unbreakable):
             await self._upstream.close()
 
 
-def _discard(out: list[tuple[int, Chunk]]) -> None:
-    """Discard output before `start`."""
+class UpstreamWait:
+    """Waits at a worker's start for its upstream, which may still be loading."""
+
+    def __init__(self, upstream: Upstream, settings: UpstreamSettings) -> None:
+        self._upstream = upstream
+        self._settings = settings
+        self._why = ""
+
+    @property
+    def awaits(self) -> Awaits | None:
+        """The reason for the wait; None before the first attempt has failed, and after one has succeeded."""
+        return Awaits(self._why, self._upstream.model) if self._why else None
+
+    async def abilities(self) -> Abilities:
+        """Poll until the upstream answers; return its abilities. Raise EngineDead if it takes too long."""
+        loop, patience_s = asyncio.get_running_loop(), self._settings.start_s
+        until = loop.time() + patience_s
+        while True:
+            try:
+                self._reload_key()
+                found = await self._upstream.abilities()
+                self._why = ""
+                return found
+            except UpstreamUnavailable as error:
+                if loop.time() > until:
+                    why = hidden(str(error), self._upstream.key)
+                    raise EngineDead(f"after {patience_s:g} s: {why}") from None
+                if error.why != self._why:
+                    self._why = error.why
+                    log.info("upstream_away", reason=self._why, patience_s=patience_s)
+            await asyncio.sleep(RETRY_S)
+
+    def _reload_key(self) -> None:
+        """Re-read the key file, so that a corrected file needs no restart. Raise UpstreamUnavailable."""
+        if self._settings.key_file is None:
+            return
+        try:
+            self._upstream.use_key(read_key(self._settings.key_file))
+        except ValueError as error:
+            raise UpstreamUnavailable(f"upstream_key_file: {error}") from None
 
 
-def identified(
-    settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None
-) -> EngineIdentity:
-    """Return the identity of a server from these abilities and, if it has sent any yet, its own reports."""
-    given = settings.block_tokens
-    if account is None:
-        return identify(settings, known, block_size(given, None, announces=False))
-    size = block_size(given, account.block_tokens, announces=account.announces)
-    return identify(settings, known, size, account.kv_blocks)
+def description(model: str, revision: str, engine_version: str) -> Description:
+    """Return the description of a handle: servers of the same version and model accept each other's handles."""
+    return Description(
+        model=model, revision=revision, dtype=f"handle/{engine_version}", layers=1, heads=1, head_size=1,
+        block_size=TOKENS_MAX, block_bytes=HANDLE_BYTES,
+    )  # fmt: skip
 
 
-def objection(request: Generate, known: Abilities, context_tokens: int) -> str | None:
-    """Return why a server with these abilities cannot serve a request; None if it can."""
-    if not request.tokens and not request.prompt_text:
-        return "invalid_request: the prompt is empty"
-    if not known.token_prompts and not prompt_text(request):
-        return "invalid_request: this model's server takes text only, no token ids"
-    if len(request.tokens) >= context_tokens:
-        return f"invalid_request: {len(request.tokens)} tokens leave no room in a context of {context_tokens}"
-    return None
+def continued(request: Generate, tokens: Sequence[int]) -> Generate:
+    """Return a request that continues after `tokens`. Tokens generated in the meantime count against its limits."""
+    generated = len(tokens) - len(request.tokens)
+    sampling = request.sampling
+    less = msgspec.structs.replace(
+        sampling,
+        max_tokens=sampling.max_tokens - generated,
+        min_tokens=max(0, sampling.min_tokens - generated),
+        prompt_logprobs=None,  # already delivered
+    )
+    return msgspec.structs.replace(request, tokens=list(tokens), sampling=less)
 
 
-class CacheEpochs:
-    """Salts that prevent the reuse of possibly wrong blocks in an upstream's prefix cache, which the worker cannot empty.
+class Handed:
+    """An `Export`: a request that moves to another worker by a handle. Nothing can be sent before the request has stopped."""
 
-    Each conviction of this worker, in any of its instances, begins an epoch with its own salt. So a request only reuses blocks
-    computed after the last conviction. While the worker is distrusted and no later epoch has begun, requests neither reuse
-    blocks nor leave reusable ones.
-    """
+    def __init__(self, engine: OpenAIEngine, key: int) -> None:
+        self._engine = engine
+        self._key = key
+        self._handle: Handle | None = None
 
-    def __init__(self) -> None:
-        self._trusted = True
-        self._epoch = 0  # the last epoch seen
-        self._spoilt = -1  # the last epoch that may contain wrong blocks
+    def full_blocks(self) -> int:
+        return 0
 
-    def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far. Until trusted again, requests leave no reusable blocks, like canaries."""
-        self._trusted = trusted
-        if not trusted:
-            self._spoilt = self._epoch
+    async def stop(self) -> Stopped:
+        tokens, self._handle = await self._engine.hand_over(self._key)
+        return Stopped(tokens, len(tokens))
 
-    def salted(self, request: Generate) -> Generate:
-        """Add the salt of its epoch to a request. Canaries already have a salt."""
-        if request.canary:
-            return request
-        self._epoch = max(self._epoch, request.cache_epoch)
-        apart = not self._trusted or self._epoch <= self._spoilt
-        salt = CANARY_SALT + secrets.token_hex(16) if apart else salt_of(self._epoch, request.cache_salt)
-        return msgspec.structs.replace(request, cache_salt=salt)
+    async def blocks(self, shard: int, first: int, count: int) -> Buffer:
+        """Return the handle, padded to the size of a block. Raise MoveEnded before `stop`, or if it is too long."""
+        if self._handle is None:
+            raise MoveEnded("the request has not stopped")
+        words = json.dumps(self._handle).encode()
+        if len(words) > HANDLE_BYTES:
+            raise MoveEnded(f"the handle has {len(words)} bytes, more than {HANDLE_BYTES}")
+        return words.ljust(HANDLE_BYTES)
+
+    def resume(self) -> None:
+        self._engine.resume(self._key)
+
+    def close(self) -> None:
+        self._handle = None
+
+
+class Arriving:
+    """An `Import`: the reservation for a request that arrives by a handle."""
+
+    cached_tokens = 0
+
+    def __init__(self, engine: OpenAIEngine, key: int, request: Generate) -> None:
+        self._engine = engine
+        self._key = key
+        self._request = request
+        self._words = b""
+
+    async def take(self, shard: int, first: int, data: Buffer) -> None:
+        self._words = bytes(data)
+
+    async def commit(self, tokens: Sequence[int], computed: int) -> None:
+        """Have the upstream continue with the handle that arrived. Raise MoveRefused if it is invalid."""
+        try:
+            handle = json.loads(self._words)
+        except ValueError:
+            raise MoveRefused("the data that arrived is not a handle") from None
+        if not isinstance(handle, dict):
+            raise MoveRefused("the data that arrived is not a handle")
+        self._engine.accept(self._key, continued(self._request, tokens), handle)
+
+    def abort(self) -> None:
+        self._words = b""

@@ -1,30 +1,199 @@
 """Sends one request from a worker to its upstream and relays the answer."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import msgspec
 import structlog
 
-from events.wire import Chunk, Generate
+from events.process.key_file import read_key
+from events.refusal import unsupported
+from events.wire import Chunk, Generate, Logprob
 from workers.engines.openai.capabilities import Abilities
-from workers.engines.openai.constraints import Constraints
-from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
-from workers.engines.openai.stream_decoder import Fault, UpstreamStream
-from workers.engines.openai.upstream import Upstream, hidden, refusal
-from workers.engines.openai.upstream_errors import UNAUTHORIZED, UpstreamUnavailable
-from workers.engines.openai.watch.api_key import UpstreamKey
-from workers.engines.openai.watch.identity_watch import IdentityWatch
-from workers.engines.openai.watch.retry_after import RetryGate
+from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.stream_decoder import Fault, JsonObject, UpstreamStream, finite
+from workers.engines.openai.upstream import (
+    UNAUTHORIZED,
+    Handle,
+    Upstream,
+    UpstreamUnavailable,
+    hidden,
+    refusal,
+    refusal_in,
+)
+from workers.engines.openai.upstream_health import RetryGate
 
-NOT_FOUND = 404
 OVERLOADED = "overloaded"
-STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # statuses that suggest that the server was replaced
+# of a prompt: a logprob takes about 80 bytes, and a prompt has at most 100,000 tokens
+LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
+KEY_EVERY_S = 1.0  # between two reads of the key's file
+KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
+STRANGE = (*UNAUTHORIZED, 404)  # statuses that suggest that the server was replaced
 
 log = structlog.get_logger(__name__)
 Emit = Callable[[list[Chunk]], None]
+
+WORD = "zebra"  # an unlikely answer to three token ids
+Style = Literal["structured_outputs", "guided", "response_format"]
+GUIDED = "guided_"
+KINDS = ("json", "regex", "choice", "grammar")  # both of vLLM's names support these
+SCHEMA = {"name": "probe", "schema": {"type": "string", "enum": [WORD]}}
+PROBES: dict[Style, JsonObject] = {
+    "structured_outputs": {"structured_outputs": {"choice": [WORD]}},
+    "guided": {"guided_choice": [WORD]},
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+}
+CONTRADICTIONS: dict[Style, JsonObject] = {
+    "structured_outputs": {"structured_outputs": {"choice": [WORD], "regex": WORD}},
+    "guided": {"guided_choice": [WORD], "guided_regex": WORD},
+    "response_format": {"response_format": {"type": WORD}},
+}
+REPEAT_S_MIN = 10.0
+REPEAT_S_MAX = 900.0
+
+
+@dataclass(slots=True)
+class Failed:
+    """A failed probe: the time of its repetition (loop seconds), and the wait until then."""
+
+    again_at: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Obeyed:
+    """A successful probe: its expiry (loop seconds), and the upstream's doubt count at that time."""
+
+    until: float
+    doubts: int
+
+
+class Constraints:
+    """Probes which request fields a server obeys to constrain its answers, when a request first needs one.
+
+    vLLM has used two names: first `guided_choice` and similar fields, later `structured_outputs`. A server ignores a name that it
+    does not know, so acceptance proves nothing. The probe sends each name with a choice of one word. The name is used if the
+    answer is that word.
+
+    Behind a reasoning parser, vLLM constrains only what follows the reasoning, so the word does not appear. There, a name is used
+    if the server rejects a contradictory constraint. The contradiction is one that the server rejects before it reaches the
+    engine: in some versions, a grammar that does not compile ends vLLM's engine.
+
+    A failed probe is repeated after 10 s, and the wait doubles each time, up to 15 min. A successful probe is repeated after 15
+    min, or as soon as the upstream may have been replaced by another server: after 401, 403, 404 or a broken connection.
+    """
+
+    def __init__(
+        self,
+        complete: Callable[[JsonObject], Awaitable[str | None]],
+        doubts: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`complete` returns the text of a short completion with these fields; None if the server rejects them.
+
+        `doubts` returns how often the upstream has behaved like another server.
+        """
+        self._complete = complete
+        self._doubts = doubts
+        self._obeyed: dict[Style, Obeyed] = {}
+        self._failed: dict[Style, Failed] = {}
+        self._probing = asyncio.Lock()
+
+    async def translate(self, guided: JsonObject) -> JsonObject:
+        """Translate a client's constraint into fields that the server obeys. Raise Fault if it obeys none."""
+        ((field, value),) = guided.items()
+        kinds = _kinds(field, value)
+        if field == "response_format" and await self._obeys("response_format"):
+            return guided
+        if await self._obeys("structured_outputs"):
+            return {"structured_outputs": kinds}
+        if kinds.keys() <= set(KINDS) and await self._obeys("guided"):
+            return {GUIDED + kind: what for kind, what in kinds.items()}
+        raise Fault(unsupported(field, "this model's server does not constrain its answers by it").error)
+
+    async def _obeys(self, style: Style) -> bool:
+        async with self._probing:
+            now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
+            obeyed, doubts = self._obeyed.get(style), self._doubts()
+            if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
+                return True
+            if failed is not None and now < failed.again_at:
+                return False
+            if await self._probe(style):
+                self._obeyed[style] = Obeyed(now + REPEAT_S_MAX, doubts)
+                self._failed.pop(style, None)
+                return True
+            self._obeyed.pop(style, None)
+            wait_s = REPEAT_S_MIN if failed is None else min(2 * failed.wait_s, REPEAT_S_MAX)
+            self._failed[style] = Failed(now + wait_s, wait_s)
+            return False
+
+    async def _probe(self, style: Style) -> bool:
+        """Return whether the server obeys this name, or at least validates it. Raise Fault, UpstreamUnavailable."""
+        text = await self._complete(PROBES[style])
+        if text is None:
+            return False
+        return text.strip().strip('"') == WORD or await self._complete(CONTRADICTIONS[style]) is None
+
+
+def _kinds(field: str, value: object) -> JsonObject:
+    """Convert a field's constraint to the form of `structured_outputs`."""
+    if field.startswith(GUIDED) or not isinstance(value, dict):
+        return {field.removeprefix(GUIDED): value}
+    if field != "response_format":
+        return {kind: what for kind, what in value.items() if what is not None}
+    if value["type"] == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    return {"json": described.get("schema", {}) if isinstance(described, dict) else {}}
+
+
+class UpstreamKey:
+    """Keeps an upstream's key equal to the content of a key file. Without a file the key never changes."""
+
+    def __init__(self, upstream: Upstream, file: Path | None) -> None:
+        self._upstream = upstream
+        self._file = file
+        self._trouble = ""
+
+    async def follow(self, every_s: float = KEY_EVERY_S) -> None:
+        """Read the file repeatedly, until cancelled."""
+        while self._file is not None:
+            await asyncio.sleep(every_s)
+            await self.read()
+
+    async def replaced(self, used: str) -> bool:
+        """Re-read the file. Return whether the key now differs from `used`, which the upstream refused."""
+        await self.read()
+        return self._upstream.key != used
+
+    async def read(self) -> None:
+        """Read the file and use its key. An unreadable or partly written file leaves the key unchanged."""
+        if self._file is None:
+            return
+        try:
+            async with asyncio.timeout(KEY_READ_S_MAX):
+                key = await asyncio.to_thread(read_key, self._file)
+        except TimeoutError:
+            self._note(f"{self._file} cannot be read within {KEY_READ_S_MAX:g} s")
+            return
+        except ValueError as error:
+            self._note(str(error))
+            return
+        self._note("")
+        if key != self._upstream.key:
+            self._upstream.use_key(key)
+            log.info("upstream_key_replaced", file=str(self._file))
+
+    def _note(self, trouble: str) -> None:
+        """Log each new reason once."""
+        if trouble and trouble != self._trouble:
+            log.warning("upstream_key_unreadable", reason=trouble, advice="the last good key stays in use")
+        self._trouble = trouble
 
 
 class Exchange:
@@ -45,7 +214,7 @@ class Exchange:
         self._gate = gate
         self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
 
-    async def answer(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> None:
+    async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
         """Relay the upstream's answer. If it refused an API key that was replaced in the meantime, retry once."""
         used = self._upstream.key
         error = await self._attempt(request, handle, emit)
@@ -54,7 +223,7 @@ class Exchange:
         if error is not None:
             emit([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
 
-    async def _attempt(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> str | None:
+    async def _attempt(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
         """Send a request once. Return the error if no answer began; None if the answer was relayed."""
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
@@ -96,3 +265,76 @@ class Exchange:
         for chunk in chunks:
             chunk.error = chunk.error and hidden(chunk.error, self._upstream.key)
         emit(chunks)
+
+
+class RankedToken(msgspec.Struct):
+    """One token of one position, as vLLM describes it."""
+
+    logprob: float | None = None
+
+
+class EchoedChoice(msgspec.Struct):
+    """A choice of a completion response. Only the field used here is decoded."""
+
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
+
+
+class EchoedAnswer(msgspec.Struct):
+    """A completion response. Only the field used here is decoded."""
+
+    choices: list[EchoedChoice]
+
+
+async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Generate) -> list[Logprob]:
+    """Return the logprobs of a request's prompt, if it asks for them. Raise Fault, or UpstreamUnavailable.
+
+    vLLM does not stream its `prompt_logprobs`. They come from a separate request before the answer, which leaves the prompt in
+    its cache.
+    """
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return []
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=1, min_tokens=0, logprobs=0)
+    asked = msgspec.structs.replace(request, sampling=sampling)
+    status, body = await upstream.ask(abilities, asked, bytes_max=LOGPROBS_BYTES_MAX, prompt_logprobs=top)
+    if status >= 400:
+        raise Fault(refusal_in(body, status, canary=False))
+    return read_prompt_logprobs(body, request.tokens, top)
+
+
+def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list[Logprob]:
+    """Return the logprob of each token of a prompt, with the `top` best at its position. Raise Fault.
+
+    The logprob of the first token has no meaning.
+    """
+    try:
+        found = msgspec.json.decode(answer, type=EchoedAnswer).choices[0].prompt_logprobs
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        raise Fault(f"engine_error: the upstream's logprobs of a prompt cannot be read: {error}") from None
+    if found is None:
+        raise Fault(unsupported("echo", "this model's server gives no logprobs of a prompt").error)
+    if len(found) != len(tokens):
+        raise Fault(f"engine_error: of {len(tokens)} tokens the upstream gives the logprobs of {len(found)}")
+    later = zip(tokens[1:], found[1:], strict=True)
+    return [Logprob(0.0), *(_position(token, ranked or {}, top) for token, ranked in later)]
+
+
+def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
+    values = {int(name): finite(one.logprob) for name, one in ranked.items() if name.isdigit()}
+    if token not in values:
+        raise Fault("engine_error: the upstream does not say how likely a token of the prompt is")
+    return Logprob(values[token], sorted(values.items(), key=lambda pair: -pair[1])[:top])
+
+
+def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
+    """Prepend the prompt's logprobs, `found`, to those of the first chunk with tokens. Return the chunks.
+
+    `found` is cleared after that.
+    """
+    if not found:
+        return chunks
+    first = next((chunk for chunk in chunks if chunk.tokens), None)
+    if first is not None:
+        first.logprobs = [*found, *(first.logprobs or ())]
+        found.clear()
+    return chunks

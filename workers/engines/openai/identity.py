@@ -12,9 +12,8 @@ from yarl import URL
 from events.observations import Profile
 from workers.engines.engine import EngineIdentity
 from workers.engines.openai.capabilities import Abilities
-from workers.engines.openai.upstream_reports import AccountTimes
-from workers.engines.openai.watch.retry_after import MAX_S
-from workers.engines.openai.watch.upstream_health import SILENT_S
+from workers.engines.openai.upstream_health import MAX_S, SILENT_S
+from workers.engines.openai.upstream_reports import AccountTimes, UpstreamAccount
 
 CONTEXT_TOKENS = 4096  # if the upstream does not report it
 MOST_TOKENS = 1 << 31
@@ -43,20 +42,21 @@ class UpstreamSettings:
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
     retry_after_max_s: float = MAX_S  # the longest time for which a `Retry-After` closes the worker
-    silent_s: float = (
-        SILENT_S  # seconds without a token or an answer to a health check after which the upstream is dead
-    )
+    # seconds without a token or an answer to a health check after which the upstream is dead
+    silent_s: float = SILENT_S
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
 
 
 def identify(
-    settings: UpstreamSettings, known: Abilities, block_tokens: int, kv_blocks: int | None = None
+    settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None = None
 ) -> EngineIdentity:
-    """Return the identity of a server with these abilities and this reported number of KV blocks."""
+    """Return the identity of a server with these abilities and, if it has sent any yet, its own reports."""
     said = known.context_tokens
     context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
-    blocks = settings.kv_blocks or kv_blocks or -(-context * settings.batch_max // block_tokens)
+    block_tokens = _block_tokens(settings.block_tokens, account)
+    reported = None if account is None else account.kv_blocks
+    blocks = settings.kv_blocks or reported or -(-context * settings.batch_max // block_tokens)
     return EngineIdentity(
         model=known.model,
         revision=settings.revision,
@@ -101,12 +101,13 @@ def server_address(url: str) -> str:
     return f"{socket.gethostname() if local else host}:{parsed.port}"
 
 
-def block_size(given: int | None, said: int | None, *, announces: bool) -> int:
+def _block_tokens(given: int | None, account: UpstreamAccount | None) -> int:
     """Return the number of tokens of a block: as configured, or as the upstream reports.
 
     If the two values differ and the upstream's KV events name blocks, the upstream's value is used.
     """
-    if given is not None and said is not None and said != given and announces:
+    said = None if account is None else account.block_tokens
+    if account is not None and account.announces and said is not None and given not in (None, said):
         log.warning("block_tokens_differ", configured=given, upstream=said, advice="leave block_tokens out")
         return said
     return given or said or BLOCK_TOKENS

@@ -154,7 +154,7 @@ class UpstreamKvEvents:
             self._bugs += 1
             log.exception("upstream_kv_events_failed")
             with contextlib.suppress(Exception):  # the announcement itself may be what failed
-                rank.broken()
+                rank.clear(another_life=True)
             time.sleep(PAUSE_S)
 
     def _watch(self, monitor: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
@@ -162,7 +162,7 @@ class UpstreamKvEvents:
         while monitor.poll(0):
             recv_monitor_message(monitor)
             self._heard_at[rank] = time.monotonic()
-            rank.connected()
+            rank.restore()
             self._met.add(rank)
 
     def _receive(self, socket: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:

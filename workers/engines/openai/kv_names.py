@@ -19,12 +19,15 @@ without a replay.
 Pure: no IO, no clock. Used by one thread.
 """
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
+from events.wire import Generate
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Key, UpstreamEvent
 
 SALTED_MAX = 10_000  # recorded salted prompts, for engines that do not report salts
@@ -45,6 +48,35 @@ def read_salt(salt: str) -> tuple[int, str]:
     epoch, dash, own = salt.removeprefix(EPOCH_SALT).partition("-")
     known = salt.startswith(EPOCH_SALT) and dash and len(epoch) <= EPOCH_DIGITS_MAX
     return (int(epoch), own) if known and epoch.isdecimal() and epoch.isascii() else (0, salt)
+
+
+class CacheEpochs:
+    """Salts that prevent the reuse of possibly wrong blocks in an upstream's prefix cache, which the worker cannot empty.
+
+    Each conviction of this worker, in any of its instances, begins an epoch with its own salt. So a request only reuses blocks
+    computed after the last conviction. While the worker is distrusted and no later epoch has begun, requests neither reuse
+    blocks nor leave reusable ones.
+    """
+
+    def __init__(self) -> None:
+        self._trusted = True
+        self._epoch = 0  # the last epoch seen
+        self._spoilt = -1  # the last epoch that may contain wrong blocks
+
+    def trust(self, trusted: bool) -> None:
+        """Stop the reuse of all blocks computed so far. Until trusted again, requests leave no reusable blocks, like canaries."""
+        self._trusted = trusted
+        if not trusted:
+            self._spoilt = self._epoch
+
+    def salted(self, request: Generate) -> Generate:
+        """Add the salt of its epoch to a request. Canaries already have a salt."""
+        if request.canary:
+            return request
+        self._epoch = max(self._epoch, request.cache_epoch)
+        apart = not self._trusted or self._epoch <= self._spoilt
+        salt = CANARY_SALT + secrets.token_hex(16) if apart else salt_of(self._epoch, request.cache_salt)
+        return msgspec.structs.replace(request, cache_salt=salt)
 
 
 @dataclass(slots=True)
@@ -76,9 +108,8 @@ class Names:
         self._lost = False  # some blocks may be known but not held
         self._reports_salts = False  # false for earlier versions of vLLM
         self._epoch = 0  # epoch of the blocks that can be reused
-        self._salted: dict[
-            int, None
-        ] = {}  # the first local hashes that recent salted prompts would have without a salt
+        # the first local hashes that recent salted prompts would have without a salt
+        self._salted: dict[int, None] = {}
 
     def __len__(self) -> int:
         """Return the number of known blocks."""
@@ -126,44 +157,36 @@ class Names:
     # --- stored blocks
 
     def _store(self, event: BlocksStored, out: list[KvEvent]) -> None:
-        if event.group is not None:
-            self._group = event.group if self._group is None else self._group
-            if event.group != self._group:
-                return
+        if self._group is None:
+            self._group = event.group
+        if event.group not in (None, self._group):
+            return
         if not event.tokens:
             self._locate(event, out)
             return
         self.block_tokens = self.block_tokens or event.block_tokens
-        if (
-            event.block_tokens != self.block_tokens
-            or len(event.tokens) != len(event.keys) * event.block_tokens
-        ):
-            self._pass_over("odd_size", len(event.keys))  # a partial block, or a prefix with holes
-            return
         parent = None if event.parent is None else self._known.get(event.parent)
-        if event.parent is not None and (parent is None or not self._has_all(event.parent, event.tier, out)):
-            self._pass_over("orphan", len(event.keys))
-            return
-        if len(self._known) + len(event.keys) > self._known_max and not self._forget_unheld():
-            self._pass_over("full", len(event.keys))
+        if reason := self._obstacle(event, parent, out):
+            self.passed_over[reason] += len(event.keys)
             return
         made = self._add(event, parent, out)
         named = [block.name for block in made if block.name is not None]
         if named:  # hidden blocks are always the last ones
             out.append(Stored(named, None if parent is None else parent.name, event.tier))
 
+    def _obstacle(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> str:
+        """Return the reason why these blocks are skipped; empty if they are not."""
+        size, count = event.block_tokens, len(event.keys)
+        if size != self.block_tokens or len(event.tokens) != count * size:
+            return "odd_size"  # a partial block, or a prefix with holes
+        if event.parent is not None and (parent is None or not self._has_all(event.parent, event.tier, out)):
+            return "orphan"
+        full = len(self._known) + count > self._known_max and not self._forget_unheld()
+        return "full" if full else ""
+
     def _add(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> list[Block]:
         """Record that these blocks are held, and return them."""
-        salt = _salt(event) if parent is None else ""
-        epoch, own_salt = read_salt(salt)
-        if epoch > self._epoch:
-            self._begin(epoch, out)
-        seed, visible = _salted(event, parent, own_salt)
-        local = blocks.local_hashes(event.tokens, event.block_tokens, seed)
-        self._reports_salts = self._reports_salts or salt != ""
-        unreported = not self._reports_salts and local[0] in self._salted
-        if parent is None and (epoch < self._epoch or unreported):
-            visible = 0
+        seed, local, visible = self._hash(event, parent, out)
         name, before = None if parent is None else parent.name, event.parent
         made: list[Block] = []
         for place, (key, own) in enumerate(zip(event.keys, local, strict=True)):
@@ -172,12 +195,32 @@ class Names:
                 if place >= visible or (before is not None and name is None):
                     name = None
                 else:
-                    name = own if before is None or name is None else blocks.follow(name, own)
+                    name = own if name is None else blocks.follow(name, own)
                 block = self._known[key] = Block(name, before, seed)
             block.copies[event.tier] += 1
             made.append(block)
             name, before = block.name, key
         return made
+
+    def _hash(
+        self, event: BlocksStored, parent: Block | None, out: list[KvEvent]
+    ) -> tuple[int, list[int], int]:
+        """Return the blocks' local hashes and their seed, and how many of the first blocks a router could look up."""
+        others = _others(next(iter(event.extras), None), event.lora)
+        if parent is not None:
+            hashes = blocks.local_hashes(event.tokens, event.block_tokens, parent.seed)
+            return parent.seed, hashes, 0 if others or parent.name is None else _without_extras(event)
+        salt = str(others.pop(0)) if others and isinstance(others[0], str) else ""
+        epoch, own_salt = read_salt(salt)
+        if epoch > self._epoch:
+            self._begin(epoch, out)
+        seed = blocks.seed(lora=event.lora or "", namespace=own_salt)
+        hashes = blocks.local_hashes(event.tokens, event.block_tokens, seed)
+        self._reports_salts = self._reports_salts or salt != ""
+        unreported = not self._reports_salts and hashes[0] in self._salted
+        # `others` are an image, or something unknown
+        apart = others or event.lora is None or own_salt.startswith(CANARY_SALT)
+        return seed, hashes, 0 if apart or unreported or epoch < self._epoch else _without_extras(event)
 
     def _begin(self, epoch: int, out: list[KvEvent]) -> None:
         """Hide everything stored in earlier epochs."""
@@ -192,7 +235,7 @@ class Names:
             block = self._known.get(key)
             before = None if block is None or block.parent is None else self._known.get(block.parent)
             if block is None or (block.parent is not None and (before is None or not before.held)):
-                self._pass_over("unnamed", 1)
+                self.passed_over["unnamed"] += 1
                 continue
             block.copies[event.tier] += 1
             if block.name is not None:
@@ -222,7 +265,7 @@ class Names:
     # --- removed blocks
 
     def _remove(self, event: BlocksRemoved, out: list[KvEvent]) -> None:
-        if event.group is not None and self._group is not None and event.group != self._group:
+        if self._group is not None and event.group not in (None, self._group):
             return
         gone = []
         for key in event.keys:
@@ -251,33 +294,15 @@ class Names:
             self._known = {key: block for key, block in self._known.items() if block.held}
         return len(self._known) < before
 
-    def _pass_over(self, reason: str, count: int) -> None:
-        self.passed_over[reason] += count
 
-
-def _salt(event: BlocksStored) -> str:
-    """Return the salt of a prompt, as reported with its first block."""
-    salts = _others(event.extras[0], event.lora) if event.extras else []
-    return salts[0] if salts and isinstance(salts[0], str) else ""
-
-
-def _salted(event: BlocksStored, parent: Block | None, own_salt: str) -> tuple[int, int]:
-    """Return the seed of the blocks' local hashes, and how many of the first blocks a router could look up."""
-    salts = _others(event.extras[0], event.lora) if event.extras else []
-    if parent is not None:
-        seed, visible = parent.seed, len(event.keys) if parent.name is not None else 0
-    else:
-        salts = salts[1:] if salts and isinstance(salts[0], str) else salts
-        seed = blocks.seed(lora=event.lora or "", namespace=own_salt)
-        visible = 0 if own_salt.startswith(CANARY_SALT) or event.lora is None else len(event.keys)
-    if salts:  # an image, or something unknown
-        return seed, 0
+def _without_extras(event: BlocksStored) -> int:
+    """Return how many of the blocks come before the first with further parts in its hash. The first block is not examined."""
     for place, extra in enumerate(event.extras[1 : len(event.keys)], 1):
         if _others(extra, event.lora):
-            return seed, min(visible, place)
-    return seed, visible
+            return place
+    return len(event.keys)
 
 
-def _others(extra: Any, lora: str | None) -> list[Any]:
+def _others(extra: object, lora: str | None) -> list[object]:
     """Return the parts of a block's hash besides its tokens and the adapter's name."""
     return [one for one in extra or () if one != lora] if isinstance(extra, list | tuple) else []

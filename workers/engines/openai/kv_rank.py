@@ -13,13 +13,56 @@ This module uses no sockets and no clock: `ask` is a callable.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
 from events.kv import KvEvent
-from workers.engines.openai.kv_cursor import Cursor
 from workers.engines.openai.kv_names import Names
 from workers.engines.openai.kv_wire import MalformedKvBatch, UpstreamBatch, read_batch
+
+Verdict = Literal["follows", "heard", "restarted", "lost"]
+
+
+@dataclass(slots=True)
+class Cursor:
+    """The position in one rank's batches. `number` is None before the first batch: any batch may follow.
+
+    An engine numbers its batches from 0 and stamps each with its own clock. Number and time together identify a batch:
+
+        the next number                    it follows
+        an earlier number, not newer       a duplicate: a replay and the live stream overlap
+        an earlier number, but newer       the engine has restarted, with an empty cache
+        any other number                   the batches in between are lost
+
+    A replay request starts at the last batch already processed. If that batch is returned with another time, or not at all,
+    the events since then are unknown.
+    """
+
+    number: int | None = None
+    at: float = 0.0
+
+    def judge(self, number: int, at: float) -> Verdict:
+        """Classify a batch by its number and time."""
+        if self.number is None or number == self.number + 1:
+            return "follows"
+        if number > self.number:
+            return "lost"
+        return "heard" if at <= self.at else "restarted"
+
+    def is_last(self, number: int, at: float) -> bool:
+        """Return whether this is the last processed batch."""
+        return (number, at) == (self.number, self.at)
+
+    def take(self, number: int, at: float) -> None:
+        """Advance to a batch."""
+        self.number, self.at = number, at
+
+    def reset(self) -> None:
+        """Reset the position, so that any batch may follow."""
+        self.number, self.at = None, 0.0
+
 
 Frame = tuple[int, bytes]
 """A batch's number and payload."""
@@ -57,17 +100,13 @@ class UpstreamRank:
         self._cursor = Cursor()
         self._log = log.bind(rank=rank)
 
-    def connected(self) -> None:
-        """Catch up after a connect: batches may have been missed, and the upstream may have been replaced."""
-        self._restore()
-
     def check(self) -> None:
         """Check for missed batches: the loss of the last batch leaves no gap in the numbers."""
         if self._cursor.number is None:
             return
         try:
             if not self._continued():
-                self._clear()
+                self.clear()
                 self._replay(0)
         except NoReplay as reason:  # the known blocks stay valid
             self._log.info("upstream_kv_events_not_checked", reason=str(reason))
@@ -86,17 +125,13 @@ class UpstreamRank:
         if verdict in ("lost", "restarted"):
             self.counters[verdict] += 1
             self._log.warning("upstream_kv_events_" + verdict, expected=self._expected, found=number)
-            self._restore(another_life=verdict == "restarted")
+            self.restore(another_life=verdict == "restarted")
             verdict = self._cursor.judge(number, batch.at)
         if verdict == "heard":
             return
         if verdict != "follows":
-            self._clear(another_life=verdict == "restarted")
+            self.clear(another_life=verdict == "restarted")
         self._take(number, batch)
-
-    def broken(self) -> None:
-        """Announce an empty cache and start again, after a bug in this worker."""
-        self._clear(another_life=True)
 
     @property
     def _expected(self) -> int | None:
@@ -114,7 +149,7 @@ class UpstreamRank:
             if not self.counters["malformed"]:
                 self._log.error("upstream_kv_events_malformed", number=number, reason=str(error))
             self.counters["malformed"] += 1
-            self._clear()
+            self.clear()
             self._cursor.take(number, at)
             return None
 
@@ -125,7 +160,7 @@ class UpstreamRank:
         if events := self.names.take(batch.events):
             self._announce(self._rank, events)
 
-    def _clear(self, *, another_life: bool = False) -> None:
+    def clear(self, *, another_life: bool = False) -> None:
         """Announce an empty cache. `another_life`: the engine has restarted, so the same names may mean other blocks."""
         if len(self.names) or self._cursor.number is not None:
             self.counters["cleared"] += 1
@@ -134,16 +169,16 @@ class UpstreamRank:
 
     # --- replays
 
-    def _restore(self, *, another_life: bool = False) -> None:
+    def restore(self, *, another_life: bool = False) -> None:
         """Process the missed batches from a replay; if there is no replay, announce an empty cache."""
         try:
             if another_life or self._cursor.number is None or not self._continued():
-                self._clear(another_life=another_life)
+                self.clear(another_life=another_life)
                 self._replay(0)
         except NoReplay as reason:
             self.counters["replay_failed"] += self._ask is not no_replay
             self._log.info("upstream_kv_events_not_replayed", reason=str(reason))
-            self._clear(another_life=another_life)
+            self.clear(another_life=another_life)
 
     def _continued(self) -> bool:
         """Replay all batches after the last one. Return False if the upstream does not continue from it. Raise NoReplay."""

@@ -35,6 +35,9 @@ TIERS = {
 }
 """The tier of each medium. A missing one (EXTERNAL, NETWORK, REMOTE, SHARED) does not belong to one worker."""
 
+Fields = dict[str, Any]
+"""The fields of an event, decoded and not yet checked."""
+
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
     "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
@@ -62,7 +65,7 @@ class BlocksStored:
     block_tokens: int
     tier: Tier = Tier.DEVICE
     lora: str | None = ""  # None: an adapter with an unknown name
-    extras: Sequence[Any] = ()  # per block, the parts of its hash besides tokens: names, salts, images
+    extras: Sequence[object] = ()  # per block, the parts of its hash besides tokens: names, salts, images
     group: int | None = None
 
 
@@ -127,7 +130,7 @@ def _event(said: Any) -> UpstreamEvent | None:
     return read(fields, tier)
 
 
-def _stored(fields: dict[str, Any], tier: Tier) -> BlocksStored | None:
+def _stored(fields: Fields, tier: Tier) -> BlocksStored | None:
     if fields.get("kv_cache_spec_kind") not in _WHOLE_PREFIX:
         return None  # blocks of an attention window at the end of the prompt: they do not form a prefix
     parent, lora = fields["parent_block_hash"], fields.get("lora_name") or ""
@@ -146,29 +149,25 @@ def _stored(fields: dict[str, Any], tier: Tier) -> BlocksStored | None:
     )
 
 
-def _removed(fields: dict[str, Any], tier: Tier) -> BlocksRemoved:
+def _removed(fields: Fields, tier: Tier) -> BlocksRemoved:
     return BlocksRemoved(_keys(fields["block_hashes"]), tier, fields.get("group_idx"))
 
 
-def _cleared(fields: dict[str, Any], tier: Tier) -> AllCleared:
-    return AllCleared()
-
-
-_Read = Callable[[dict[str, Any], Tier], UpstreamEvent | None]
+_Read = Callable[[Fields, Tier], UpstreamEvent | None]
 _READERS: dict[str, tuple[tuple[str, ...], _Read]] = {
     "BlockStored": (_STORED, _stored),
     "BlockRemoved": (_REMOVED, _removed),
-    "AllBlocksCleared": ((), _cleared),
+    "AllBlocksCleared": ((), lambda fields, tier: AllCleared()),
 }
 
 
-def _keys(said: Any) -> list[Key]:
+def _keys(said: object) -> list[Key]:
     if not isinstance(said, list):
         raise ValueError("block_hashes is no list")
     return [_key(one) for one in said]
 
 
-def _key(said: Any) -> Key:
+def _key(said: object) -> Key:
     if isinstance(said, bytes) or type(said) is int:
         return said
     raise ValueError(f"a block is called {said!r}")

@@ -1,9 +1,11 @@
 """Tracks the requests that the worker forwards to the upstream, and the progress of each."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from events.wire import Chunk, Generate
 from workers.engines.engine import CANARIES_MAX, Phase
@@ -33,10 +35,9 @@ class UpstreamRequests:
         """Accept at most `most` requests at once."""
         self._most = most
         self._by_key: dict[int, UpstreamRequest] = {}
-        self._token_at = 0.0  # when a token of any stream last arrived; monotonic seconds
-        self._moved_at = (
-            0.0  # when the last token arrived, or an idle upstream got a request; monotonic seconds
-        )
+        self.token_at = 0.0  # when a token of any stream last arrived; monotonic seconds
+        # when the last token arrived, or an idle upstream got a request; monotonic seconds
+        self._moved_at = 0.0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -76,9 +77,8 @@ class UpstreamRequests:
         now, length = time.monotonic(), len(request.tokens)
         if not self._by_key:
             self._moved_at = now
-        self._by_key[key] = UpstreamRequest(
-            task, length, now, length, request if movable else None, canary=request.canary
-        )
+        kept = request if movable else None
+        self._by_key[key] = UpstreamRequest(task, length, now, length, kept, canary=request.canary)
 
     @property
     def sent_now(self) -> int:
@@ -90,11 +90,6 @@ class UpstreamRequests:
         if one := self._by_key.get(key):
             one.arrived_at, one.sent = time.monotonic(), True
 
-    @property
-    def token_at(self) -> float:
-        """Monotonic time of the last token of any stream; 0 before the first."""
-        return self._token_at
-
     def record(self, key: int, chunks: Sequence[Chunk]) -> bool:
         """Record output of the upstream; return whether there are chunks to deliver.
 
@@ -104,7 +99,7 @@ class UpstreamRequests:
         if chunks:
             self._moved_at = time.monotonic()
             if any(chunk.tokens or chunk.text for chunk in chunks):
-                self._token_at = self._moved_at
+                self.token_at = self._moved_at
         one = self._by_key.get(key)
         if one is None or not chunks:
             return False
@@ -129,3 +124,62 @@ class UpstreamRequests:
         brings_tokens, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
         waiting = sum(one.prompt_tokens for one in silent if one.arrived_at <= joined or not brings_tokens)
         return Phase("prefill" if waiting else "decode", self._moved_at, waiting)
+
+
+class Places:
+    """A limited number of request slots at the upstream; unlimited until `limit` is called. Other requests wait, by priority.
+
+    Requests of equal priority are served first come, first served. A server's scheduler fixes its batch size at the start. The
+    only way to reduce the batch is to send fewer requests.
+    """
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        self._taken = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._numbered = 0
+
+    def limit(self, most: int | None) -> None:
+        """Set the number of slots; None: no limit. A request that has a slot keeps it."""
+        self._limit = most
+        self._admit_waiting()
+
+    @contextlib.asynccontextmanager
+    async def one(self, priority: int = 0) -> AsyncIterator[None]:
+        """Wait for a free slot and hold it. The lowest `priority` goes first."""
+        await self._acquire(priority)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, priority: int) -> None:
+        if not self._waiting and self._fits():
+            self._taken += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._numbered += 1
+        heappush(self._waiting, place := (priority, self._numbered, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release()
+            else:
+                self._waiting.remove(place)
+                heapify(self._waiting)
+            raise
+
+    def _release(self) -> None:
+        self._taken -= 1
+        self._admit_waiting()
+
+    def _fits(self) -> bool:
+        return self._limit is None or self._taken < self._limit
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._fits():
+            _, _, turn = heappop(self._waiting)
+            if not turn.done():
+                self._taken += 1
+                turn.set_result(None)

@@ -3,7 +3,7 @@
 HTTP 200 does not guarantee a valid answer. The cases below must not look like a normal end to the client. All but the first are
 faults of the engine:
 
-    an error object that the request caused (`error_mapping`)            invalid_request
+    an error object that the request caused (`refusal_of`)               invalid_request
     any other error object, with or without [DONE] after it              engine_error
     finish_reason "abort" (an engine that is being stopped)              engine_error
     the stream ends without any finish_reason                            stream_incomplete
@@ -11,6 +11,9 @@ faults of the engine:
 
 Repeated token id 0 is a sign of NaN logits on vLLM: the argmax of NaN is 0, and vLLM answers HTTP 200. Consecutive zeros are
 held back until another token follows, so that a client never sees zeros that come from NaN.
+
+vLLM reports a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. Any other
+server would fail such a request too, and the error is no sign of an unhealthy server.
 """
 
 import json
@@ -19,19 +22,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from events.refusal import RequestRefusal
 from events.wire import Chunk, Generate, Logprob, finish_reason
-from workers.engines.openai.error_mapping import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
 ZEROS_MAX = 8  # this many consecutive tokens with id 0 are a fault
 ZEROS_ALONE_MAX = 3  # a user's answer may consist of this many zeros
 WORDS_MAX = 200  # of the upstream's text
+ENGINE_GONE = "EngineCore encountered an issue"  # vLLM's error for each request that was lost together with its engine's process
+NAMES_MAX = 100  # of the error type and the field name
+NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
+"""Statuses about the caller, the address or the moment, not about the content of the request."""
+MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "UnprocessableEntityError"))
+"""What OpenAI, vLLM and SGLang call a client's error where they give no number."""
 DONE = "[DONE]"
+
+JsonObject = dict[str, Any]
+"""An object of a server's answer or of a request to it, decoded and not yet checked."""
 
 IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
 """Where a stream's token ids are.
 
-`text_bytes` is for canaries of upstreams that only know text. Any deterministic numbers can tell a right answer from a wrong
+`text_bytes` is for canaries of upstreams that only know text. All deterministic numbers can tell a right answer from a wrong
 one, and a canary is never continued.
 """
 
@@ -77,11 +89,9 @@ class UpstreamStream:
 
     def end(self) -> list[Chunk]:
         """Return the last chunks after the upstream has closed the stream."""
-        return (
-            []
-            if self.over
-            else [self._end(error="stream_incomplete: the upstream closed without a finish reason")]
-        )
+        if self.over:
+            return []
+        return [self._end(error="stream_incomplete: the upstream closed without a finish reason")]
 
     def _payloads(self, data: bytes) -> Iterator[str]:
         """Yield the data of each complete server-sent event line."""
@@ -114,7 +124,7 @@ class UpstreamStream:
         except (TypeError, LookupError, AttributeError, ValueError) as error:
             raise Fault(f"engine_error: the upstream sent an event that makes no sense: {error!r}") from None
 
-    def _choice(self, choice: dict[str, Any]) -> Iterator[Chunk]:
+    def _choice(self, choice: JsonObject) -> Iterator[Chunk]:
         piece = read_piece(choice, self._ids_from, self._request.sampling.logprobs)
         self._token_count += len(piece.tokens)
         if self._token_count > self._request.sampling.max_tokens and self._ids_from != "text_bytes":
@@ -166,7 +176,7 @@ class UpstreamStream:
         return Chunk(0, [], error=error)
 
 
-def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> StreamPiece:
+def read_piece(choice: JsonObject, ids_from: IdsFrom, wanted: int) -> StreamPiece:
     """Return the content of one choice. Raise Fault for logprobs that are not numbers."""
     given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
@@ -184,34 +194,36 @@ def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Stream
         raise Fault(f"engine_error: the upstream's logprobs cannot be read: {error!r}") from None
 
 
-def _ids(given: Iterable[Any]) -> list[int]:
+def _ids(given: Iterable[object]) -> list[int]:
     """Validate token ids. Raise Fault for an invalid one, which would break the frame shared by all requests."""
-    ids = list(given)
-    if wrong := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
-        raise Fault(f"engine_error: the upstream calls {wrong[0]!r} a token id")
+    ids = []
+    for token in given:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise Fault(f"engine_error: the upstream calls {token!r} a token id")
+        ids.append(token)
     return ids
 
 
-def _classic(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:
+def _classic(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
     """Read the logprobs of /v1/completions: parallel lists, tokens as text or as `token_id:N` (vLLM)."""
     tops = given.get("top_logprobs") or []
     found: list[Logprob] = []
     for place, value in enumerate(given.get("token_logprobs") or []):
         top = tops[place] if place < len(tops) and tops[place] else {}
-        pairs = [(number, _finite(v)) for name, v in top.items() if (number := _token_id(name)) is not None]
-        found.append(_ranked(_finite(value), pairs, wanted))
+        pairs = [(number, finite(v)) for name, v in top.items() if (number := _token_id(name)) is not None]
+        found.append(_ranked(finite(value), pairs, wanted))
     return found, []
 
 
-def _detailed(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:
+def _detailed(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
     """Read logprobs that carry token ids (llama.cpp)."""
     found: list[Logprob] = []
     ids: list[int] = []
     for position in given.get("content") or []:
         pairs = [
-            (int(p["id"]), _finite(p["logprob"])) for p in position.get("top_logprobs") or [] if "id" in p
+            (int(p["id"]), finite(p["logprob"])) for p in position.get("top_logprobs") or [] if "id" in p
         ]
-        found.append(_ranked(_finite(position["logprob"]), pairs, wanted))
+        found.append(_ranked(finite(position["logprob"]), pairs, wanted))
         if "id" in position:
             ids.append(int(position["id"]))
     return found, ids
@@ -226,7 +238,8 @@ def _token_id(name: str) -> int | None:
     return int(number) if number != name and number.isdigit() else None
 
 
-def _finite(value: Any) -> float:
+def finite(value: float | None) -> float:
+    """Return a logprob. Raise Fault if it is null or infinite."""
     if value is None or not math.isfinite(value):
         raise Fault(f"non_finite: a logprob is {value}")
     return float(value)
@@ -242,3 +255,70 @@ def _joined(pieces: list[StreamPiece]) -> StreamPiece:
 
 def _cut(words: str) -> str:
     return words if len(words) <= WORDS_MAX else words[:WORDS_MAX] + "…"
+
+
+def is_client_error(status: int) -> bool:
+    """Return whether an HTTP status means that the request itself is invalid."""
+    return 400 <= status < 500 and status not in NOT_THE_CLIENTS
+
+
+def refusal_of(said: object, status: int | None = None) -> RequestRefusal | None:
+    """Return the refusal in an error object of an OpenAI-compatible server; None if the client did not cause it.
+
+    `status` is the HTTP status of the response. None: the object came in a stream. Then its own `code` or `status` decides, or
+    its `type` if it has neither.
+    """
+    fields = _fields(said)
+    kind, param = fields.get("type"), fields.get("param")
+    found = status if status is not None else _status(fields)
+    if found is None and isinstance(kind, str) and kind in MISTAKEN_TYPES:
+        found = 400
+    if found is None or not is_client_error(found):
+        return None
+    return RequestRefusal(
+        error_words(said),
+        found,
+        kind[:NAMES_MAX] if isinstance(kind, str) else "",
+        param[:NAMES_MAX] if isinstance(param, str) else None,
+    )
+
+
+def error_of(said: object, status: int | None = None, *, canary: bool) -> str:
+    """Return the `error` of a chunk for an error object, as in `refusal_of`.
+
+    A refused canary is never a client's error: canaries are known to be valid.
+    """
+    refusal = None if canary else refusal_of(said, status)
+    if refusal is not None:
+        return refusal.error
+    if status == 429 or (status is None and _status(_fields(said)) == 429):
+        return f"overloaded: the upstream answers 429: {error_words(said)}"
+    reason = "upstream_lost" if ENGINE_GONE in error_words(said) else "engine_error"
+    how = "reports an error" if status is None else f"answers {status}"
+    return f"{reason}: the upstream {how}: {error_words(said)}"
+
+
+def _fields(said: object) -> dict[str, object]:
+    """Return the fields of an error object. OpenAI nests them one level deeper."""
+    error = said.get("error", said) if isinstance(said, dict) else said
+    return error if isinstance(error, dict) else {}
+
+
+def _status(fields: dict[str, object]) -> int | None:
+    """Return the HTTP status named in an error object."""
+    for name in ("code", "status", "status_code"):
+        value = fields.get(name)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
+            value = int(value)
+        if type(value) is int and 400 <= value < 600:
+            return value
+    return None
+
+
+def error_words(said: object) -> str:
+    """Return the message of an error body, cut to a readable length."""
+    if isinstance(said, dict):
+        error = said.get("error", said)
+        said = error.get("message", error) if isinstance(error, dict) else error
+    words = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+    return _cut(words)

@@ -1,26 +1,38 @@
-"""Client of an OpenAI-compatible server: identity, abilities and completions."""
+"""Client of an OpenAI-compatible server: identity, abilities, completions, reasons of failures.
+
+The reason of an `UpstreamUnavailable` never quotes the server's own text, which may contain a prompt or the API key.
+"""
 
 import asyncio
 import contextlib
 import json
+import os
+import re
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from events.errors import HoldfastError
 from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.wire import Generate, Sampling
-from workers.engines.openai.capabilities import Abilities
-from workers.engines.openai.error_mapping import error_of, error_words
+from workers.engines.openai.capabilities import VALUE_MAX, Abilities, Told, merged
 from workers.engines.openai.kv_names import CANARY_SALT
-from workers.engines.openai.lineage import merged
-from workers.engines.openai.lineage import read as read_lineage
-from workers.engines.openai.stream_decoder import Fault, IdsFrom, read_piece
-from workers.engines.openai.upstream_errors import HealthAnswer, UpstreamUnavailable, shown, unreachable
-from workers.engines.openai.upstream_errors import refused as refused_us
+from workers.engines.openai.stream_decoder import (
+    Fault,
+    IdsFrom,
+    JsonObject,
+    error_of,
+    error_words,
+    read_piece,
+)
+from workers.engines.openai.upstream_health import HealthAnswer
+
+UNAUTHORIZED = (401, 403)
+LOADING = 503  # status of servers that are not ready yet (llama-server, SGLang)
 
 ASK_S_MAX = 5.0  # for requests that need no computation at the upstream
 PROBE_S_MAX = 60.0  # for a short completion on a cold server
@@ -29,6 +41,13 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
 READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far lower
 COMPLETIONS = "/v1/completions"
+METRICS = "/metrics"
+METRICS_S = 2.0
+LINEAGE_PAGES: Mapping[str, tuple[str, ...]] = {
+    "/get_model_info": ("weight_version",),
+    "/get_server_info": ("quantization", "kv_cache_dtype", "attention_backend"),
+}
+_CACHE_DTYPE = re.compile(r'^vllm:cache_config_info\{[^\n]*\bcache_dtype="([^"\\\n]*)"', re.MULTILINE)
 PROMPT_IDS = [1, 2, 3]  # ids that any vocabulary has
 STORED_TOKENS = 1024  # longer than any block of a KV cache
 WORDS = [
@@ -36,7 +55,13 @@ WORDS = [
 ]  # fmt: skip
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's
 CLIENT_MISTAKES = (400, 413, 422)  # statuses that mean, in a probe, that a variant is not supported
-NOTHING_ADDED: dict[str, Any] = {
+USUAL = Sampling(max_tokens=0)
+UNUSUAL = (
+    "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
+)  # fmt: skip
+"""Sampling parameters that are sent where they differ from the usual ones."""
+NOTHING_ADDED: dict[str, object] = {
     "top_p": 1.0,
     "top_k": -1,  # vLLM, SGLang and llama-server read this as "all"
     "min_p": 0.0,
@@ -49,6 +74,65 @@ NOTHING_ADDED: dict[str, Any] = {
 If they were left out, the model's generation_config.json (vLLM, SGLang) or the server's defaults (llama-server) would decide,
 and a canary would not be the same everywhere.
 """
+
+
+Handle = JsonObject
+"""What locates the KV cache of a request at a vLLM server: opaque, passed on to another server."""
+
+PendingResponse = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+
+class UpstreamUnavailable(HoldfastError):
+    """The upstream server cannot be reached, or does not answer like an OpenAI-compatible server."""
+
+    def __init__(self, why: str, said: str = "") -> None:
+        """`said`: the server's own text. The message contains it; `why` does not."""
+        super().__init__(f"{why}: {said}" if said else why)
+        self.why = why
+
+
+def shown(url: str) -> str:
+    """Return a server's URL without a user name and password."""
+    try:
+        return str(URL(url).with_user(None))
+    except ValueError:  # the port is not a number: the attempt to connect reports that
+        return url.rpartition("@")[2]
+
+
+def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamUnavailable:
+    """Return the error for a server that did not answer."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
+    if isinstance(error, TimeoutError):
+        return UpstreamUnavailable(f"{shown(url)}{path} does not answer within {within_s:g} s")
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+        return UpstreamUnavailable(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number, words = error.os_error.errno or 0, error.os_error.strerror
+        why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
+        return UpstreamUnavailable(f"cannot connect to {shown(url)} ({why})")
+    return UpstreamUnavailable(f"{shown(url)}{path}: {type(error).__name__}", str(error))
+
+
+def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
+    """Describe a TLS error. Its errno is misleading: it is that of "Operation not permitted"."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause: object = error.certificate_error
+        why = getattr(cause, "verify_message", "") or str(cause)
+        return f"its certificate is not trusted: {why} (SSL_CERT_FILE names certificates to trust)"
+    cause = error.os_error
+    return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
+
+
+def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
+    """Return the error for a server that answered with an error status. `keyed`: an API key was sent."""
+    answers = f"{shown(url)}{path} answers {status}"
+    if status in UNAUTHORIZED:
+        why = "it does not accept the API key" if keyed else "it requires an API key"
+        return UpstreamUnavailable(f"{answers}: {why} (--upstream-key-file)")
+    if status == LOADING:
+        return UpstreamUnavailable(f"{shown(url)} is loading or overloaded: {path} answers {status}", said)
+    return UpstreamUnavailable(answers, said)
 
 
 class NoHandle(HoldfastError):
@@ -102,36 +186,33 @@ class Upstream:
 
     async def metrics(self, deadline_s: float) -> str | None:
         """Return the text at /metrics; None if there is no such page, or no answer in time."""
-        try:
-            async with asyncio.timeout(deadline_s), self._session.get(self._url + "/metrics") as response:
-                return None if response.status >= 400 else (await _bounded(response)).decode(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            return None
+        with contextlib.suppress(UpstreamUnavailable):
+            status, body = await self._get(METRICS, deadline_s)
+            return None if status >= 400 else body.decode(errors="replace")
+        return None
 
     async def store_something(self, abilities: Abilities) -> None:
         """Have the server compute a prompt that is in no cache and longer than a block. Ignores failures."""
         size = min(STORED_TOKENS, (abilities.context_tokens or STORED_TOKENS) // 2)
         tokens = (PROMPT_IDS * size)[:size]
         request = Generate(0, "probe", tokens, size, Sampling(max_tokens=1), canary=True)
-        body = completion(abilities, request) | {"stream": False}
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            async with (
-                asyncio.timeout(PROBE_S_MAX),
-                self._session.post(self._url + COMPLETIONS, json=body) as response,
-            ):
-                await _bounded(response)
+        with contextlib.suppress(UpstreamUnavailable):
+            await self.ask(abilities, request)
 
     async def abilities(self) -> Abilities:
         """Read the server's identity and probe its abilities. Raise UpstreamUnavailable."""
         listed = await self.listed()
-        told = merged({}, await read_lineage(self))
-        listed = replace(listed, told=tuple((path, one) for path, one in told.items() if one))
+        told = merged({}, await self.told((*LINEAGE_PAGES, METRICS)))
+        listed = replace(listed, told={path: one for path, one in told.items() if one})
         known = await self.probed(replace(listed, version=await self.version() or ""))
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
         """Return a model's entry at /v1/models; the first entry if the model is not listed. Raise UpstreamUnavailable."""
-        listed = await self._get("/v1/models")
+        status, body = await self._get("/v1/models")
+        if status >= 400:
+            raise refused(self._url, "/v1/models", status, "", keyed=bool(self.key))
+        listed = self._json(body, "/v1/models")
         try:
             every = listed["data"]
             about = next((one for one in every if one["id"] == wanted), None) or every[0]
@@ -152,24 +233,35 @@ class Upstream:
         said = await self.page("/version")
         return None if said is None else str(said.get("version") or "")
 
-    async def page(self, path: str) -> dict[str, Any] | None:
+    async def page(self, path: str) -> JsonObject | None:
         """Return a page's JSON object; an empty one if there is no such page, None if it cannot be read now."""
         try:
-            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
-                if response.status >= 400:
-                    return {} if response.status < 500 else None
-                said = await _bounded_json(response)
-                return said if isinstance(said, dict) else {}
-        except (aiohttp.ClientError, TimeoutError):
+            status, body = await self._get(path)
+        except UpstreamUnavailable:
             return None
-        except ValueError:
-            return {}
+        if status >= 500:
+            return None
+        said = _json_or(body) if status < 400 else {}
+        return said if isinstance(said, dict) else {}
+
+    async def told(self, pages: Iterable[str]) -> dict[str, Told | None]:
+        """Return the values of the lineage that each page reports; None for a page that cannot be read now."""
+        found: dict[str, Told | None] = {}
+        for path in pages:
+            if path == METRICS:
+                text = await self.metrics(METRICS_S)
+                dtype = _CACHE_DTYPE.search(text) if text is not None else None
+                found[path] = None if text is None else (("kv_cache_dtype", dtype[1]),) if dtype else ()
+                continue
+            said = await self.page(path)
+            found[path] = None if said is None else _told(said, LINEAGE_PAGES[path])
+        return found
 
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
         """Probe a server's abilities by a completion of this many tokens, and return them. Raise UpstreamUnavailable."""
-        answer: dict[str, Any] | str = ""
+        answer: JsonObject | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
             replace(found, token_prompts=True),
@@ -188,26 +280,17 @@ class Upstream:
 
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
-    ) -> tuple[dict[str, Any] | str, float]:
+    ) -> tuple[JsonObject | str, float]:
         """Request a few tokens in one variant; return the answer, or the text of the server's refusal."""
         sampling = Sampling(max_tokens=tokens, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
-        body = completion(variant, request)
-        body["stream"] = False
         began = asyncio.get_running_loop().time()
-        try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._session.post(self._url + COMPLETIONS, json=body) as r,
-            ):
-                said = await _bounded_json(r)
-                if r.status in CLIENT_MISTAKES:
-                    return error_words(said), 0.0
-                if r.status >= 400:
-                    words = error_words(said)
-                    raise refused_us(self._url, COMPLETIONS, r.status, words, keyed=bool(self.key))
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise unreachable(self._url, COMPLETIONS, error, deadline_s) from error
+        status, body = await self.ask(variant, request, deadline_s=deadline_s)
+        said = self._json(body, COMPLETIONS)
+        if status in CLIENT_MISTAKES:
+            return error_words(said), 0.0
+        if status >= 400:
+            raise refused(self._url, COMPLETIONS, status, error_words(said), keyed=bool(self.key))
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
@@ -222,27 +305,20 @@ class Upstream:
             return None
         return True
 
-    async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> dict[str, Any]:
+    async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> Handle:
         """Return a handle to the KV cache of all the request's tokens. Raise NoHandle."""
-        sampling = Sampling(max_tokens=1, ignore_eos=True)
-        body = completion(abilities, msgspec.structs.replace(request, sampling=sampling))
-        body |= {
-            "stream": False,
-            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-        }
+        request = msgspec.structs.replace(request, sampling=Sampling(max_tokens=1, ignore_eos=True))
+        remote = {"do_remote_decode": True, "do_remote_prefill": False}
         try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._session.post(
-                    self._url + COMPLETIONS, json=body, headers=_headers(abilities, request)
-                ) as response,
-            ):
-                said = await _bounded_json(response)
-                if response.status >= 400:
-                    kind = NoConnector if response.status in CLIENT_MISTAKES else NoHandle
-                    raise kind(f"{self._url} gives no handle: it answers {response.status}")
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise NoHandle(f"{self._url} gives no handle: {error or type(error).__name__}") from error
+            status, body = await self.ask(
+                abilities, request, deadline_s=deadline_s, kv_transfer_params=remote
+            )
+            said = json.loads(body)
+        except (UpstreamUnavailable, ValueError) as error:
+            raise NoHandle(f"{self._url} gives no handle: {error}") from error
+        if status >= 400:
+            kind = NoConnector if status in CLIENT_MISTAKES else NoHandle
+            raise kind(f"{self._url} gives no handle: it answers {status}")
         found = said.get("kv_transfer_params") if isinstance(said, dict) else None
         if not (isinstance(found, dict) and found.get("remote_block_ids")):
             raise NoConnector(f"{self._url} gives no handle: it has no KV connector")
@@ -252,90 +328,81 @@ class Upstream:
         self,
         abilities: Abilities,
         request: Generate,
-        more: dict[str, Any],
+        *,
         bytes_max: int = BODY_BYTES_MAX,
+        deadline_s: float = PROBE_S_MAX,
+        **more: object,
     ) -> tuple[int, bytes]:
         """Return the status and body of an unstreamed completion, with extra fields. Raise UpstreamUnavailable."""
-        body = completion(abilities, request) | {"stream": False} | more
+        fields = completion(abilities, request) | {"stream": False} | more
         try:
-            async with (
-                asyncio.timeout(PROBE_S_MAX),
-                self._session.post(
-                    self._url + COMPLETIONS, json=body, headers=_headers(abilities, request)
-                ) as response,
-            ):
+            async with asyncio.timeout(deadline_s), self._post(fields, abilities, request) as response:
                 return response.status, await _bounded(response, bytes_max)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise unreachable(self._url, COMPLETIONS, error, PROBE_S_MAX) from error
+            raise unreachable(self._url, COMPLETIONS, error, deadline_s) from error
 
-    async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
+    async def completed_text(self, abilities: Abilities, more: JsonObject) -> str | None:
         """Return the text of a short completion with extra fields; None if the server rejects them.
 
         Raise Fault if it fails in another way, UpstreamUnavailable.
         """
         sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
-        status, body = await self.ask(abilities, request, more)
+        status, body = await self.ask(abilities, request, **more)
         if status >= 400:
             if status in CLIENT_MISTAKES:
                 return None
-            raise Fault(error_of(_json_or(body), status, canary=True))
+            raise Fault(refusal_in(body, status, canary=True))
         try:
             return str(json.loads(body)["choices"][0].get("text") or "")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise Fault("engine_error: the upstream answers what is no completion") from None
 
-    async def _get(self, path: str) -> dict[str, Any]:
+    async def _get(self, path: str, deadline_s: float = ASK_S_MAX) -> tuple[int, bytes]:
+        """Return the status and body of a page. Raise UpstreamUnavailable."""
         try:
-            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
-                if response.status >= 400:
-                    raise refused_us(self._url, path, response.status, "", keyed=bool(self.key))
-                said = await _bounded_json(response)
-                return said if isinstance(said, dict) else {}
+            async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
+                return response.status, await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise unreachable(self._url, path, error, deadline_s) from error
+
+    def _json(self, body: bytes, path: str) -> JsonObject:
+        """Parse a page's body. Raise UpstreamUnavailable."""
+        try:
+            said: JsonObject = json.loads(body)
+            return said
+        except ValueError as error:
             raise unreachable(self._url, path, error, ASK_S_MAX) from error
 
-    def complete(self, abilities: Abilities, request: Generate, handle: dict[str, Any] | None = None) -> Any:
+    def complete(
+        self, abilities: Abilities, request: Generate, handle: Handle | None = None
+    ) -> PendingResponse:
         """Return the context manager of a streamed completion's HTTP response. `handle` names its KV cache elsewhere."""
-        body = completion(abilities, request)
-        if handle is not None:
-            body["kv_transfer_params"] = handle
-        return self._session.post(self._url + COMPLETIONS, json=body, headers=_headers(abilities, request))
+        more = {} if handle is None else {"kv_transfer_params": handle}
+        return self._post(completion(abilities, request) | more, abilities, request)
+
+    def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
+        """Request a completion, with the client's trace and the selected DP rank in the headers."""
+        headers = {"traceparent": request.traceparent} if request.traceparent else {}
+        if abilities.ranks > 1:
+            headers[RANK_HEADER] = str(request.rank)
+        return self._session.post(self._url + COMPLETIONS, json=fields, headers=headers)
 
 
-def _headers(abilities: Abilities, request: Generate) -> dict[str, str]:
-    """Return the extra headers of a completion: the client's trace, and the selected DP rank."""
-    headers = {"traceparent": request.traceparent} if request.traceparent else {}
-    return headers | ({RANK_HEADER: str(request.rank)} if abilities.ranks > 1 else {})
-
-
-def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
+def completion(abilities: Abilities, request: Generate) -> JsonObject:
     """Return the body of a completion request: standard fields, and extensions where they are accepted."""
-    sampling, unset = (
-        request.sampling,
-        frozenset(request.sampling.unset),
-    )  # fields that the client omitted are omitted
-    body: dict[str, Any] = {
+    sampling, ids_from = request.sampling, abilities.ids_for(request)
+    body: JsonObject = {
         "model": abilities.model,
         "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
         "max_tokens": sampling.max_tokens,
-        **({} if "temperature" in unset else {"temperature": sampling.temperature}),
         "stream": True,
-        **(_neutral(unset) if abilities.extensions else {}),
+        **_sampling_fields(sampling, NOTHING_ADDED if abilities.extensions else {}),
         **(request.guided or {}),
     }
-    usual = Sampling(max_tokens=0)
-    for name in (
-        "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
-    ):  # fmt: skip
-        if name not in unset and (value := getattr(sampling, name)) != getattr(usual, name):
-            body[name] = value
-    if sampling.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    if sampling.logprobs or abilities.ids_for(request) == "logprobs":
+    if sampling.logprobs or ids_from == "logprobs":
         body["logprobs"] = max(1, sampling.logprobs)
-    if abilities.ids_for(request) == "token_ids":
+    if ids_from == "token_ids":
         body["return_token_ids"] = True
         if sampling.logprobs:
             body["return_tokens_as_token_ids"] = True
@@ -347,11 +414,15 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     return body
 
 
-def _neutral(unset: frozenset[str]) -> dict[str, Any]:
-    """Return the neutral sampling values, except those that are left to the server's defaults."""
-    if not unset:
-        return NOTHING_ADDED
-    return {name: value for name, value in NOTHING_ADDED.items() if name not in unset}
+def _sampling_fields(sampling: Sampling, neutral: Mapping[str, object]) -> dict[str, object]:
+    """Return the sampling parameters to send. What the client omitted is left to the server's defaults."""
+    given = {name: getattr(sampling, name) for name in UNUSUAL}
+    unusual = {name: value for name, value in given.items() if value != getattr(USUAL, name)}
+    chosen = {"temperature": sampling.temperature, **neutral, **unusual}
+    fields = {name: value for name, value in chosen.items() if name not in sampling.unset}
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return fields
 
 
 def prompt_text(request: Generate) -> str:
@@ -370,28 +441,23 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
     """Return the error in a response that is not a stream."""
     try:
         async with asyncio.timeout(ASK_S_MAX):
-            said = await _bounded_json(response)
+            body = await _bounded(response)
     except (aiohttp.ClientError, TimeoutError, ValueError):
-        said = "no reason given"
-    return error_of(said, response.status, canary=canary)
+        body = b""
+    return refusal_in(body, response.status, canary=canary)
 
 
-def refused(body: bytes, status: int) -> str:
-    """Return the error for a response with this body to a user's request."""
-    return error_of(_json_or(body), status, canary=False)
+def refusal_in(body: bytes, status: int, *, canary: bool) -> str:
+    """Return the error in the body of a response."""
+    return error_of(_json_or(body), status, canary=canary)
 
 
-def _json_or(body: bytes, instead: str = "no reason given") -> Any:
-    """Parse a body as JSON; return `instead` if it is invalid."""
-    try:
-        return json.loads(body)
-    except ValueError:
-        return instead
-
-
-async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
-    """Read a body as JSON. Raise ValueError if it is invalid or too long."""
-    return json.loads(await _bounded(response))
+def _json_or(body: bytes) -> object:
+    """Parse a body as JSON; return "no reason given" if it is invalid."""
+    with contextlib.suppress(ValueError):
+        said: object = json.loads(body)
+        return said
+    return "no reason given"
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX) -> bytes:
@@ -404,7 +470,13 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
     return body
 
 
-def _ids_from(answer: dict[str, Any]) -> IdsFrom:
+def _told(said: Mapping[str, object], names: Iterable[str]) -> Told:
+    return tuple(
+        (name, str(said[name])[:VALUE_MAX]) for name in names if isinstance(said.get(name), str | int)
+    )
+
+
+def _ids_from(answer: JsonObject) -> IdsFrom:
     """Return which part of an answer contains its token ids."""
     choice = (answer.get("choices") or [{}])[0]
     if choice.get("token_ids"):
@@ -415,14 +487,14 @@ def _ids_from(answer: dict[str, Any]) -> IdsFrom:
         return "nowhere"
 
 
-def _also_served(every: list[Any], about: dict[str, Any]) -> tuple[str, ...]:
+def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
     """Return the other names of a listed model: those with the same root. An adapter, which has a `parent`, is none of them."""
     root, own = about.get("root"), about["id"]
     same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
     return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]
 
 
-def _context(about: dict[str, Any]) -> int | None:
+def _context(about: JsonObject) -> int | None:
     meta = about.get("meta") or {}
     found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
     return int(found) if found else None

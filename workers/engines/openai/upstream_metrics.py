@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from events.wire import Load
 
 EVERY_S = 1.0
@@ -31,11 +33,8 @@ KV_BLOCKS = "vllm:cache_config_info"
 RANKS = ("engine", "dp_rank")  # the labels that distinguish DP ranks
 _INTO = {name: place for place, names in enumerate((RUNNING, WAITING, KV_USAGE)) for name in names}
 _SAMPLE = re.compile(rf"^({'|'.join([*_INTO, KV_BLOCKS])})(?:\{{(.*)\}})?[ \t]+(\S+)", re.MULTILINE)
-_LABELS = (
-    *RANKS,
-    "block_size",
-    "num_gpu_blocks",
-)  # by name: a pattern for any label would be slow, as it is tried at each letter of a long label
+# by name: a pattern for any label would be slow, as it is tried at each letter of a long label
+_LABELS = (*RANKS, "block_size", "num_gpu_blocks")
 _LABEL = re.compile(rf'\b({"|".join(_LABELS)})="([^"\\]*)"')
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -72,14 +71,11 @@ def read_metrics(text: str) -> UpstreamReport | None:
     running, waiting, usage = found
     if not running:
         return None
-    order = sorted(running, key=lambda rank: (len(rank), rank))
-    loads = [
+    loads = tuple(
         UpstreamRankLoad(round(running[rank]), round(waiting.get(rank, 0.0)), usage.get(rank))
-        for rank in order
-    ]
-    return UpstreamReport(
-        tuple(loads), _number(about.get("block_size")), _number(about.get("num_gpu_blocks"))
+        for rank in sorted(running, key=lambda rank: (len(rank), rank))
     )
+    return UpstreamReport(loads, _number(about.get("block_size")), _number(about.get("num_gpu_blocks")))
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -120,16 +116,14 @@ class UpstreamLoad:
         report = self.fresh(now)
         if report is None:
             return own
-        running, waiting = (
-            sum(rank.running for rank in report.ranks),
-            sum(rank.waiting for rank in report.ranks),
-        )
+        running = sum(rank.running for rank in report.ranks)
+        waiting = sum(rank.waiting for rank in report.ranks)
         total = own.running + own.waiting + max(0, running + waiting - self.own)
         at_once = running if waiting else max(running, batch_max)
         usages = [rank.kv_usage for rank in report.ranks if rank.kv_usage is not None]
         used = round(min(1.0, sum(usages) / len(usages)) * own.kv_total) if usages else own.kv_used
-        return Load(
-            min(total, at_once), max(0, total - at_once), used, own.kv_total, own.active_tokens, own.canaries
+        return msgspec.structs.replace(
+            own, running=min(total, at_once), waiting=max(0, total - at_once), kv_used=used
         )
 
 

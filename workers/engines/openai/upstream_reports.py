@@ -8,7 +8,7 @@ the block size. A failed subscription is retried in the background; once it succ
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +24,9 @@ from workers.engines.openai.upstream_metrics import (
     rank_loads,
     read_metrics,
 )
+
+if TYPE_CHECKING:
+    from workers.engines.openai.kv_events import UpstreamKvEvents  # needs pyzmq
 
 READ_S_MAX = 1.0
 CONNECT_S_MAX = 5.0  # for subscriptions to all KV event endpoints of the upstream
@@ -43,23 +46,8 @@ class AccountTimes:
     stored_s: float = 5.0  # for the KV events of a prompt that the upstream has computed
     identity_s: float = 10.0  # between two reads of its identity
     key_s: float = 1.0  # between two reads of its API key's file
-    events_again_s: float = (
-        30.0  # until a failed subscription to the upstream's KV events is retried; doubles each time
-    )
-
-
-class KvEventFeed(Protocol):
-    """A subscription to an upstream's KV events: `kv_events.UpstreamKvEvents`, which needs pyzmq."""
-
-    @property
-    def connected(self) -> bool: ...
-    @property
-    def block_tokens(self) -> int | None: ...
-    @property
-    def counters(self) -> dict[str, int]: ...
-    def salted(self, tokens: Sequence[int]) -> None: ...
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
+    # until a failed subscription to the upstream's KV events is retried; doubles each time
+    events_again_s: float = 30.0
 
 
 class UpstreamAccount:
@@ -81,8 +69,8 @@ class UpstreamAccount:
         self._times = times or AccountTimes()
         self._load = UpstreamLoad(self._times.stale_s)
         self._first: UpstreamReport | None = None
-        self._events: KvEventFeed | None = None
-        self._announces = False
+        self._events: UpstreamKvEvents | None = None
+        self.announces = False  # whether the upstream's KV events are received
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, abilities: Abilities, announce: Announce) -> None:
@@ -102,11 +90,6 @@ class UpstreamAccount:
             await asyncio.to_thread(self._events.stop)
 
     @property
-    def announces(self) -> bool:
-        """Whether the upstream's KV events are received."""
-        return self._announces
-
-    @property
     def dp(self) -> int:
         """Number of DP ranks that are distinguished: those with received KV events."""
         return len(self._endpoints) if self.announces else 1
@@ -114,7 +97,7 @@ class UpstreamAccount:
     @property
     def block_tokens(self) -> int | None:
         """Tokens per block, from the upstream's KV events, otherwise from its metrics."""
-        if self._events is not None and self._announces:
+        if self._events is not None and self.announces:
             return self._events.block_tokens
         return self._first.block_tokens if self._first is not None else None
 
@@ -162,7 +145,7 @@ class UpstreamAccount:
 
     async def _subscribe(self, abilities: Abilities, announce: Announce) -> None:
         trouble = await self._try_to_subscribe(abilities, announce)
-        self._announces = not trouble
+        self.announces = not trouble
         if trouble:
             log.error(
                 "upstream_kv_events_missing",
@@ -178,7 +161,7 @@ class UpstreamAccount:
         `on_subscribed` is called once it succeeds: the worker has registered without KV events, so it begins a new instance.
         """
         wait_s = self._times.events_again_s
-        while self._endpoints and not self._announces:
+        while self._endpoints and not self.announces:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, EVENTS_AGAIN_S_MAX)
             if not await self._try_to_subscribe(abilities, discard_events):

@@ -3,7 +3,7 @@
 import pytest
 from upstream import Upstream as Server
 
-from workers.engines.openai.lineage import lineage, merged
+from workers.engines.openai.capabilities import lineage, merged
 from workers.engines.openai.upstream import Upstream
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_contract import Rig, prompt
 from upstream import Upstream
+from waits import until
 
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.nats.bus import MemoryBus
@@ -41,13 +42,15 @@ async def upstream() -> AsyncIterator[Upstream]:
 
 async def changed(rig: Rig) -> str:
     """Wait for the engine's end, and return the reason."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await rig.engine.check()
-            except EngineChanged as error:
-                return str(error)
-            await asyncio.sleep(0.02)
+
+    async def reason() -> str:
+        try:
+            await rig.engine.check()
+        except EngineChanged as error:
+            return str(error)
+        return ""
+
+    return await until(reason)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +89,7 @@ async def test_each_part_of_the_identity_is_read_again(
         assert said in await changed(rig)
     else:
         before = upstream.listings
-        async with asyncio.timeout(20):
-            while upstream.listings < before + 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: upstream.listings >= before + 4)
         await rig.engine.check()
     await rig.engine.stop()
 
@@ -109,7 +110,7 @@ async def test_an_unreachable_server_has_not_changed(upstream: Upstream, eventua
     rig = Rig(engine(upstream, OFTEN))
     await rig.start()
     upstream.key = "wanted"
-    await asyncio.sleep(0.3)
+    await until(lambda: upstream.denials >= 3)
     upstream.key = ""
     await rig.engine.check()
     assert (await rig.ask(prompt())).finish == "length"
@@ -182,9 +183,7 @@ async def test_a_kv_connector_lost_in_a_restart_is_detected(
         assert "handles: True -> False" in await changed(rig)
     else:
         before = upstream.listings
-        async with asyncio.timeout(20):
-            while upstream.listings < before + 6 or upstream.lacking_handles:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: upstream.listings >= before + 6 and not upstream.lacking_handles)
         await rig.engine.check()
     await rig.engine.stop()
 

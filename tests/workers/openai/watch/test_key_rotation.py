@@ -67,7 +67,7 @@ async def test_a_changed_file_is_read_without_any_request(keyed: Keyed, eventual
     with capture_logs() as logs:
         keyed.file.write_text("")  # it is being written
         await eventually(lambda: any(log["event"] == "upstream_key_unreadable" for log in logs))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # the file is read five more times; no read is logged again
         assert (await keyed.rig.ask(prompt())).finish == "length"  # the last good key stays in use
         keyed.upstream.key = NEW
         keyed.file.write_text(f"{NEW}\n")

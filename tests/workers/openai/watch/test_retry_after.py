@@ -8,7 +8,7 @@ from upstream import Upstream
 
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.watch.retry_after import RetryGate, retry_after_s
+from workers.engines.openai.upstream_health import RetryGate, retry_after_s
 
 DATE = {"Date": "Sat, 28 Nov 2026 09:00:00 GMT"}
 

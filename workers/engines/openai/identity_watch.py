@@ -15,10 +15,8 @@ from dataclasses import replace
 
 import structlog
 
-from workers.engines.openai import lineage
-from workers.engines.openai.capabilities import Abilities, Identity
-from workers.engines.openai.upstream import PROBE_TOKENS, Upstream
-from workers.engines.openai.upstream_errors import UpstreamUnavailable
+from workers.engines.openai.capabilities import Abilities, merged
+from workers.engines.openai.upstream import PROBE_TOKENS, Upstream, UpstreamUnavailable
 
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
@@ -91,7 +89,10 @@ class IdentityWatch:
                     await asyncio.sleep(CONFIRM_S)
                     again = await self._read()
                     if again == now:
-                        self.changed = known.difference(now)
+                        differ = (
+                            f"{name}: {old} -> {now[name]}" for name, old in known.items() if old != now[name]
+                        )
+                        self.changed = ", ".join(differ)
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamUnavailable as error:
@@ -100,30 +101,20 @@ class IdentityWatch:
                 self._away = True
             return self.changed
 
-    async def _read(self) -> Identity:
+    async def _read(self) -> dict[str, object]:
         known, upstream = self._known, self._upstream
         listed = await upstream.listed(known.model)
         version = await upstream.version()
-        told = lineage.merged(
-            dict(known.told), await lineage.read(upstream, [path for path, _ in known.told])
-        )
-        listed = replace(
-            listed, version=known.version if version is None else version, told=tuple(told.items())
-        )
-        said = (listed.model, listed.root, listed.context_tokens, listed.also_served, listed.lineage)
-        before = (known.model, known.root, known.context_tokens, known.also_served, known.lineage)
-        if said != before or version not in (
-            None,
-            "",
-            known.version,
-        ):
-            model, root, context, names, _ = said
-            changed = replace(known, model=model, root=root, context_tokens=context, also_served=names)
-            changed = replace(changed, size=listed.size, told=listed.told)
-            return replace(changed, version=listed.version or known.version).identity
-        tokens = (
-            1 if known.ids_from == "token_ids" else PROBE_TOKENS
-        )  # where ids are in logprobs, some tokens lack them
+        told = merged(known.told, await upstream.told(known.told))
+        seen = replace(
+            known, model=listed.model, root=listed.root, context_tokens=listed.context_tokens,
+            also_served=listed.also_served, size=listed.size, told=told, version=version or known.version,
+        )  # fmt: skip
+        if seen.identity != known.identity:
+            return seen.identity
+        listed = replace(listed, version=known.version if version is None else version, told=told)
+        # where ids are in logprobs, some tokens lack them
+        tokens = 1 if known.ids_from == "token_ids" else PROBE_TOKENS
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
         return replace(found, handles=await self._hands_over(found)).identity
 

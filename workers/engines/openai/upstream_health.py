@@ -1,0 +1,118 @@
+"""Decides from an upstream's answers whether it is dead, and whether it accepts new requests.
+
+| health check | effect |
+|---|---|
+| a good answer, however late | resets both counters below |
+| a refusal: an error status, a connection that cannot be made | REFUSALS_MAX in a row: dead |
+| no answer in time | dead once neither an answer nor a token has come for `silent_s` |
+
+A token of any stream since the last check has the same effect: a saturated server answers /health late or not at all, and must
+not be restarted for that. Errors do not count as tokens.
+
+After a 429, or a 503 with `Retry-After`, the worker is closed to new requests:
+
+open ── 429, or 503 with Retry-After ──▶ closed for that long, at most `max_s` ──▶ open
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import structlog
+
+ANSWER_S_MAX = 8.0  # for one check over all paths: below the worker's own deadline of 10 s
+REFUSALS_MAX = 3  # in a row
+# default of `silent_s`: longer than a compilation or a garbage collection, equal to `dead_after`
+SILENT_S = 30.0
+TOO_MANY, UNAVAILABLE = 429, 503
+DEFAULT_S = 1.0  # after a 429 without a duration
+MAX_S = 60.0  # the longest duration: a wrong header must not close a worker for hours
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthAnswer:
+    """The result of one health check: the reason why it failed, or empty."""
+
+    trouble: str = ""
+    timed_out: bool = False  # no answer came in time
+
+
+class UpstreamHealth:
+    """The health of one upstream. Times are monotonic seconds."""
+
+    def __init__(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self.refusals = 0  # in a row
+        self._silent_since: float | None = None  # start of the first of the consecutive unanswered checks
+
+    def judge(self, answer: HealthAnswer, began_at: float, token_at: float, now: float) -> str:
+        """Return why the upstream is dead; empty if it is not.
+
+        Args:
+            answer: the result of the check.
+            began_at: when the check began.
+            token_at: when a token of any stream last arrived.
+            now: when the check ended.
+        """
+        if self._silent_since is not None and token_at >= self._silent_since:
+            self._silent_since = None
+        if not answer.trouble or token_at >= began_at:
+            self.refusals, self._silent_since = 0, None
+            return ""
+        if not answer.timed_out:
+            self.refusals += 1
+            return answer.trouble if self.refusals >= REFUSALS_MAX else ""
+        self._silent_since = began_at if self._silent_since is None else self._silent_since
+        silent_s = now - max(self._silent_since, token_at)
+        if silent_s < self._silent_s:
+            return ""
+        return f"{answer.trouble}, and no token came for {silent_s:.0f} s"
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the last check failed."""
+        return self.refusals > 0 or self._silent_since is not None
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds in `Retry-After`; None if there are none. A date is relative to the server's own `Date`."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        if text.replace(".", "", 1).isdecimal():
+            return float(text)
+        at, now = parsedate_to_datetime(text), parsedate_to_datetime(headers.get("Date", ""))
+        return max(0.0, (at - now).total_seconds())
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+class RetryGate:
+    """Tracks whether one upstream accepts new requests. Canaries have a separate gate: a busy server may still answer them."""
+
+    def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:
+        """`now`: monotonic seconds. `max_s`: the longest time for which the gate closes; 0: it never closes."""
+        self._now = now
+        self._max_s = max_s
+        self._users_until = float("-inf")
+        self._canaries_until = float("-inf")
+
+    def closed_s(self, *, canary: bool = False) -> float:
+        """Return for how many seconds the gate stays closed; 0: it is open."""
+        return max(0.0, (self._canaries_until if canary else self._users_until) - self._now())
+
+    def refused(self, status: int, headers: Mapping[str, str], *, canary: bool) -> bool:
+        """Process a refused request. Return whether it closes the gate; if so, the refusal is no failure of the upstream."""
+        seconds = retry_after_s(headers)
+        if status == TOO_MANY and seconds is None:
+            seconds = DEFAULT_S
+        if status not in (TOO_MANY, UNAVAILABLE) or seconds is None:
+            return False
+        until = self._now() + min(seconds, self._max_s)
+        if self.closed_s(canary=canary) == 0.0 and until > self._now():
+            log.warning("upstream_closed", status=status, seconds=min(seconds, self._max_s))
+        self._users_until = max(self._users_until, until)
+        if canary:
+            self._canaries_until = max(self._canaries_until, until)
+        return True

@@ -1,1 +1,0 @@
-"""Watches the changing state of an upstream: API key, identity, health and retry times."""
