@@ -33,11 +33,10 @@ from events import subjects
 from events.fact import Recorded
 from events.observations import CanaryPassed, RequestExposed
 from workers.engines.tiny import build_tiny
-from workers.engines.transformers.faults import bit_flip
+from workers.engines.transformers.faults import WeightFaultInjector, bit_flip
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
-from workers.engines.transformers.weight_faults import WeightFaultInjector
 
 WORKERS, STREAMS, TOKENS, VICTIM = 3, 8, 64, "w0"
 CANARIES, INTERVAL_S = 4, 1.0
@@ -52,7 +51,7 @@ FLAGS = ("--engine", "transformers", "--workers", str(WORKERS), "--chaos", "--ca
 def harmful(folder: Path, first: int) -> Iterator[tuple[int, str]]:
     """Yield the seeds and places of bit flips that alter these users' answers, in order of seeds."""
     torch.set_num_threads(1)
-    model = load_model(folder, device="cpu", dtype="float32", context_tokens=4096)
+    model = load_model(TransformersSettings(folder=folder, context_tokens=4096))
     bench = Bench(
         Stepper(model, TransformersSettings(folder=folder, prefill_tokens_max=4096)), CanarySettings()
     )

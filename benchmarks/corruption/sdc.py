@@ -32,7 +32,7 @@ from benchmarks.corruption.sdc_alarms import false_alarms
 from benchmarks.corruption.sdc_bench import Bench, prepared
 from controller.runtime.canary.goldens import GoldenDifference
 from workers.engines.tiny import build_tiny
-from workers.engines.transformers.weight_faults import KINDS, WeightFault, WeightFaultInjector, draw_fault
+from workers.engines.transformers.faults import KINDS, WeightFault, WeightFaultInjector, draw_fault
 
 FREE_RUN_EVERY = 50
 # engines.md, top-5 within 1e-3: detected faults, those of them that altered user tokens, faults that altered user tokens.

@@ -158,7 +158,7 @@ class Bench:
 def prepared(folder: Path, threads: int) -> Bench:
     """Load the model, choose canaries as the controller does, record every healthy answer, calibrate."""
     torch.set_num_threads(threads)
-    model = load_model(folder, device="cpu", dtype="float32", context_tokens=4096)
+    model = load_model(TransformersSettings(folder=folder, context_tokens=4096))
     settings = CanarySettings()
     bench = Bench(
         Stepper(model, TransformersSettings(folder=folder, prefill_tokens_max=4096, prefix_caching=False)),

@@ -52,7 +52,7 @@ def engine_of(small: Path) -> MakeEngine:
     and test_transformers_model.py tests it.
     """
     from workers.engines.transformers.engine import TransformersEngine
-    from workers.engines.transformers.invariance import make_exact
+    from workers.engines.transformers.model import make_exact
     from workers.engines.transformers.settings import TransformersSettings
 
     found: dict[tuple[Any, ...], tuple[bool, int]] = {}

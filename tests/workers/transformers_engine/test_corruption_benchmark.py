@@ -10,7 +10,7 @@ pytestmark = pytest.mark.engines
 
 from benchmarks.corruption.sdc import delay, measured  # noqa: E402
 from benchmarks.corruption.sdc_bench import prepared  # noqa: E402
-from workers.engines.transformers.weight_faults import KINDS, WeightFaultInjector, draw_fault  # noqa: E402
+from workers.engines.transformers.faults import KINDS, WeightFaultInjector, draw_fault  # noqa: E402
 
 
 def test_a_few_faults_are_judged_by_both_rules_and_found_within_a_round(tiny: Path) -> None:

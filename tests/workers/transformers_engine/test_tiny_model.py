@@ -15,7 +15,7 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from workers.engines.tiny import FolderInUse, add_arguments, build_tiny, run_cli  # noqa: E402
 from workers.engines.torch_missing import TorchMissing, require_torch  # noqa: E402
-from workers.engines.transformers.revision import revision_of  # noqa: E402
+from workers.engines.transformers.loading import revision_of  # noqa: E402
 
 
 def digests(folder: Path) -> dict[str, str]:

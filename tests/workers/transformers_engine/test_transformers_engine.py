@@ -1,6 +1,5 @@
 """The transformers engine: the engine contract, exactness, limits and rehearsed faults."""
 
-import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import turns
 
 pytest.importorskip("torch", reason="torch is not installed: make test-engines")
 pytestmark = pytest.mark.engines
@@ -321,7 +321,7 @@ async def test_a_dead_engine_fails_its_check_and_delivers_nothing(start: Make) -
     key = rig.submit(prompt())
     with pytest.raises(EngineDead):
         await rig.engine.check()
-    await asyncio.sleep(0)
+    await turns()
     assert not rig.answers[key].chunks
 
 

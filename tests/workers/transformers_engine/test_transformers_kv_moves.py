@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from waits import turns
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-engines")
 pytestmark = pytest.mark.engines
@@ -18,7 +19,7 @@ from engine_walk import walk  # noqa: E402
 
 from workers.engines.engine import MoveEnded, MoveRefused  # noqa: E402
 from workers.engines.transformers.attention import Pool  # noqa: E402
-from workers.engines.transformers.copying import Copier  # noqa: E402
+from workers.engines.transformers.moving import Copier  # noqa: E402
 
 MakeEngine = Callable[..., Any]
 
@@ -169,7 +170,7 @@ async def test_blocks_being_copied_are_freed_after_the_copy(both: Both) -> None:
             asyncio.ensure_future(export.blocks(0, 0, 2)),
             asyncio.ensure_future(coming.take(0, 0, bytes(2 * size))),
         ]
-        await asyncio.sleep(0)
+        await turns()
         pair.source.engine.cancel(key)
         pair.target.engine.cancel(other)
         await pair.source.until(lambda: not pair.source.engine.load().running)
@@ -189,7 +190,7 @@ async def test_a_cancelled_copy_waits_until_its_memory_is_no_longer_read(both: B
         slowed(pair.target, gate)
         _, coming = pair.reserve(asked(0, prompt(30)), 64)
         taking = asyncio.ensure_future(coming.take(0, 0, bytes(pair.target.engine.kv[0].block_bytes)))
-        await asyncio.sleep(0)
+        await turns()
         taking.cancel()
         done, _ = await asyncio.wait([taking], timeout=0.05)
         assert not done

@@ -13,10 +13,14 @@ from events.wire import Sampling  # noqa: E402
 from workers.engines.engine import EngineDead  # noqa: E402
 from workers.engines.transformers.attention import Pool  # noqa: E402
 from workers.engines.transformers.blocks import Blocks  # noqa: E402
-from workers.engines.transformers.invariance import is_exact, make_exact  # noqa: E402
 from workers.engines.transformers.loading import load_model  # noqa: E402
-from workers.engines.transformers.model import Model  # noqa: E402
+from workers.engines.transformers.model import (  # noqa: E402
+    Model,
+    is_exact,
+    make_exact,
+)
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence  # noqa: E402
+from workers.engines.transformers.settings import TransformersSettings  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -55,7 +59,7 @@ class Reader:
 @pytest.fixture(scope="module")
 def model(tiny: Path) -> Model:
     """The tiny model with the tile that is exact on this processor, as in an engine."""
-    model = load_model(tiny, device="cpu", dtype="float32", context_tokens=1024)
+    model = load_model(TransformersSettings(folder=tiny, context_tokens=1024))
     assert make_exact(model, model.pool(blocks=64, block_tokens=32), Blocks(64, 32))
     return model
 
@@ -75,7 +79,7 @@ def test_each_family_computes_what_transformers_computes(family: str, tied: bool
     causal: Any = transformers.AutoModelForCausalLM
     causal.from_config(config).save_pretrained(tmp_path)
     original = causal.from_pretrained(tmp_path)
-    ours = Reader(load_model(tmp_path, device="cpu", dtype="float32", context_tokens=512))
+    ours = Reader(load_model(TransformersSettings(folder=tmp_path, context_tokens=512)))
     asked = tokens(77, vocabulary=160)
     with torch.no_grad():
         expected = original(torch.tensor([asked])).logits[0, -1]
@@ -133,7 +137,7 @@ def test_a_band_of_rows_at_a_time_gives_the_same_bits(model: Model, monkeypatch:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_at_start_finds_this_machine_exact_and_leaves_no_block(tiny: Path, dtype: str) -> None:
-    model = load_model(tiny, device="cpu", dtype=dtype, context_tokens=1024)
+    model = load_model(TransformersSettings(folder=tiny, dtype=dtype, context_tokens=1024))
     blocks = Blocks(64, 32)
     exact = make_exact(model, model.pool(blocks=64, block_tokens=32), blocks)
     assert exact or dtype == "bfloat16"  # some processors with AMX add differently in a batch, with any tile
@@ -180,14 +184,14 @@ def test_an_unsupported_model_is_refused_with_the_reason(tmp_path: Path) -> None
 
     GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16).save_pretrained(tmp_path)
     with pytest.raises(EngineDead, match="holds a gpt2 model; this engine serves llama"):
-        load_model(tmp_path, device="cpu", dtype="float32", context_tokens=64)
+        load_model(TransformersSettings(folder=tmp_path, context_tokens=64))
 
 
 def test_damaged_weights_are_refused_with_the_reason(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:100_000])
     with pytest.raises(EngineDead, match="cannot load the model in"):
-        load_model(tmp_path, device="cpu", dtype="float32", context_tokens=64)
+        load_model(TransformersSettings(folder=tmp_path, context_tokens=64))
 
 
 def test_missing_weights_are_refused_not_made_up(tiny: Path, tmp_path: Path) -> None:
@@ -198,4 +202,4 @@ def test_missing_weights_are_refused_not_made_up(tiny: Path, tmp_path: Path) -> 
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     with pytest.raises(EngineDead, match=r"lack model\.layers\.2\.mlp\.up_proj\.weight"):
-        load_model(tmp_path, device="cpu", dtype="float32", context_tokens=64)
+        load_model(TransformersSettings(folder=tmp_path, context_tokens=64))

@@ -14,16 +14,16 @@ from hypothesis import strategies as st  # noqa: E402
 
 from events.wire import Sampling  # noqa: E402
 from workers.engines.transformers.blocks import Blocks  # noqa: E402
-from workers.engines.transformers.sampling import Due, choose, uniform  # noqa: E402
-from workers.engines.transformers.schedule import Schedule  # noqa: E402
-from workers.engines.transformers.sequence import TorchSequence  # noqa: E402
-from workers.engines.transformers.weight_faults import (  # noqa: E402
+from workers.engines.transformers.faults import (  # noqa: E402
     KINDS,
     NotFloat32,
     WeightFault,
     WeightFaultInjector,
     draw_fault,
 )
+from workers.engines.transformers.sampling import choose, uniform  # noqa: E402
+from workers.engines.transformers.schedule import Schedule  # noqa: E402
+from workers.engines.transformers.sequence import TorchSequence  # noqa: E402
 
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
@@ -143,16 +143,8 @@ def test_every_sequence_is_served_and_no_block_has_two_owners(
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-def due(tokens: list[int], **sampling: Any) -> Due:
-    barred = sampling.pop("barred", frozenset({2}))
-    return Due(
-        tokens,
-        sampling.pop("prompt", 0),
-        0,
-        Sampling(max_tokens=9, **sampling),
-        sampling.get("seed") or 0,
-        barred,
-    )
+def due(tokens: list[int], *, prompt: int = 0, seed: int = 0, **sampling: Any) -> TorchSequence:
+    return TorchSequence(0, tokens, prompt, Sampling(max_tokens=9, **sampling), seed, barred=frozenset({2}))
 
 
 def test_a_draw_follows_the_distribution() -> None:
@@ -192,10 +184,10 @@ def test_min_tokens_bar_tokens_that_end_the_answer() -> None:
 def test_min_p_cuts_tokens_far_from_the_best() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     for least, possible in ((0.05, {0, 1, 2, 3}), (0.2, {0, 1, 2}), (0.55, {0, 1}), (1.0, {0})):
-        asked = {"temperature": 1.0, "seed": 3, "min_p": least}
+        asked: dict[str, Any] = {"temperature": 1.0, "seed": 3, "min_p": least}
         assert {choose(logits, [due([0] * n, **asked)])[0].token for n in range(300)} == possible
     # the distance to the best is measured after the temperature
-    flat = {"temperature": 4.0, "seed": 3, "min_p": 0.5}
+    flat: dict[str, Any] = {"temperature": 4.0, "seed": 3, "min_p": 0.5}
     assert {choose(logits, [due([0] * n, **flat)])[0].token for n in range(300)} == {0, 1, 2, 3}
 
 

@@ -10,7 +10,7 @@ every sum here has a fixed shape and order:
 
 Measured on CPU (MKL, fp32 and bf16, 1 to 4 threads): rows of such products are bit-identical for every number of rows that is a
 multiple of four, and for every number of products in one call. With one to three rows another kernel runs. So rows come in
-tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `invariance.py` checks all this at start
+tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `make_exact` checks all this at start
 on the machine itself, and tries larger tiles where four are not enough.
 
 The blocks in use are close together (the lowest free one is taken first), so a whole slice of the pool is computed without

@@ -8,14 +8,13 @@ lock (moving.py).
 """
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from concurrent.futures import Future
 
+import msgspec
 import structlog
 import torch
 
@@ -30,15 +29,14 @@ from workers.engines.engine import (
     EngineIdentity,
     Phase,
     discard_events,
+    discard_output,
 )
-from workers.engines.transformers.invariance import Check, make_exact
-from workers.engines.transformers.loading import load_model
-from workers.engines.transformers.measure import measured_profile
+from workers.engines.transformers.loading import load_model, revision_of
+from workers.engines.transformers.model import Check, make_exact
 from workers.engines.transformers.moving import TorchMoves, TransformersExport, TransformersImport
-from workers.engines.transformers.revision import revision_of
 from workers.engines.transformers.sequence import SequenceWork
 from workers.engines.transformers.settings import TransformersSettings
-from workers.engines.transformers.stepper import Output, Stepper
+from workers.engines.transformers.stepper import Output, Stepper, measured_profile
 from workers.kv_transfer.messages import Description
 
 log = structlog.get_logger(__name__)
@@ -54,7 +52,10 @@ class TransformersEngine:
         self._settings = settings
         self._check = check
         self.announces = settings.prefix_caching
-        self.identity = _identity(settings, revision="", exact=False, context_tokens=settings.context_tokens)
+        blank = Profile(
+            kv_blocks=0, block_tokens=settings.block_tokens, max_batch=0, prefill_tokens_per_s=0, tpot_ms=()
+        )  # until the model is loaded
+        self.identity = _identity(settings, settings.context_tokens, blank)
         self.kv: tuple[Description, ...] = ()
         self._inbox: deque[Callable[[Stepper], None]] = deque()
         self._wake = threading.Condition()
@@ -63,7 +64,7 @@ class TransformersEngine:
         self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
-        self._deliver: Deliver = _discard
+        self._deliver: Deliver = discard_output
         self._announce: Announce = discard_events
         self._phase = Phase(since=time.monotonic())
         self._dead: str | None = None
@@ -73,20 +74,16 @@ class TransformersEngine:
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
         """Load the model, check and measure it, and start to step. Raise EngineDead with the reason if it cannot."""
         self._deliver, self._announce = deliver, announce
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[str | None] = loop.create_future()
-
-        def report(reason: str | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed while the model was loading
-                loop.call_soon_threadsafe(_settle, ready, reason)
-
-        self._thread = threading.Thread(target=self._main, args=(report,), name="engine", daemon=True)
+        ready: Future[str | None] = Future()
+        ready.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
+        self._thread = threading.Thread(
+            target=self._main, args=(ready.set_result,), name="engine", daemon=True
+        )
         self._thread.start()
         try:
-            async with asyncio.timeout(
-                self._settings.load_s
-            ):  # wait_for of Python 3.11 can swallow a cancellation
-                reason = await ready
+            # wait_for of Python 3.11 can swallow a cancellation
+            async with asyncio.timeout(self._settings.load_s):
+                reason = await asyncio.wrap_future(ready)
         except TimeoutError:
             self._stopping.set()
             reason = f"loading {self._settings.folder} took longer than {self._settings.load_s:g} s"
@@ -102,11 +99,15 @@ class TransformersEngine:
 
     def submit(self, key: int, request: Generate) -> None:
         """Accept a request, or deliver its refusal at once."""
-        refusal = self._refusal(request)
-        if refusal is not None:
+
+        def submit(stepper: Stepper) -> None:
+            if chunk := stepper.submit(key, request):
+                self._deliver([(key, chunk)])
+
+        if refusal := self._refusal(request):
             self._deliver([(key, Chunk(request.stream, [], error=refusal))])
-            return
-        self._put(partial(_submit, self._deliver, key, request))
+        else:
+            self._put(submit)
 
     def cancel(self, key: int) -> None:
         """Drop a request before the next step. Resources reserved for its move are freed at once."""
@@ -143,14 +144,7 @@ class TransformersEngine:
     def load(self) -> Load:
         """Return the current load, including requests received since the last step."""
         load = Load() if self._stepper is None else self._stepper.load()
-        return Load(
-            load.running,
-            load.waiting + len(self._inbox),
-            load.kv_used,
-            load.kv_total,
-            load.active_tokens,
-            load.canaries,
-        )
+        return msgspec.structs.replace(load, waiting=load.waiting + len(self._inbox))
 
     def ranks(self) -> list[Load]:
         """Return nothing: there is one rank."""
@@ -165,10 +159,8 @@ class TransformersEngine:
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
         """Inject a fault: error, corrupt, drift, sampler, slow, bitflip (argument: its seed), die, heal."""
-        if self._stepper is None:
-            return False
-        faults = self._stepper.faults
-        return faults.inject(fault, argument)
+        faults = None if self._stepper is None else self._stepper.faults
+        return faults is not None and faults.inject(fault, argument)
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End this fault."""
@@ -216,12 +208,7 @@ class TransformersEngine:
         settings = self._settings
         torch.set_num_threads(settings.threads)
         revision = revision_of(settings.folder)
-        model = load_model(
-            settings.folder,
-            device=settings.device,
-            dtype=settings.dtype,
-            context_tokens=settings.context_tokens,
-        )
+        model = load_model(settings)
         stepper = Stepper(model, settings)
         exact = self._check(model, stepper.pool, stepper.blocks)
         if not exact:
@@ -229,9 +216,7 @@ class TransformersEngine:
                 "not_batch_invariant", device=settings.device, dtype=settings.dtype, threads=settings.threads
             )
         profile = settings.profile or measured_profile(stepper, settings)
-        self.identity = _identity(
-            settings, revision=revision, exact=exact, context_tokens=stepper.limit, profile=profile
-        )
+        self.identity = _identity(settings, stepper.limit, profile, revision=revision, exact=exact)
         self._stepper = stepper
         self.kv = (_description(self.identity, stepper),)
 
@@ -256,7 +241,8 @@ class TransformersEngine:
         works = stepper.plan()
         if not works:
             return False
-        self._phase = _phase(works, began)
+        prompt = sum(work.count for work in works if work.count > 1)
+        self._phase = Phase("prefill" if prompt else "decode", began, prompt)
         out = self._step(stepper, works)
         if stepper.faults.slow > 1.0:
             self._stopping.wait((time.monotonic() - began) * (stepper.faults.slow - 1.0))
@@ -269,11 +255,7 @@ class TransformersEngine:
             out = stepper.step(works)
             self._failures = 0
             return out
-        except (
-            RuntimeError,
-            ArithmeticError,
-            MemoryError,
-        ) as error:  # errors of torch, including out of memory
+        except (RuntimeError, ArithmeticError, MemoryError) as error:  # of torch, including out of memory
             self._failures += 1
             log.exception("engine_step_failed", in_a_row=self._failures)
             if self._failures >= FAILURES_MAX:
@@ -311,21 +293,6 @@ class TransformersEngine:
         return self._stepper
 
 
-def _submit(deliver: Deliver, key: int, request: Generate, stepper: Stepper) -> None:
-    if chunk := stepper.submit(key, request):
-        deliver([(key, chunk)])
-
-
-def _settle(ready: asyncio.Future[str | None], reason: str | None) -> None:
-    if not ready.done():  # the caller may have given up
-        ready.set_result(reason)
-
-
-def _phase(works: list[SequenceWork], began: float) -> Phase:
-    prompt = sum(work.count for work in works if work.count > 1)
-    return Phase("prefill" if prompt else "decode", began, prompt)
-
-
 def _description(identity: EngineIdentity, stepper: Stepper) -> Description:
     keys = stepper.pool.keys
     layers, _, heads, tokens, width = keys.shape
@@ -335,21 +302,17 @@ def _description(identity: EngineIdentity, stepper: Stepper) -> Description:
 
 def _identity(
     settings: TransformersSettings,
-    *,
-    revision: str,
-    exact: bool,
     context_tokens: int,
-    profile: Profile | None = None,
+    profile: Profile,
+    *,
+    revision: str = "",
+    exact: bool = False,
 ) -> EngineIdentity:
     import transformers
 
-    folder: Path = settings.folder.resolve()
-    device = settings.device
+    folder, device = settings.folder.resolve(), settings.device
     if device.startswith("cuda") and torch.cuda.is_available():
         device = torch.cuda.get_device_name(device)
-    blank = Profile(
-        kv_blocks=0, block_tokens=settings.block_tokens, max_batch=0, prefill_tokens_per_s=0, tpot_ms=()
-    )
     return EngineIdentity(
         model=settings.model or folder.name,
         revision=revision,
@@ -361,10 +324,6 @@ def _identity(
         device=device,
         context_tokens=context_tokens,
         exact=exact,
-        profile=profile or blank,
+        profile=profile,
         waiting_max=settings.waiting_max,
     )
-
-
-def _discard(out: Output) -> None:
-    """Discard output before `start`."""

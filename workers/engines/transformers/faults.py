@@ -1,76 +1,134 @@
-"""Faults that can be injected into the transformers engine. They last until healed."""
+"""Faults that can be injected into the transformers engine, for rehearsals.
+
+Memory faults are put into named weights and undone again. They imitate a particle strike, a weak cell or a bad bus: one flipped
+bit of one number, a row of zeros, a tile of zeros. Each kind is drawn from a seed, weight by weight in proportion to its size,
+so that the same seed gives the same fault.
+"""
 
 import random
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from workers.engines.faults import SLOW_TIMES, EngineFaults
-from workers.engines.transformers.weight_faults import WeightFault, WeightFaultInjector, draw_fault
+from events.errors import HoldfastError
+from workers.engines.faults import EngineFaults
 
-NAMES = ("error", "corrupt", "drift", "sampler", "slow", "bitflip", "die", "heal")
+TILE = 16  # the side of a zeroed tile, as one matrix unit processes it
+
+
+class NotFloat32(HoldfastError):
+    """Bits are flipped by the layout of float32. Serve the model with dtype float32 to rehearse bit flips."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFault:
+    """One fault: the weight, the index in it and the change. `bit` counts from the lowest of the number's 32."""
+
+    weight: str
+    row: int
+    column: int
+    kind: str
+    bit: int | None = None
+
+    def __str__(self) -> str:
+        what = f"bit {self.bit} of" if self.bit is not None else f"{self.kind} at"
+        return f"{what} {self.weight}[{self.row}, {self.column}]"
+
+
+# The bit that each kind flips; None: not a bit. float32 is 1 sign bit (31), 8 exponent bits (30–23), 23 mantissa bits.
+KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
+    "any one bit": lambda draw: draw.randrange(32),
+    "exponent top bit": lambda draw: 30,
+    "other exponent bit": lambda draw: draw.randrange(23, 30),
+    "sign": lambda draw: 31,
+    "top-4 mantissa bits": lambda draw: draw.randrange(19, 23),
+    "low mantissa bits": lambda draw: draw.randrange(19),
+    "one row zeroed": lambda draw: None,
+    "16×16 tile zeroed": lambda draw: None,
+}
+
+
+def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) -> WeightFault:
+    """Draw one fault of a kind; every number of every matrix is equally likely."""
+    matrices = [name for name, weight in weights.items() if weight.dim() == 2]
+    name = draw.choices(matrices, [weights[name].numel() for name in matrices])[0]
+    rows, columns = weights[name].shape
+    return WeightFault(name, draw.randrange(rows), draw.randrange(columns), kind, KINDS[kind](draw))
+
+
+class WeightFaultInjector:
+    """Injects faults into weights, and keeps the original values to restore them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        # the changed part (a view of the weight), and its original content
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    @torch.inference_mode()
+    def inflict(self, fault: WeightFault) -> None:
+        """Put a fault into its weight. Raise NotFloat32."""
+        weight = self._weights[fault.weight]
+        place = weight[fault.row : fault.row + 1, fault.column : fault.column + 1]
+        if fault.kind == "one row zeroed":
+            place = weight[fault.row : fault.row + 1]
+        elif fault.bit is None:
+            place = weight[_tile(fault.row, weight.shape[0]), _tile(fault.column, weight.shape[1])]
+        elif weight.dtype != torch.float32:
+            raise NotFloat32
+        self._before.append((place, place.clone()))
+        place.copy_(torch.zeros_like(place) if fault.bit is None else _flipped(place, fault.bit))
+
+    @torch.inference_mode()
+    def heal(self) -> None:
+        """Restore everything, the last fault first."""
+        while self._before:
+            place, before = self._before.pop()
+            place.copy_(before)
+
+
+def _tile(at: int, size: int) -> slice:
+    start = min(at // TILE * TILE, max(0, size - TILE))
+    return slice(start, start + TILE)
+
+
+def _flipped(place: Tensor, bit: int) -> Tensor:
+    mask = (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed 32-bit number
+    return (place.contiguous().view(torch.int32) ^ mask).view(torch.float32)
 
 
 @dataclass(slots=True, kw_only=True)
 class TorchFaults(EngineFaults):
-    """The faults active in the transformers engine now."""
+    """The faults active in the transformers engine now.
 
-    slow: float = 1.0
+    `bitflip` flips any one bit of one weight; its argument is the seed that selects them. Healing it restores all flipped bits.
+    """
+
     # Queue for the engine's thread: the seed of a bit flip to inject, or None to undo all flips.
     surgery: deque[int | None] = field(default_factory=deque)
 
-    def inject(self, fault: str, argument: float) -> bool:
-        """Begin one fault, or `heal` all; False if it is unknown. An argument of 0 selects the fault's default.
+    def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
+        if fault in ("bitflip", "heal"):
+            self.surgery.append(int(argument) if fault == "bitflip" else None)
+        return EngineFaults.inject(self, fault, argument, rank) or fault == "bitflip"
 
-        `bitflip` flips any one bit of one weight; its argument is the seed that selects them.
-        """
-        match fault:
-            case "slow":
-                self.slow = max(1.0, argument or SLOW_TIMES)
-            case "bitflip":
-                self.surgery.append(int(argument))
-            case "heal":
-                for one in ("error", "corrupt", "drift", "sampler", "slow", "bitflip"):
-                    self.heal(one)
-            case _:
-                return self.begin(fault, argument)
-        return True
+    def heal(self, fault: str, rank: int = 0) -> None:
+        if fault == "bitflip":
+            self.surgery.append(None)
+        EngineFaults.heal(self, fault, rank)
 
-    def heal(self, fault: str) -> None:
-        """End one fault; `bitflip` restores all flipped bits at once. A dead engine stays dead."""
-        match fault:
-            case "slow":
-                self.slow = 1.0
-            case "bitflip":
-                self.surgery.append(None)
-            case _:
-                self.end(fault)
-
-    def altered(self, token: int, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token as the faulty engine outputs it: one in k is wrong, but never one of `spared`."""
-        drawn = None if token in spared else self.draw_corruption()
-        if drawn is None:
-            return token
-        wrong = (token + 1 + drawn % (vocabulary - 1)) % vocabulary
-        return token if wrong in spared else wrong
-
-    def drawn(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token as the sampler draws it: while it is broken, a random one that is not in `spared`."""
-        drawn = self.misdrawn(temperature)
-        wrong = token if drawn is None else drawn % vocabulary
-        return token if wrong in spared else wrong
+    def misled(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
+        """Return the token as the faulty engine outputs it, but never one of `spared` in place of the right one."""
+        drawn = self.drawn(token, temperature, 0, vocabulary)
+        token = token if drawn in spared else drawn
+        altered = token if token in spared else self.altered(token, 0, vocabulary)
+        return token if altered in spared else altered
 
     def drifted(self, logits: Tensor) -> Tensor:
         """Return drifted logits. They are scaled, so that greedy tokens stay the same."""
         return logits * (1.0 + self.drift) if self.drift else logits
-
-
-def flip_bit(weights: dict[str, Tensor], surgeon: WeightFaultInjector, seed: int) -> str:
-    """Flip one bit of one weight, selected by `seed`; return where. Raise NotFloat32."""
-    fault = bit_flip(weights, seed)
-    surgeon.inflict(fault)
-    return str(fault)
 
 
 def bit_flip(weights: dict[str, Tensor], seed: int) -> WeightFault:

@@ -1,22 +1,26 @@
 """Loads a model's folder, or reports why it cannot be served."""
 
+import mmap
 from pathlib import Path
-from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 
 from workers.engines.engine import EngineDead
-from workers.engines.transformers.model import Model
+from workers.engines.transformers.model import HfModule, Model
+from workers.engines.transformers.settings import TransformersSettings
 
+_PIECE = 64 * 1024 * 1024  # hashed at once
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families with the layers of `Layer`
 
 
-def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) -> Model:
+def load_model(settings: TransformersSettings) -> Model:
     """Load a folder's model. Raise EngineDead with the reason if it cannot be served."""
     import transformers
     from transformers.utils import logging
 
+    folder, device = settings.folder, settings.device
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -26,34 +30,54 @@ def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) ->
                 "Serve others with --engine openai and an upstream that supports them."
             )
         _refuse_moving_rotations(folder, config)
-        module = _loaded(folder, config, getattr(torch, dtype))
-        return Model(module.to(device).eval().requires_grad_(False), context_tokens=context_tokens)
+        module = _loaded(folder, config, getattr(torch, settings.dtype))
+        return Model(module.to(device).eval().requires_grad_(False), context_tokens=settings.context_tokens)
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise EngineDead(f"cannot load the model in {folder} on {device}: {first_line}") from error
 
 
-def _loaded(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _loaded(folder: Path, config: HfModule, dtype: torch.dtype) -> HfModule:
     import transformers
 
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    module, report = load(
-        folder,
-        config=config,
-        local_files_only=True,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    load: HfModule = transformers.AutoModelForCausalLM.from_pretrained
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    module, report = load(folder, config=config, dtype=dtype, **options)
     if absent := sorted(report["missing_keys"]):  # transformers would use random numbers in their place
         raise EngineDead(f"the weights in {folder} lack {absent[0]} and {len(absent) - 1} more.")
     return module
 
 
-def _refuse_moving_rotations(folder: Path, config: Any) -> None:
+def _refuse_moving_rotations(folder: Path, config: HfModule) -> None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in (
-        "dynamic",
-        "longrope",
-    ):  # they change with the sequence's length: no step could be repeated exactly
+    if kind in ("dynamic", "longrope"):  # they change with the sequence: no step could be repeated exactly
         raise EngineDead(f"{folder} uses {kind} rotary embeddings, which this engine does not support.")
+
+
+def revision_of(folder: Path) -> str:
+    """Return the revision of a model folder: a short hash of its content, 16 hex digits. Raise EngineDead if it is not one.
+
+    Two folders with the same weights and configuration have the same revision wherever they are; one flipped bit makes another.
+    xxh3 is as fast as the disk, and the weights are about to be read anyway.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    config = folder / "config.json"
+    if not config.is_file() or not weights:
+        raise EngineDead(
+            f"{folder} is not a model folder: it needs config.json and *.safetensors. "
+            "`holdfast model tiny DIR` creates one."
+        )
+    digest = xxhash.xxh3_64()
+    for path in [config, *weights]:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        _feed(digest, path)
+    return digest.hexdigest()
+
+
+def _feed(digest: xxhash.xxh3_64, path: Path) -> None:
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+            for start in range(0, len(view), _PIECE):
+                digest.update(view[start : start + _PIECE])

@@ -7,6 +7,8 @@ Q, K and V are one matrix here, gate and up another. The modules' parameters are
 parameter affects the computation.
 """
 
+import random
+from collections.abc import Callable
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from events.wire import Sampling
 from workers.engines.transformers.attention import Pool, Span, attend, banded, span
-from workers.engines.transformers.sequence import SequenceWork
+from workers.engines.transformers.blocks import Blocks
+from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 # the rows of a matrix product are a multiple of the first of these that is exact: see attention.py
+HfModule = Any
+"""A module or configuration of Hugging Face; its attributes depend on the family."""
+
 TILES = (4, 8, 16)
+
+_PROMPT = 80
+_PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
+_OTHERS = 3
+_ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so one prompt often shows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,11 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    act: Any
+    act: HfModule
+
+
+Prompt = tuple[int, int, list[int], Tensor]
+"""First row, number of rows, block table, position of each query row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +67,13 @@ class Rows:
     offsets: Tensor
     decoding: int
     over: Span | None
-    prompts: tuple[
-        tuple[int, int, list[int], Tensor], ...
-    ]  # first row, rows, block table, position of each query row
+    prompts: list[Prompt]
 
 
 class Model:
     """A loaded model. Not thread-safe: one engine thread computes."""
 
-    def __init__(self, module: Any, *, context_tokens: int) -> None:
+    def __init__(self, module: HfModule, *, context_tokens: int) -> None:
         config = module.config
         self.module = module
         self.tile = TILES[0]
@@ -174,7 +188,7 @@ class Model:
             offsets=at % pool.block_tokens,
             decoding=decoding,
             over=self._decode_span(works[:decoding], pool) if decoding else None,
-            prompts=tuple(self._prompts(works[decoding:], decoding, pool)),
+            prompts=self._prompts(works[decoding:], decoding, pool),
         )
 
     def _decode_span(self, works: Sequential[SequenceWork], pool: Pool) -> Span:
@@ -187,9 +201,7 @@ class Model:
         hidden = within[None, None] >= torch.tensor(seen, device=self.device)[:, None, None]
         return span(tables, hidden, self.device)
 
-    def _prompts(
-        self, works: Sequential[SequenceWork], first: int, pool: Pool
-    ) -> list[tuple[int, int, list[int], Tensor]]:
+    def _prompts(self, works: Sequential[SequenceWork], first: int, pool: Pool) -> list[Prompt]:
         group = self.heads // self.kv_heads
         found = []
         for work in works:
@@ -202,7 +214,7 @@ class Model:
         return found
 
 
-def _context(config: Any, wanted: int) -> int:
+def _context(config: HfModule, wanted: int) -> int:
     limits = [wanted, int(config.max_position_embeddings)]
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
@@ -210,7 +222,7 @@ def _context(config: Any, wanted: int) -> int:
     return min(limits)
 
 
-def _rotations(module: Any, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _rotations(module: HfModule, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(tokens, device=like.device)[None]
     cos, sin = module.model.rotary_emb(like, places)
     return cos[0].clone(), sin[0].clone()
@@ -231,7 +243,7 @@ def sampling_rows(works: Sequential[SequenceWork]) -> list[int]:
     return rows
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: HfModule) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
@@ -252,7 +264,7 @@ def _layer(layer: Any) -> Layer:
     )
 
 
-def _fuse(*linears: Any) -> tuple[Tensor, Tensor | None]:
+def _fuse(*linears: HfModule) -> tuple[Tensor, Tensor | None]:
     """Join linear maps into one, and make their parameters views of it."""
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
@@ -266,9 +278,82 @@ def _fuse(*linears: Any) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _aligned(module: Any) -> Tensor:
+def _aligned(module: HfModule) -> Tensor:
     """Return a module's weight at an aligned address: a library may choose its kernel by alignment."""
     weight: Tensor = module.weight
     if weight.data_ptr() % 64:
         weight.data = weight.data.clone()
     return weight
+
+
+# sets the model's tile, and returns whether it is exact with it
+Check = Callable[[Model, Pool, Blocks], bool]
+
+
+def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
+    """Set the smallest tile of rows with which the model is exact here; False if there is none.
+
+    The engine's exactness depends on how the installed libraries add: see attention.py. They may add differently on another
+    processor, so exactness is checked at start on the model itself, bit by bit. The check compares the logits of a prompt read at
+    once with those of the same prompt read in uneven pieces, with other sequences in the batch. It takes a few steps and covers
+    every matrix of the model.
+    """
+    for model.tile in TILES:
+        if is_exact(model, pool, blocks):
+            return True
+    model.tile = TILES[0]
+    return False
+
+
+def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
+    """Return whether the logits of some prompts are bit-identical however they are read. Restores the pool."""
+    return all(_reads_alike(model, pool, blocks, random.Random(seed)) for seed in range(_ROUNDS))
+
+
+def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) -> bool:
+    length = min(
+        _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_OTHERS + 2) - blocks.tokens
+    )
+    if length < _PROMPT:
+        return False  # only an engine in tests is this small
+    reader = _Reader(model, pool, blocks)
+    tokens = [draw.randrange(model.vocabulary) for _ in range(length)]
+    whole, pieces = _sequence(tokens), _sequence(tokens)
+    others = [
+        _sequence([draw.randrange(model.vocabulary) for _ in range(9 + 11 * n)]) for n in range(_OTHERS)
+    ]
+    try:
+        expected = reader.read([(whole, length)])[whole]
+        reader.read([(other, 8) for other in others])
+        for part in torch.split(expected, _PIECES):
+            company = [(other, 1) for other in others if other.uncached]
+            if not torch.equal(part, reader.read([(pieces, len(part)), *company])[pieces]):
+                return False
+        return True
+    finally:
+        for sequence in (whole, pieces, *others):
+            blocks.give_back(sequence.blocks)
+
+
+class _Reader:
+    def __init__(self, model: Model, pool: Pool, blocks: Blocks) -> None:
+        self._model, self._pool, self._blocks = model, pool, blocks
+
+    def read(self, parts: list[tuple[TorchSequence, int]]) -> dict[TorchSequence, torch.Tensor]:
+        """Read `count` tokens of each sequence in one step; return their logits."""
+        works = []
+        for sequence, count in parts:
+            while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):
+                sequence.blocks.append(self._blocks.take())
+                self._pool.clear(sequence.blocks[-1:])
+            works.append(SequenceWork(sequence, sequence.cached, count))
+        works.sort(key=lambda work: work.count > 1)
+        logits = self._model.forward(works, self._pool, every=True)
+        for work in works:
+            work.sequence.cached += work.count
+        read = torch.split(logits, [work.count for work in works])
+        return {work.sequence: rows for work, rows in zip(works, read, strict=True)}
+
+
+def _sequence(tokens: list[int]) -> TorchSequence:
+    return TorchSequence(0, tokens, len(tokens), Sampling(max_tokens=1), 0)

@@ -12,6 +12,7 @@ that they describe the model alone.
 import math
 import struct
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 
@@ -19,21 +20,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from events.wire import Logprob, Sampling
+from events.wire import Logprob
+from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
+PROMPT_ROWS = 128  # computed at once; of a vocabulary of 150,000: 77 MB
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A sequence that is due its next token. `tokens` is all of it so far; `generated` counts what this engine added."""
-
-    tokens: Sequential[int]
-    prompt_tokens: int
-    generated: int
-    sampling: Sampling
-    seed: int
-    barred: frozenset[int]  # not before `min_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class SampledToken:
     logprob: Logprob | None = None
 
 
-def choose(logits: Tensor, due: Sequential[Due]) -> list[SampledToken]:
+def choose(logits: Tensor, due: Sequential[TorchSequence]) -> list[SampledToken]:
     """Choose one token per row of `logits` (rows by vocabulary, float32)."""
     finite = torch.isfinite(logits).all(dim=-1).tolist()
     greedy = logits.argmax(dim=-1).tolist()
@@ -56,7 +47,7 @@ def choose(logits: Tensor, due: Sequential[Due]) -> list[SampledToken]:
     return [SampledToken(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
 
 
-def plain(one: Due) -> bool:
+def plain(one: TorchSequence) -> bool:
     """Return whether the largest logit is the answer."""
     s = one.sampling
     penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
@@ -69,7 +60,7 @@ def uniform(seed: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed % 2**64, position)) >> 11) * 2.0**-53
 
 
-def _adjusted(row: Tensor, one: Due) -> int:
+def _adjusted(row: Tensor, one: TorchSequence) -> int:
     scores = row.to("cpu", torch.float64, copy=True)
     if bias := one.sampling.logit_bias:
         scores[list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float64)
@@ -81,7 +72,7 @@ def _adjusted(row: Tensor, one: Due) -> int:
     return _draw(scores, one)
 
 
-def _penalise(scores: Tensor, one: Due) -> None:
+def _penalise(scores: Tensor, one: TorchSequence) -> None:
     s = one.sampling
     if s.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(one.tokens)))
@@ -95,7 +86,7 @@ def _penalise(scores: Tensor, one: Due) -> None:
             scores[ids] -= s.presence_penalty + s.frequency_penalty * times
 
 
-def _draw(scores: Tensor, one: Due) -> int:
+def _draw(scores: Tensor, one: TorchSequence) -> int:
     s = one.sampling
     values, ids = scores.sort(descending=True, stable=True)
     if 0 < s.top_k < len(values):
@@ -112,7 +103,9 @@ def _draw(scores: Tensor, one: Due) -> int:
     return int(ids[min(drawn, kept - 1)])
 
 
-def _logprobs(logits: Tensor, due: Sequential[Due], tokens: Sequential[int | None]) -> list[Logprob | None]:
+def _logprobs(
+    logits: Tensor, due: Sequential[TorchSequence], tokens: Sequential[int | None]
+) -> list[Logprob | None]:
     found: list[Logprob | None] = [None] * len(due)
     rows = [i for i, one in enumerate(due) if one.sampling.logprobs > 0 and tokens[i] is not None]
     if not rows:
@@ -132,3 +125,32 @@ def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logpr
         values.gather(1, places).squeeze(1).tolist(), best.indices.tolist(), best.values.tolist(), strict=True
     )
     return [Logprob(chosen, list(zip(ids, numbers, strict=True))) for chosen, ids, numbers in rows]
+
+
+def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], Tensor]) -> None:
+    """Add the prompt logprobs that this step predicts to each sequence that asks for them.
+
+    A prompt may be read in pieces; a preempted prompt is read again from its beginning. The logits of thousands of rows take
+    more memory than the model, so they are computed a few rows at a time.
+
+    `logits` returns the logits of some rows of the step; each token has one row, in the order of the works.
+    """
+    row = 0
+    for work in works:
+        sequence = work.sequence
+        if sequence.asks_of_prompt:
+            if work.start == 0:
+                sequence.before = [Logprob(0.0)]
+            # the last row predicts the token after it
+            last = min(work.start + work.count, sequence.submitted - 1)
+            for first in range(work.start, last, PROMPT_ROWS):
+                places = range(first, min(first + PROMPT_ROWS, last))
+                values = logits([row + place - work.start for place in places])
+                tokens = [sequence.tokens[place + 1] for place in places]
+                sequence.before += logprobs_of(values, tokens, sequence.sampling.prompt_logprobs or 0)
+        row += work.count
+
+
+def unsound(found: Sequential[Logprob]) -> bool:
+    """Return whether one of these is not a finite number."""
+    return not all(math.isfinite(one.chosen) for one in found)

@@ -1,7 +1,7 @@
 """The settings of the transformers engine."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +20,7 @@ class TransformersSettings(BaseModel):
         extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given: object) -> None:
         """Validate the settings. Raise BadEngineSetting, naming the setting and the value."""
         try:
             super().__init__(**given)

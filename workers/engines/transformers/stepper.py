@@ -4,6 +4,8 @@ Once it runs, the engine's thread is the only caller; before that the engine mea
 """
 
 import threading
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Sequential
 
 import structlog
@@ -11,17 +13,19 @@ import xxhash
 
 from events import blocks
 from events.kv import KvEvent
-from events.wire import Chunk, Generate, Load
+from events.observations import Profile
+from events.wire import Chunk, Generate, Load, Sampling
 from workers.engines.transformers.blocks import Blocks
-from workers.engines.transformers.faults import TorchFaults, flip_bit
+from workers.engines.transformers.faults import NotFloat32, TorchFaults, WeightFaultInjector, bit_flip
 from workers.engines.transformers.model import Model, sampling_rows
-from workers.engines.transformers.prompt_logprobs import read_prompts, unsound
-from workers.engines.transformers.sampling import Due, SampledToken, choose
-from workers.engines.transformers.schedule import Schedule
+from workers.engines.transformers.sampling import SampledToken, choose, read_prompts, unsound
+from workers.engines.transformers.schedule import Schedule, TorchArrival, TorchDeparture, TorchTransit
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 from workers.engines.transformers.settings import TransformersSettings
-from workers.engines.transformers.transit import TorchArrival, TorchDeparture, TorchTransit
-from workers.engines.transformers.weight_faults import NotFloat32, WeightFaultInjector
+
+MEASURE_S_MAX = 1.5  # the curve of a profile ends at the point reached when this time is spent
+MEASURED_STEPS = 4
+MEASURED_PROMPT = 16
 
 log = structlog.get_logger(__name__)
 
@@ -67,19 +71,19 @@ class Stepper:
 
     def refusal(self, request: Generate) -> str | None:
         """Return why this request cannot be served, or None. Reads only constants: callable from any thread."""
-        tokens, sampling = request.tokens, request.sampling
+        tokens, sampling, vocabulary = request.tokens, request.sampling, self.model.vocabulary
         if not tokens:
             return "invalid_request: the prompt is empty"
         if len(tokens) >= self.limit:
             return f"invalid_request: {len(tokens)} tokens leave no room in a context of {self.limit}"
-        if min(tokens) < 0 or max(tokens) >= self.model.vocabulary:
-            return f"invalid_request: token ids go from 0 to {self.model.vocabulary - 1}"
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return f"invalid_request: token ids go from 0 to {vocabulary - 1}"
         if request.guided is not None:
             return "invalid_request: this engine has no guided decoding"
-        if any(not 0 <= stop < self.model.vocabulary for stop in sampling.stop_token_ids):
-            return f"invalid_request: stop token ids go from 0 to {self.model.vocabulary - 1}"
-        if any(not 0 <= token < self.model.vocabulary for token in sampling.logit_bias):
-            return f"invalid_request: logit_bias: token ids go from 0 to {self.model.vocabulary - 1}"
+        if any(not 0 <= stop < vocabulary for stop in sampling.stop_token_ids):
+            return f"invalid_request: stop token ids go from 0 to {vocabulary - 1}"
+        if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
+            return f"invalid_request: logit_bias: token ids go from 0 to {vocabulary - 1}"
         return None
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
@@ -89,9 +93,8 @@ class Stepper:
             return Chunk(request.stream, [], finish="length")
         with self.lock:
             self._sequences[key] = sequence
-            self.schedule.add(
-                sequence, first=request.canary
-            )  # a canary that detects a faulty worker must not wait for others
+            # a canary that detects a faulty worker must not wait for others
+            self.schedule.add(sequence, first=request.canary)
         return None
 
     def depart(self, key: int) -> TorchDeparture | None:
@@ -146,9 +149,8 @@ class Stepper:
     def step(self, works: list[SequenceWork]) -> Output:
         """Compute one step and return each sequence's output."""
         if raised := self.faults.raised(len(works)):
-            return self._failed(
-                [work.sequence for work in works[:raised]], "a rehearsed exception in the forward pass"
-            )
+            failing = [work.sequence for work in works[:raised]]
+            return self._failed(failing, "a rehearsed exception in the forward pass")
         if any(work.sequence.asks_of_prompt for work in works):
             x = self.model.hidden(works, self.pool)
             logits = self.faults.drifted(self.model.logits(x, sampling_rows(works)))
@@ -156,14 +158,12 @@ class Stepper:
         else:
             logits = self.faults.drifted(self.model.forward(works, self.pool))
         due = [work.sequence for work in works if work.samples]
-        choices = choose(logits, [_due(sequence) for sequence in due])
+        choices = choose(logits, due)
         with self.lock:
             for work in works:  # after the tokens are chosen, which waits until the GPU has finished
                 self.schedule.computed(work)
-            return [
-                (sequence.key, self._append_token(sequence, choice))
-                for sequence, choice in zip(due, choices, strict=True)
-            ]
+            pairs = zip(due, choices, strict=True)
+            return [(sequence.key, self._append_token(sequence, choice)) for sequence, choice in pairs]
 
     def take_events(self) -> list[KvEvent]:
         """Return the prefix cache's stored and removed events since the last call."""
@@ -198,7 +198,9 @@ class Stepper:
                 self.surgeon.heal()
                 continue
             try:
-                log.warning("weight_flipped", where=flip_bit(self.model.parameters(), self.surgeon, seed))
+                fault = bit_flip(self.model.parameters(), seed)
+                self.surgeon.inflict(fault)
+                log.warning("weight_flipped", where=str(fault))
             except NotFloat32 as error:
                 log.warning("weight_not_flipped", reason=str(error))
 
@@ -236,9 +238,8 @@ class Stepper:
             self.cancel(sequence.key)
             return Chunk(0, [], error="non_finite: the logits hold NaN or infinity")
         cached = None if sequence.generated or sequence.moved else sequence.found
-        faults, vocabulary = self.faults, self.model.vocabulary
-        token = faults.drawn(choice.token, sequence.sampling.temperature, vocabulary, sequence.barred)
-        token = faults.altered(token, vocabulary, sequence.barred)
+        temperature, vocabulary = sequence.sampling.temperature, self.model.vocabulary
+        token = self.faults.misled(choice.token, temperature, vocabulary, sequence.barred)
         sequence.tokens.append(token)
         logprobs = [choice.logprob] if choice.logprob else None
         if sequence.before:
@@ -258,17 +259,6 @@ class Stepper:
         return [(sequence.key, Chunk(0, [], error=f"engine_error: {detail}")) for sequence in sequences]
 
 
-def _due(sequence: TorchSequence) -> Due:
-    return Due(
-        tokens=sequence.tokens,
-        prompt_tokens=sequence.prompt_tokens,
-        generated=sequence.generated,
-        sampling=sequence.sampling,
-        seed=sequence.seed,
-        barred=sequence.barred,
-    )
-
-
 def _eos(model: Model) -> frozenset[int]:
     """Return the ids that end an answer: the generation config's, otherwise the config's."""
     generation = getattr(model.module, "generation_config", None)
@@ -285,3 +275,60 @@ def _seed(request: Generate) -> int:
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())
+
+
+def measured_profile(stepper: Stepper, settings: TransformersSettings) -> Profile:
+    """Measure prefill and decode and return the profile. The stepper must be idle, and is idle again afterwards.
+
+    It is a first estimate for the capacity model, made in about a second on an idle machine, with a few steps of each kind. The
+    frontends continuously measure the durations of real requests.
+    """
+    deadline = time.monotonic() + MEASURE_S_MAX
+    prompt = max(2, min(settings.prefill_tokens_max, stepper.limit - 2))
+    prefill_s = min(_timed(lambda: _prefill(stepper, prompt)) for _ in range(2))  # the first one warms up
+    curve: list[tuple[int, float]] = []
+    slowest = 0.0  # without dips from noise: more sequences never take less time
+    for batch in sorted({1, min(8, settings.batch_max), settings.batch_max}):
+        fits = batch * stepper.blocks.needed(MEASURED_PROMPT + MEASURED_STEPS + 1) <= stepper.blocks.count
+        if curve and (not fits or time.monotonic() > deadline):
+            break
+        slowest = max(slowest, round(_decode_ms(stepper, batch), 3))
+        curve.append((batch, slowest))
+    return Profile(
+        kv_blocks=stepper.blocks.count,
+        block_tokens=stepper.blocks.tokens,
+        max_batch=settings.batch_max,
+        prefill_tokens_max=settings.prefill_tokens_max,
+        prefill_tokens_per_s=round(prompt / prefill_s, 1),
+        tpot_ms=tuple(curve),
+    )
+
+
+def _prefill(stepper: Stepper, tokens: int) -> None:
+    stepper.submit(-1, _request(tokens, 1))
+    while stepper.busy:
+        stepper.step(stepper.plan())
+
+
+def _decode_ms(stepper: Stepper, batch: int) -> float:
+    prompt = min(MEASURED_PROMPT, max(1, stepper.limit - MEASURED_STEPS - 2))
+    for key in range(batch):
+        stepper.submit(-1 - key, _request(prompt, MEASURED_STEPS + 1))
+    while any(sequence.uncached > 1 for sequence in stepper.schedule.running) or stepper.schedule.waiting:
+        stepper.step(stepper.plan())
+    taken = []
+    while stepper.busy:
+        taken.append(_timed(lambda: stepper.step(stepper.plan())))
+    return 1000 * sorted(taken)[len(taken) // 2] if taken else 0.0
+
+
+def _request(prompt: int, tokens: int) -> Generate:
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    token_ids = [3 + n % 200 for n in range(prompt)]
+    return Generate(0, "measure", token_ids, prompt, sampling, canary=True)  # bypasses the prefix cache
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
