@@ -18,9 +18,8 @@ from workers.counters import WorkerCounters
 from workers.engines.engine import Engine
 from workers.frontends import FrontendConnection, FrontendConnections, Heartbeats, Stream, StreamTable
 from workers.kv_transfer.messages import Description, Transport
-from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations, OutgoingStream
-from workers.migration.target import IncomingMigrations, IncomingStream, LazyReceiver
+from workers.migration.target import IncomingMigrations, IncomingStream, KvMoveSettings, LazyReceiver
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9

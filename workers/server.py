@@ -29,7 +29,7 @@ from workers.frontends import (
     StreamTable,
 )
 from workers.listen_socket import BACKLOG, listening
-from workers.migration.settings import KvMoveSettings
+from workers.migration.target import KvMoveSettings
 from workers.output import FaultReport, StreamOutput, WorkerMigrations
 
 STREAMS_PER_CONNECTION_MAX = 4096

@@ -34,7 +34,7 @@ from workers.exits import BROKE, FAILED, KILLED, RENEWED
 from workers.frontends import FrontendLimits
 from workers.kv_events.publisher import KvPublisher
 from workers.kv_transfer.messages import Transport
-from workers.migration.settings import KvMoveSettings
+from workers.migration.target import KvMoveSettings
 from workers.output import FaultReport, StreamOutput
 from workers.server import WorkerServer
 from workers.shutdown import (

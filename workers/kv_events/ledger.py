@@ -84,20 +84,6 @@ class _Snapshot:
 class KvEventLedger:
     """The KV events of one rank of one instance of a worker."""
 
-    __slots__ = (
-        "_bounds",
-        "_bytes",
-        "_holes",
-        "_holes_max",
-        "_parents",
-        "_part_blocks",
-        "_ring",
-        "_snapshots",
-        "_tiers",
-        "next",
-        "refused",
-    )
-
     def __init__(self, bounds: LedgerBounds | None = None) -> None:
         self._bounds = bounds or LedgerBounds()
         self.next = 0  # the id of the next event
@@ -280,15 +266,8 @@ class KvEventLedger:
         self._prune()
         tiers = dict(self._tiers)
         holes = [block for block, tiers_left in tiers.items() if not tiers_left]
-        new = _Snapshot(
-            self.next,
-            now,
-            list(self._parents),
-            list(self._parents.values()),
-            tiers,
-            holes,
-            self._bounds.part_blocks,
-        )
+        blocks, parents = list(self._parents), list(self._parents.values())
+        new = _Snapshot(self.next, now, blocks, parents, tiers, holes, self._bounds.part_blocks)
         if new.parts > 1:
             self._snapshots[new.next] = new
             while len(self._snapshots) > self._bounds.dumps:
@@ -297,7 +276,5 @@ class KvEventLedger:
 
     def tidy(self, now: float) -> None:
         """Drop dumps that are no longer fetched."""
-        for number in [
-            n for n, snapshot in self._snapshots.items() if now - snapshot.at > self._bounds.dump_s
-        ]:
-            del self._snapshots[number]
+        oldest = now - self._bounds.dump_s
+        self._snapshots = {number: one for number, one in self._snapshots.items() if one.at >= oldest}

@@ -54,9 +54,8 @@ class KvPublisher:
         self._connection = connection
         self._client = connection.client
         self._ledgers: dict[int, KvEventLedger] = {}
-        self._waiting: dict[
-            int, tuple[int, list[bytes]]
-        ] = {}  # by rank: the first id, and the events starting there
+        # by rank: the first id, and the events starting there
+        self._waiting: dict[int, tuple[int, list[bytes]]] = {}
         self._ranks = 1
         self._next_every_s = next_every_s
         self._closed = False
@@ -134,10 +133,9 @@ class KvPublisher:
             self._flush_timer = self._loop.call_later(FLUSH_S, self.flush)
 
     def _ledger(self, rank: int) -> KvEventLedger:
-        ledger = self._ledgers.get(rank)
-        if ledger is None:
-            ledger = self._ledgers[rank] = KvEventLedger(self._bounds)
-        return ledger
+        if rank not in self._ledgers:
+            self._ledgers[rank] = KvEventLedger(self._bounds)
+        return self._ledgers[rank]
 
     def flush(self) -> None:
         """Publish at once the events that wait to be sent together."""

@@ -15,11 +15,10 @@ attempts may then decode at once, here and at the target: the frontend accepts t
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import msgspec
 import structlog
@@ -41,7 +40,7 @@ _grants = msgspec.msgpack.Decoder(Grant)
 log = structlog.get_logger(__name__)
 
 
-async def run_concurrently(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_concurrently(works: Iterable[Awaitable[None]]) -> None:
     """Run all of these concurrently. The first failure cancels the others, and is raised when they have ended.
 
     Not a TaskGroup: in Python 3.11 it swallows a cancellation that coincides with a failure.
@@ -89,13 +88,7 @@ class OutgoingStream:
 class OutgoingMigrations:
     """All streams of one worker that are moving to other workers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        trust: Trust,
-        counters: WorkerCounters,
-        piece_bytes: int,
-    ) -> None:
+    def __init__(self, engine: Engine, trust: Trust, counters: WorkerCounters, piece_bytes: int) -> None:
         """Manage the moves of one engine; `piece_bytes` are copied out of the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
@@ -239,11 +232,8 @@ class OutgoingMigrations:
                     await self._ship_rest(leaving, sent, timer)
                 await asyncio.Event().wait()  # until Cancel or Stay ends this task
         except TimeoutError:
-            reason = (
-                "the target did not take over in time"
-                if leaving.handed_over
-                else "the shipment took too long"
-            )
+            late = "the target did not take over in time"
+            reason = late if leaving.handed_over else "the shipment took too long"
         except HoldfastError as error:
             reason = str(error)
         except Exception as error:  # the stream continues here anyway
@@ -253,7 +243,7 @@ class OutgoingMigrations:
 
     async def _open(self, leaving: OutgoingStream, stack: ExitStack) -> None:
         for grant in leaving.grants:
-            shipment = await leaving.trusted.shipment(grant, grant.description)
+            shipment = await leaving.trusted.shipment(grant)
             stack.callback(shipment.close)
             leaving.shipments.append(shipment)
         await run_concurrently(one.open() for one in leaving.shipments)

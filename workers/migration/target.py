@@ -14,22 +14,23 @@ reservations, its copies finish, and then the stream is removed.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import msgspec
 import structlog
 import xxhash
 
 from events.errors import HoldfastError
+from events.fleet_key import FleetKey
 from events.wire import Committed, Declined, Reserve, Reserved
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
 from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
+from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused, Transport
-from workers.kv_transfer.receiver import NAME, ArrivalProgress, Arrived, Receiver, Regions
-from workers.migration.settings import KvMoveSettings
+from workers.kv_transfer.receiver import NAME, ROOT, ArrivalProgress, Arrived, Receiver, Regions
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
 
@@ -37,6 +38,21 @@ CLOSE_S_MAX = 0.7
 COMMIT_S_MAX = 10.0  # an engine reaches the end of its step sooner; longer is a hang
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMoveSettings:
+    """How one worker sends and receives KV caches."""
+
+    host: str = "127.0.0.1"  # address to listen on
+    advertise: str = ""  # address announced to sources; empty: the same as `host`
+    root: Path = ROOT  # directory of the regions
+    policy: ReservationPolicy | None = None  # None: the receiver's default
+    piece_bytes: int = 16 << 20  # copied out of an engine at once, per shard
+    take_bytes: int = 64 << 20  # copied into an engine at once, per shard
+    key: FleetKey | None = None  # the fleet key: both ends of a transfer prove that they know it
+    # builds a transport besides shared memory and sockets; may take seconds
+    transport: Callable[[], Transport] | None = None
 
 
 class LazyReceiver:
@@ -229,9 +245,8 @@ class IncomingMigrations:
         """Free a stream's reservations; copies from them fail. Runs off the loop, because they may be gigabytes."""
         incoming.why = incoming.why or why
         if incoming.grants:
-            asyncio.get_running_loop().run_in_executor(
-                None, self._landing.abort, incoming.grants, incoming.why
-            )
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, self._landing.abort, incoming.grants, incoming.why)
 
     # --- how a stream arrives
 
@@ -291,16 +306,15 @@ class IncomingMigrations:
         if failed is not None:
             try:
                 raise failed
-            finally:
-                del (
-                    failed,
-                    received,
-                )  # otherwise the error and its frames would keep each other alive, and the received memory
+            finally:  # otherwise the error and its frames would keep each other alive, and the received memory
+                del failed, received
         arrived = [one for one in received if isinstance(one, Arrived)]
         first = arrived[0]
-        for other in arrived[1:]:
-            if (other.tokens, other.computed, other.state) != (first.tokens, first.computed, first.state):
-                raise MoveRefused("the shards differ in their tokens or state")
+        if any(
+            (one.tokens, one.computed, one.state) != (first.tokens, first.computed, first.state)
+            for one in arrived
+        ):
+            raise MoveRefused("the shards differ in their tokens or state")
         return arrived
 
     async def _arrive_shard(self, incoming: IncomingStream, shard: int) -> Arrived:
@@ -333,9 +347,8 @@ class IncomingMigrations:
         self._incoming.pop(incoming.key)
         stopped_ms = state.stopped_ms + (time.monotonic() - received_at) * 1e3
         new_tokens = first.tokens[len(incoming.known) :]
-        link = (
-            state.link or first.link if first.link == "shm" else first.link
-        )  # a source that writes here itself knows the link
+        # a source that writes here itself knows the link
+        link = state.link or first.link if first.link == "shm" else first.link
         incoming.connection.send(
             Committed(incoming.number, new_tokens, bytes_, blocks, link, round(stopped_ms, 3))
         )
@@ -353,7 +366,7 @@ class IncomingMigrations:
             await asyncio.wait(self.tasks)
 
 
-async def _within(seconds: float, commit: Coroutine[Any, Any, None]) -> None:
+async def _within(seconds: float, commit: Awaitable[None]) -> None:
     try:
         async with asyncio.timeout(seconds):
             await commit

@@ -20,7 +20,7 @@ import structlog
 
 from events.errors import HoldfastError
 from events.fleet_key import FleetKey
-from workers.kv_transfer.messages import Buffer, Description, Grant, Transport
+from workers.kv_transfer.messages import Buffer, Grant, Transport
 
 CONVICTED = "convicted"  # a doubt: the fleet has convicted this worker of wrong answers
 THREADS_MAX = 32  # one per running shipment
@@ -41,7 +41,6 @@ class OutgoingShipment(Protocol):
     @property
     def way(self) -> str:
         """How the bytes travel. Known once the transfer is open."""
-        ...
 
     async def open(self) -> None: ...
     async def send(self, blocks: Buffer) -> None: ...
@@ -64,20 +63,18 @@ class TrustedSender:
         if self._losses != self._trust.losses:
             raise SenderDistrusted(self._trust.reason or "the source was distrusted meanwhile")
 
-    async def shipment(self, grant: Grant, description: Description) -> OutgoingShipment:
+    async def shipment(self, grant: Grant) -> OutgoingShipment:
         """Prepare a transfer, which the first doubt aborts. Raise SenderDistrusted."""
         await self._trust.load()
         self.check()
-        return self._trust.shipment(grant, description)
+        return self._trust.shipment(grant)
 
 
 class Trust:
     """The doubts about one worker's results, and the only access to sending its KV caches."""
 
     def __init__(
-        self,
-        transport: Callable[[], Transport | None] = lambda: None,
-        key: FleetKey | None = None,
+        self, transport: Callable[[], Transport | None] = lambda: None, key: FleetKey | None = None
     ) -> None:
         """Start without doubts.
 
@@ -91,9 +88,8 @@ class Trust:
         self._doubts: dict[str, str] = {}
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
-        self._mappings: Any = (
-            None  # of `kv_transfer.sender`, which needs numpy; None until the first shipment
-        )
+        # of `kv_transfer.sender`, which needs numpy; None until the first shipment
+        self._mappings: Any = None
 
     @property
     def doubts(self) -> Set[str]:
@@ -136,18 +132,18 @@ class Trust:
     async def load(self) -> None:
         """Import what shipping needs, off the loop: a worker that never ships needs no numpy."""
         if self._mappings is None:
-            sender: Any = await asyncio.to_thread(
-                __import__, "workers.kv_transfer.sender", fromlist=["Mappings"]
-            )
-            self._mappings = self._mappings or sender.Mappings()
+            await asyncio.to_thread(__import__, "workers.kv_transfer.sender")
+            from workers.kv_transfer.sender import Mappings
 
-    def shipment(self, grant: Grant, description: Description) -> OutgoingShipment:
+            self._mappings = self._mappings or Mappings()
+
+    def shipment(self, grant: Grant) -> OutgoingShipment:
         """Create the shipment for a grant. Called only by `TrustedSender`, after `load`."""
         from workers.kv_transfer.sender import Shipment
 
         self.check()
         self._threads = self._threads or ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-send")
-        made = Shipment(grant, description, self._mappings, self._threads, self._transport(), self._key)
+        made = Shipment(grant, grant.description, self._mappings, self._threads, self._transport(), self._key)
         self._shipments.add(made)
         return made
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+from waits import turns
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.feeds.kv_events import KvEvents
@@ -174,7 +175,7 @@ async def test_events_of_many_workers_in_one_turn_of_the_loop_are_one_write(
     publishers = [KvPublisher(f"w{number}", "i1", connection) for number in range(20)]
     for publisher in publishers:
         publisher.start(1)
-    await asyncio.sleep(0.01)
+    await turns(10)
     assert len([size for size in written if size]) == 1
     for publisher in publishers:
         await publisher.close()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from engine_contract import prompt
 from plain_frontend import DEADLINE_S, PlainFrontend
+from waits import until
 
 from events.wire import (
     Cancel,
@@ -28,7 +29,7 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.kv_transfer.messages import Grant
-from workers.migration.settings import KvMoveSettings
+from workers.migration.target import KvMoveSettings
 from workers.server import WorkerServer
 
 SHAPE = EngineShape(context_tokens=4096, kv_blocks=1024, tp=2)
@@ -155,9 +156,7 @@ class Road:
 
     async def is_empty(self) -> None:
         """Wait until neither side holds resources, and no file is left except those kept for the next transfer."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not (self.source.empty and self.target.empty):  # noqa: ASYNC110 (an engine has no flags)
-                await asyncio.sleep(0.002)
+        await until(lambda: self.source.empty and self.target.empty, DEADLINE_S)
         for end in (self.source, self.target):
             receiver = end.server.moves.landing.receiver
             if receiver is not None:

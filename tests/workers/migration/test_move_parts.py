@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 from move_kit import Declined, road
+from waits import turns
 
 from events.wire import Generate, Sampling
 from workers.engines.engine import MoveRefused
 from workers.frontends import RequestOrigin
 from workers.kv_transfer.messages import STATE_BYTES_MAX, Description, Grant
 from workers.kv_transfer.receiver import Regions
-from workers.migration.settings import KvMoveSettings
 from workers.migration.source import run_concurrently
 from workers.migration.state import (
     RequestMigrationState,
@@ -22,7 +22,7 @@ from workers.migration.state import (
     packed_state,
     unpacked_state,
 )
-from workers.migration.target import LazyReceiver
+from workers.migration.target import KvMoveSettings, LazyReceiver
 from workers.output import layout
 
 KV = Description("tiny", "main", "float32", 2, 2, 8, 16, 4096)
@@ -90,8 +90,7 @@ async def test_a_cancelled_caller_ends_the_work_that_it_awaits() -> None:
             ended.set()
 
     waiting = asyncio.ensure_future(run_concurrently([waits(), waits()]))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await turns(2)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from move_kit import COUNT, STEP_S, Cancel, Committed, Declined, Move, Road, road
 from plain_frontend import DEADLINE_S
+from waits import turns, until
 
 from events.wire import Ship, Stay
 from workers.engines.engine import MoveEnded, MoveRefused
@@ -23,12 +24,6 @@ from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Grant
 
 Act = Callable[[Road, Move], Awaitable[None]]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (servers have no flags for tests)
-            await asyncio.sleep(0.001)
 
 
 async def stay(way: Road, move: Move) -> None:
@@ -143,18 +138,14 @@ async def test_a_stream_cancelled_during_its_commit_does_not_decode_at_the_targe
 
 async def settled(way: Road, move: Move) -> None:
     """Wait until the source or the target has reported the result of the move."""
-    both = asyncio.Event()
     ends = ((way.source, move.stream), (way.target, move.there))
-    async with asyncio.timeout(DEADLINE_S):
-        while not both.is_set():
-            for end, stream in ends:
-                if (
-                    end.frame_of(Declined, stream)
-                    or end.frame_of(Committed, stream)
-                    or end.frontend.end(stream)
-                ):
-                    both.set()
-            await asyncio.sleep(0.001)
+    await until(
+        lambda: any(
+            end.frame_of(Declined, stream) or end.frame_of(Committed, stream) or end.frontend.end(stream)
+            for end, stream in ends
+        ),
+        DEADLINE_S,
+    )
 
 
 async def finish_here(way: Road, move: Move) -> None:
@@ -234,7 +225,7 @@ async def test_a_worker_that_shuts_down_ends_its_moves(tmp_path: Path, point: st
         async with asyncio.timeout(DEADLINE_S):
             await reached.wait()
         closing = asyncio.ensure_future((way.source if side == "source" else way.target).server.close())
-        await asyncio.sleep(0)
+        await turns()
         go_on.set()
         await closing
         if side == "target":
@@ -508,14 +499,13 @@ async def test_a_dozen_concurrent_moves_each_cancelled_at_its_own_moment(tmp_pat
         moves = [await way.begin(length=chance.randint(5, 400), salt=n, most=2 * COUNT) for n in range(12)]
         ends = [chance.choice(("moves", "stays", "is cancelled")) for _ in moves]
 
-        async def play(move: Move, end: str, turns: int) -> list[int]:
+        async def play(move: Move, end: str, after: int) -> list[int]:
             """Play one move; return the source's tokens if the stream has ended there."""
             await way.reserve(move)
             way.ship(move)
             if end == "moves":
                 return await way.switch(move)
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await turns(after)
             if end == "stays":
                 await finish_here(way, move)
             else:

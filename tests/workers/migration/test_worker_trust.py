@@ -20,19 +20,19 @@ async def test_an_untrusted_worker_cannot_make_a_shipment(tmp_path: Path) -> Non
         grant = msgspec.msgpack.decode(move.grants[0], type=Grant)
         trust = Trust()
         before = TrustedSender(trust)
-        shipment = await before.shipment(grant, grant.description)
+        shipment = await before.shipment(grant)
         trust.lose("device", "Xid 48")
         with pytest.raises(SenderDistrusted, match="Xid 48"):
             TrustedSender(trust)
         with pytest.raises(SenderDistrusted, match="Xid 48"):
-            await before.shipment(grant, grant.description)
+            await before.shipment(grant)
         with pytest.raises(SenderDistrusted):
-            trust.shipment(grant, grant.description)
+            trust.shipment(grant)
         with pytest.raises(Exception, match=r"cancelled|not open"):
             await shipment.open()
         trust.regain("device")
         with pytest.raises(SenderDistrusted, match="meanwhile"):
-            await before.shipment(grant, grant.description)
+            await before.shipment(grant)
         TrustedSender(trust).check()
         shipment.close()
         trust.close()
