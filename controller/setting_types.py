@@ -42,7 +42,8 @@ def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
     """Return the field of a setting. `flag`: its flag, if that does not follow from its name. `more`: arguments of `Field`."""
     if flag:
         more["json_schema_extra"] = {"flag": flag}
-    return Field(default, description=description, **more)  # type: ignore[no-any-return]
+    field: T = Field(default, description=description, **more)
+    return field
 
 
 class Strict(BaseModel):

@@ -14,8 +14,6 @@ from events.intrusion.send_budget import TrafficLimit, traffic
 
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]
-AdmissionControl = Literal["none", "token-capacity", "deadline"]
-OverloadStatus = Literal[503, 429, 529]
 FairnessKey = Literal["header", "api_key", "user"]
 INFLIGHT_PER_BATCH = 4.0
 _PAIRS_WANTED = {
@@ -293,7 +291,7 @@ class FrontendSettings(Strict):
     reroute_s: Positive = setting(10.0, "seconds that a stream without a worker waits for one")
     grace_s: Positive = setting(30.0, "seconds that streams may continue after SIGTERM")
     retry_after_s: int = setting(30, "seconds in the Retry-After of a rejected request", ge=1)
-    admission_control: AdmissionControl = setting(
+    admission_control: Literal["none", "token-capacity", "deadline"] = setting(
         "none",
         "refuse requests for load: token-capacity: while every worker exceeds a threshold; deadline: if the first "
         "token would be late; none: never",
@@ -317,7 +315,7 @@ class FrontendSettings(Strict):
     active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = setting(
         None, "the same limit as a multiple of the tokens of one engine step; none: no limit"
     )
-    overload_status_code: OverloadStatus | None = setting(
+    overload_status_code: Literal[503, 429, 529] | None = setting(
         None,
         "HTTP status for rejected requests: 503, 429 or 529; none: 503, or 429 with --admission-control deadline",
     )

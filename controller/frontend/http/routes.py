@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from aiohttp import web
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from controller.frontend.errors import CODES
 from controller.frontend.http import status_endpoints, tokenizing
@@ -142,16 +142,15 @@ def _json(schema: Schema) -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    failed = (
-        {"$ref": "#/components/responses/Error"}
-        if route.media
-        else {"description": "Requests cannot be served."}
-    )
+    schema = {"schema": {"$ref": _AT + route.answer.__name__}} if route.answer is not None else {}
+    content = {"content": dict.fromkeys(route.media, schema)} if route.media else {}
+    error, unservable = "#/components/responses/Error", "Requests cannot be served."
+    failed = {"$ref": error} if route.media else {"description": unservable}
     made: Schema = {
         "operationId": f"{route.method.lower()}_{route.path.strip('/').replace('/', '_').strip('{}')}",
         "summary": route.says,
         "tags": ["api" if route.api else "operations"],
-        "responses": {"200": {"description": "Success.", **_content(route)}, "default": failed},
+        "responses": {"200": {"description": "Success.", **content}, "default": failed},
     }
     if parameters := list(_parameters(route)):
         made["parameters"] = parameters
@@ -162,11 +161,6 @@ def _operation(route: Route) -> Schema:
             "content": _json(refs[0] if len(refs) == 1 else {"anyOf": refs}),
         }
     return made
-
-
-def _content(route: Route) -> Schema:
-    schema = {"schema": {"$ref": _AT + route.answer.__name__}} if route.answer is not None else {}
-    return {"content": dict.fromkeys(route.media, schema)} if route.media else {}
 
 
 def _parameters(route: Route) -> Iterator[Schema]:
@@ -180,8 +174,10 @@ def _parameters(route: Route) -> Iterator[Schema]:
 
 def _schemas() -> Iterator[tuple[str, Schema]]:
     """Yield every schema that the paths refer to, with its name."""
-    bodies = [(body, "validation") for route in ROUTES for body in route.bodies]
-    _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")  # type: ignore[arg-type]
+    bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (body, "validation") for route in ROUTES for body in route.bodies
+    ]
+    _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")
     for name, schema in found["$defs"].items():
         properties = schema["properties"]
         for field, harmless in _REFUSED.get(name, {}).items():

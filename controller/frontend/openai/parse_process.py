@@ -21,10 +21,6 @@ NAMES = tuple(KINDS)
 NICENESS = 5  # lower priority than the frontend, so that running streams have precedence
 
 
-Rejection = tuple[str, str, str | None]
-"""The 400 of an invalid body: message, code, param."""
-
-
 def parse(name: str, body: bytes) -> bytes:
     """Return the encoded outcome of one body: the parsed request, or its rejection."""
     result, rejection = None, None
@@ -41,7 +37,8 @@ def parse(name: str, body: bytes) -> bytes:
 
 def outcome(name: str, encoded: bytes) -> Any:
     """Return the parsed request from an encoded outcome. Raise ApiError (400)."""
-    result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, Rejection | None])
+    rejected = tuple[str, str, str | None]  # the 400 of an invalid body: message, code, param
+    result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, rejected | None])
     if rejection is not None:
         message, code, param = rejection
         raise ApiError(400, message, code=code, param=param)
