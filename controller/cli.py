@@ -4,13 +4,14 @@ Exit codes: 0 success, 1 failure, 2 usage error, 3 finding (`replay verify`, or 
 """
 
 import argparse
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from controller.config.flag_groups import COMMON, group_flags, short_help
 from controller.config.variables import refuse_unknown
@@ -26,6 +27,14 @@ DRAWING = ("up", "demo", "top", "status", "plan")  # move the cursor, and escape
 PRINTING = ("settings", "completion")  # commands that log nothing
 CONFIGURED = (*ROLES, "up", "settings")  # commands with --config
 CONFIG = "TOML file with settings, and for `up` its flags; environment and flags override it (docs/reference/commands.md)"
+# commands without --data
+DATALESS = ("demo", "simulate", "trace", "cost", "profile", "model", "settings", "completion", "worker")
+WITH_AIOHTTP = (
+    *ROLES,
+    "demo",
+    "trace",
+    "profile",
+)  # for the others, nats-py needs it for WebSocket brokers only
 CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
 
 
@@ -160,16 +169,16 @@ def parser_for(names: Container[str]) -> Parser:
     parser.add_argument("--version", action=VersionAction, nargs=0, help="print version and commit, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.commands = commands.choices
-    for name, one in COMMANDS.items():
-        command = commands.add_parser(name, help=one.help, description=one.help, allow_abbrev=False)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name not in names:
             continue
         command.set_defaults(command=name)
-        if one.data:
+        if name not in DATALESS:
             data_flag(command)
         if name in CONFIGURED:
             command.add_argument("--config", type=Path, metavar="FILE", help=CONFIG)
-        _loaded(one.flags)(command)
+        _loaded(PLACES[name][0])(command)
         if name in COMMON:
             group_flags(command)
     return parser
@@ -188,9 +197,8 @@ def _guarded(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    command = COMMANDS[args.command]
-    with nullcontext() if command.aiohttp else without("aiohttp"):
-        run = _loaded(command.run)
+    with nullcontext() if args.command in WITH_AIOHTTP else without("aiohttp"):
+        run = _loaded(PLACES[args.command][1])
     result = run(args)
     if isinstance(result, int):
         return result
@@ -239,175 +247,96 @@ def completion_flags(parser: argparse.ArgumentParser) -> None:
 
 def completion(args: argparse.Namespace) -> int:
     """Print the completion script of a shell."""
+    gc.disable()  # a tenth of the time of these imports
     import shtab
 
     print(shtab.complete(parser_for(COMMANDS), shell=args.shell))
     return 0
 
 
-class CliCommand(NamedTuple):
-    """One command: its help, and the functions that add its flags and run it, as `module:function`. The functions are imported
-    when they are needed, so that `--help` imports no slow module."""
-
-    help: str
-    flags: str
-    run: str
-    data: bool = True  # whether it has --data
-    aiohttp: bool = False  # whether it needs aiohttp, which nats-py imports for WebSocket brokers only
-
-
-OPERATING = "controller.commands.flags.operating:"
-INSPECTING = "controller.commands.flags.inspecting:"
-OPERATOR = "controller.commands.operator_commands:"
-ROLE = ("controller.processes.roles:add_arguments", "controller.processes.roles:run", True, True)
-
-COMMANDS: dict[str, CliCommand] = {
-    "up": CliCommand(
-        "run a whole fleet on this host: broker, database, controller, projector, planner, frontends, workers",
-        "controller.processes.up_flags:add_arguments",
-        "controller.processes.up:run",
+COMMANDS = {
+    "up": "run a whole fleet on this host: broker, database, controller, projector, planner, frontends, workers",
+    "demo": "inject every known fault into a fleet under load, and show the impact on its users",
+    "status": "show the current state of the fleet",
+    "top": "watch the fleet and its latest events in a terminal",
+    "events": "show the events on the journal",
+    "drain": "stop sending new requests to a worker; running ones finish there or move",
+    "resume": "return a drained worker to service",
+    "route": "ask a frontend which worker would get a prompt, and why",
+    "move": "move the running requests of a worker to other workers, with their KV cache",
+    "restart": "restart workers gracefully, one after another",
+    "chaos": "inject a fault into a worker, or heal it",
+    "replay": "show past events, past states and the reasons for decisions, from the journal",
+    "request": "show the history of one request: its workers, its moves, and which worker produced which tokens",
+    "journal": "inspect messages on the journal that are not events, and quarantine events",
+    "golden": "show, approve, retire, record, export and import goldens: the expected answers to canaries",
+    "fleet": "show which event kinds and decider versions each process supports, and which are in force",
+    "database": "manage the schema and the accounts of the database",
+    "nats": "print users and permissions for an external broker",
+    "webhooks": "test a webhook, and list or resend events that a webhook did not accept",
+    "simulate": "run the deciders through faults in virtual time",
+    "trace": "analyze recorded requests, generate similar ones, and replay them as load",
+    "plan": "show how many workers each model should have, now or on a recorded day",
+    "cost": "compare transfer with re-prefill on your hardware, and estimate failures and spares",
+    "scale": "set the number of workers of a model, overriding the planner, or return control to the planner",
+    "profile": "measure the speed of a running engine, so that simulated engines can reproduce it",
+    "model": "create a model to run",
+    "settings": "print every setting and its effective value",
+    "scrape-config": "print a Prometheus configuration for a running fleet",
+    "completion": "print a shell completion script",
+    "controller": "run a controller",
+    "projector": "run a projector",
+    "planner": "run a planner, which decides how many workers each model should have",
+    "notifier": "run a notifier, which sends events to webhooks",
+    "frontend": "run a frontend",
+    "worker": "run a worker",
+}
+"""The help of each command."""
+PLACES = {
+    "up": ("controller.processes.up_flags:add_arguments", "controller.processes.up:run"),
+    "demo": ("controller.demo.flags:add_arguments", "controller.demo.cli:run"),
+    "status": ("controller.commands.flags.operating:status", "controller.commands.status:run"),
+    "top": ("controller.commands.flags.operating:top", "controller.commands.top:run"),
+    "events": (
+        "controller.commands.flags.operating:events",
+        "controller.commands.operator_commands:show_events",
     ),
-    "demo": CliCommand(
-        "inject every known fault into a fleet under load, and show the impact on its users",
-        "controller.demo.flags:add_arguments",
-        "controller.demo.cli:run",
-        data=False,
-        aiohttp=True,
+    "drain": ("controller.commands.flags.operating:drain", "controller.commands.operator_commands:drain"),
+    "resume": ("controller.commands.flags.operating:resume", "controller.commands.operator_commands:resume"),
+    "route": ("controller.commands.flags.operating:route", "controller.commands.route:run"),
+    "move": ("controller.commands.flags.operating:move", "controller.commands.operator_commands:move"),
+    "restart": (
+        "controller.commands.flags.operating:restart",
+        "controller.commands.operator_commands:restart_workers",
     ),
-    "status": CliCommand(
-        "show the current state of the fleet", OPERATING + "status", "controller.commands.status:run"
-    ),
-    "top": CliCommand(
-        "watch the fleet and its latest events in a terminal",
-        OPERATING + "top",
-        "controller.commands.top:run",
-    ),
-    "events": CliCommand("show the events on the journal", OPERATING + "events", OPERATOR + "show_events"),
-    "drain": CliCommand(
-        "stop sending new requests to a worker; running ones finish there or move",
-        OPERATING + "drain",
-        OPERATOR + "drain",
-    ),
-    "resume": CliCommand("return a drained worker to service", OPERATING + "resume", OPERATOR + "resume"),
-    "route": CliCommand(
-        "ask a frontend which worker would get a prompt, and why",
-        OPERATING + "route",
-        "controller.commands.route:run",
-    ),
-    "move": CliCommand(
-        "move the running requests of a worker to other workers, with their KV cache",
-        OPERATING + "move",
-        OPERATOR + "move",
-    ),
-    "restart": CliCommand(
-        "restart workers gracefully, one after another", OPERATING + "restart", OPERATOR + "restart_workers"
-    ),
-    "chaos": CliCommand("inject a fault into a worker, or heal it", OPERATING + "chaos", OPERATOR + "chaos"),
-    "replay": CliCommand(
-        "show past events, past states and the reasons for decisions, from the journal",
-        "controller.replay.flags:add_arguments",
-        "controller.commands.replay:run",
-    ),
-    "request": CliCommand(
-        "show the history of one request: its workers, its moves, and which worker produced which tokens",
-        "controller.replay.flags:add_request_arguments",
-        "controller.commands.replay:run",
-    ),
-    "journal": CliCommand(
-        "inspect messages on the journal that are not events, and quarantine events",
-        INSPECTING + "journal",
-        "controller.commands.journal:run",
-    ),
-    "golden": CliCommand(
-        "show, approve, retire, record, export and import goldens: the expected answers to canaries",
-        INSPECTING + "golden",
-        "controller.commands.goldens.commands:run",
-    ),
-    "fleet": CliCommand(
-        "show which event kinds and decider versions each process supports, and which are in force",
-        INSPECTING + "fleet",
-        "controller.commands.fleet:run",
-    ),
-    "database": CliCommand(
-        "manage the schema and the accounts of the database",
-        INSPECTING + "database",
-        "controller.commands.database:run",
-    ),
-    "nats": CliCommand(
-        "print users and permissions for an external broker",
-        INSPECTING + "nats",
-        "controller.commands.nats:run",
-    ),
-    "webhooks": CliCommand(
-        "test a webhook, and list or resend events that a webhook did not accept",
-        INSPECTING + "webhooks",
-        "controller.commands.webhooks:run",
-    ),
-    "simulate": CliCommand(
-        "run the deciders through faults in virtual time",
-        "controller.simulator.cli:add_arguments",
-        "controller.simulator.cli:run_cli",
-        data=False,
-    ),
-    "trace": CliCommand(
-        "analyze recorded requests, generate similar ones, and replay them as load",
-        "controller.trace.cli:add_arguments",
-        "controller.trace.cli:run_cli",
-        data=False,
-        aiohttp=True,
-    ),
-    "plan": CliCommand(
-        "show how many workers each model should have, now or on a recorded day",
-        "controller.commands.flags.planning:plan",
-        "controller.commands.plan:run",
-    ),
-    "cost": CliCommand(
-        "compare transfer with re-prefill on your hardware, and estimate failures and spares",
-        "controller.commands.cost:add_arguments",
-        "controller.commands.cost:run",
-        data=False,
-    ),
-    "scale": CliCommand(
-        "set the number of workers of a model, overriding the planner, or return control to the planner",
-        OPERATING + "scale",
-        "controller.commands.scale:run",
-    ),
-    "profile": CliCommand(
-        "measure the speed of a running engine, so that simulated engines can reproduce it",
-        "controller.profiler.flags:add_arguments",
-        "controller.profiler.cli:run",
-        data=False,
-        aiohttp=True,
-    ),
-    "model": CliCommand(
-        "create a model to run", "controller.cli:tiny_model", "workers.engines.tiny:run_cli", data=False
-    ),
-    "settings": CliCommand(
-        "print every setting and its effective value",
-        INSPECTING + "settings",
-        "controller.commands.show_settings:run",
-        data=False,
-    ),
-    "scrape-config": CliCommand(
-        "print a Prometheus configuration for a running fleet",
+    "chaos": ("controller.commands.flags.operating:chaos", "controller.commands.operator_commands:chaos"),
+    "replay": ("controller.replay.flags:add_arguments", "controller.commands.replay:run"),
+    "request": ("controller.replay.flags:add_request_arguments", "controller.commands.replay:run"),
+    "journal": ("controller.commands.flags.inspecting:journal", "controller.commands.journal:run"),
+    "golden": ("controller.commands.flags.inspecting:golden", "controller.commands.goldens.commands:run"),
+    "fleet": ("controller.commands.flags.inspecting:fleet", "controller.commands.fleet:run"),
+    "database": ("controller.commands.flags.inspecting:database", "controller.commands.database:run"),
+    "nats": ("controller.commands.flags.inspecting:nats", "controller.commands.nats:run"),
+    "webhooks": ("controller.commands.flags.inspecting:webhooks", "controller.commands.webhooks:run"),
+    "simulate": ("controller.simulator.cli:add_arguments", "controller.simulator.cli:run_cli"),
+    "trace": ("controller.trace.cli:add_arguments", "controller.trace.cli:run_cli"),
+    "plan": ("controller.commands.flags.planning:plan", "controller.commands.plan:run"),
+    "cost": ("controller.commands.cost:add_arguments", "controller.commands.cost:run"),
+    "scale": ("controller.commands.flags.operating:scale", "controller.commands.scale:run"),
+    "profile": ("controller.profiler.flags:add_arguments", "controller.profiler.cli:run"),
+    "model": ("controller.cli:tiny_model", "workers.engines.tiny:run_cli"),
+    "settings": ("controller.commands.flags.inspecting:settings", "controller.commands.show_settings:run"),
+    "scrape-config": (
         "controller.commands.scrape_config:add_arguments",
         "controller.commands.scrape_config:run",
     ),
-    "completion": CliCommand(
-        "print a shell completion script",
-        "controller.cli:completion_flags",
-        "controller.cli:completion",
-        data=False,
-    ),
-    "controller": CliCommand("run a controller", *ROLE),
-    "projector": CliCommand("run a projector", *ROLE),
-    "planner": CliCommand("run a planner, which decides how many workers each model should have", *ROLE),
-    "notifier": CliCommand("run a notifier, which sends events to webhooks", *ROLE),
-    "frontend": CliCommand("run a frontend", *ROLE),
-    "worker": CliCommand(
-        "run a worker", "workers.cli:add_arguments", "workers.cli:run", data=False, aiohttp=True
+    "completion": ("controller.cli:completion_flags", "controller.cli:completion"),
+    "worker": ("workers.cli:add_arguments", "workers.cli:run"),
+    **dict.fromkeys(
+        ROLES[:-1], ("controller.processes.roles:add_arguments", "controller.processes.roles:run")
     ),
 }
+"""The functions that add a command's flags and run it. They are imported when needed, so that `--help` imports no slow module."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -49,4 +49,4 @@ def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
 class Strict(BaseModel):
     """Base class of settings models. Rejects unknown names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)

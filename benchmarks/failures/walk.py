@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from controller.commands.printing import event_line
+from controller.commands.operator_commands import event_line
 from controller.deciders.fleet import Fleet, evolve
 from controller.demo.clients import Received, Users
 from controller.demo.fleet import DemoFleet, NotAsExpected

@@ -33,7 +33,7 @@ from controller.replay.whatif.comparison import compare
 from controller.replay.whatif.question import PolicyChange, asked
 from controller.replay.whatif.reading import stretches
 from controller.replay.whatif.recording import recorded
-from controller.replay.whatif.text import lines
+from controller.replay.whatif.whatif_cli import lines
 from controller.simulator.simulation import Simulation, quiet, uncollected
 from controller.simulator.world.scenario import draw
 from events import codec, subjects

@@ -63,15 +63,11 @@ def moving(args: argparse.Namespace) -> dict[str, Any]:
         lanes = (Lane(link, args.tp if link == "tcp" else 1),) * args.tp  # all shards share a host's TCP link
         target = MigrationTarget(name=link, profile=profile, free_blocks=0, lanes=lanes)
         costs = [estimate(policy, kv, target, tokens) for tokens in args.tokens]
-        links.append(
-            {
-                "link": link,
-                "gb_per_s": policy.links.spec(link).rate / 1e9,
-                "transfer_ms": [one.transfer_time_ms for one in costs],
-                "recommended": [one.recommended for one in costs],
-                "crossover_tokens": costs[0].crossover_tokens,
-            }
-        )
+        links.append({
+            "link": link, "gb_per_s": policy.links.spec(link).rate / 1e9,
+            "transfer_ms": [one.transfer_time_ms for one in costs], "recommended": [one.recommended for one in costs],
+            "crossover_tokens": costs[0].crossover_tokens,
+        })  # fmt: skip
     least = kv.shard_bytes_per_token * args.prefill_tokens_per_s
     return {
         "tokens": [*args.tokens],
@@ -117,14 +113,14 @@ def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> floa
 def lines(found: dict[str, Any]) -> list[str]:
     """Return the tables as lines of text."""
     move, fleet = found["move"], found["fleet"]
+    head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])
     output = [
         f"Milliseconds to move one request ({move['kv_bytes_per_token'] / 1024:,.0f} KiB of KV cache per token)",
         "",
+        f"{'tokens':24}{head}{'crossover':>11}",
+        f"{'GiB':24}" + "".join(f"{size / GIB:>11.3f}" for size in move["bytes"]),
+        f"{'re-prefill':24}" + "".join(f"{took:>11,.1f}" for took in move["reprefill_ms"]),
     ]
-    head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])
-    output.append(f"{'tokens':24}{head}{'crossover':>11}")
-    output.append(f"{'GiB':24}" + "".join(f"{size / GIB:>11.3f}" for size in move["bytes"]))
-    output.append(f"{'re-prefill':24}" + "".join(f"{took:>11,.1f}" for took in move["reprefill_ms"]))
     for one in move["links"]:
         cells = "".join(f"{took:>11,.1f}" for took in one["transfer_ms"])
         crossover = "none" if one["crossover_tokens"] is None else f"{one['crossover_tokens']:,}"

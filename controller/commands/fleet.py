@@ -4,49 +4,48 @@ import argparse
 import json
 from typing import Any
 
-from controller.processes.operator_client import Operator, operator_name
+from controller.processes.operator_client import ask, operator_name
 from controller.terminal_text import fitted
 
 
 async def run(args: argparse.Namespace) -> int:
     """Send the request to the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
-    operator = await Operator.connect(args.data)
-    try:
-        if args.fleet == "allow":
-            answer = await operator.ask("allow", {"by": operator_name()})
-            print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
-            return 0
-        answer = await operator.ask("versions", {})
-    finally:
-        await operator.close()
-    print(json.dumps(answer, indent=1) if args.output == "json" else text(answer))
+    if args.fleet == "allow":
+        answer = await ask(args.data, "allow", {"by": operator_name()})
+        print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
+    else:
+        answer = await ask(args.data, "versions")
+        print(json.dumps(answer, indent=1) if args.output == "json" else text(answer))
     return 0
 
 
 def text(report: dict[str, Any]) -> str:
     """Return the report of `control.versions` as text."""
-    rows = [("process", "release", "deciders", "does not support")]
-    for process in report["processes"]:
-        release = process["release"] or ("0.2.0 or older" if not process["announces"] else "-")
-        lacks = process["lacks"]
-        shown = ", ".join(lacks[:2]) + (f" and {len(lacks) - 2} more" if len(lacks) > 2 else "")
-        version = str(process["deciders_version"] or "-")
-        rows.append((f"{process['role']} {process['name']}", release, version, shown or "-"))
+    rows = [("process", "release", "deciders", "does not support"), *map(_row, report["processes"])]
     force, held = report["in_force"], report["held_back"]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [fitted("  ".join([*map(str.ljust, row[:3], widths), row[3]])) for row in rows]
     lines.append(
         f"in force     deciders version {force['deciders_version']}, {len(force['kinds'])} new kinds"
     )
-    if held["kinds"] or held["deciders_version"]:
-        what = [f"deciders version {held['deciders_version']}"] if held["deciders_version"] else []
-        what += [", ".join(held["kinds"])] if held["kinds"] else []
-        lines.append(f"held back    {'; '.join(what)}")
-        if held["by"]:
-            lines.append(f"by           {', '.join(held['by'])}")
-            lines.append("             upgrade or stop these, or `holdfast fleet allow`")
-        elif report["due_in_s"] is not None:
-            lines.append(f"in force in  {report['due_in_s']:.0f} s, if every process still supports it then")
-        else:
-            lines.append("             the leader has not discovered all processes yet")
+    what = [f"deciders version {held['deciders_version']}"] if held["deciders_version"] else []
+    what += [", ".join(held["kinds"])] if held["kinds"] else []
+    if not what:
+        return "\n".join(lines)
+    lines.append(f"held back    {'; '.join(what)}")
+    if held["by"]:
+        lines.append(f"by           {', '.join(held['by'])}")
+        lines.append("             upgrade or stop these, or `holdfast fleet allow`")
+    elif report["due_in_s"] is not None:
+        lines.append(f"in force in  {report['due_in_s']:.0f} s, if every process still supports it then")
+    else:
+        lines.append("             the leader has not discovered all processes yet")
     return "\n".join(lines)
+
+
+def _row(process: dict[str, Any]) -> tuple[str, str, str, str]:
+    release = process["release"] or ("0.2.0 or older" if not process["announces"] else "-")
+    lacks = process["lacks"]
+    shown = ", ".join(lacks[:2]) + (f" and {len(lacks) - 2} more" if len(lacks) > 2 else "")
+    version = str(process["deciders_version"] or "-")
+    return f"{process['role']} {process['name']}", release, version, shown or "-"

@@ -7,14 +7,12 @@ version knows, or at a decision out of turn. They read from the start of the str
 import argparse
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from controller.adapters.clock import SystemClock
-from controller.processes.operator_client import find, operator_name
+from controller.processes.operator_client import closing, find, operator_name
 from controller.replay import moment_parser
 from controller.runtime.bounded_read import patient
 from events import codec, subjects
@@ -31,6 +29,7 @@ FINDING = 3
 REACH_S = 3.0
 WRITE_S = 5.0
 Print = Callable[[str], None]
+State = Literal["stops", "quarantined", "skipped"]
 
 
 class NotToQuarantine(HoldfastError):
@@ -46,29 +45,20 @@ class Place:
     at: datetime
     subject: str
     bytes: int
-    state: Literal["stops", "quarantined", "skipped"]
+    state: State
     why: str
     newer: bool = False  # a newer version may fold it
 
 
 async def run(args: argparse.Namespace) -> int:
     """Run one subcommand. Raise HoldfastError."""
-    async with _connected(args.data) as journal:
+    url, known = find(args.data)["nats_url"], Known.ours()
+    opening = NatsJournal.connect(url, "operator:journal", wait_s=REACH_S, make=False, known=known)
+    async with closing(opening) as journal:
         first = (await journal.stream_state()).first_seq
         if args.journal == "inspect":
             return await inspect(journal, args.since, first, args.output)
         return await quarantine(journal, args.seq, first, args.why)
-
-
-@asynccontextmanager
-async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
-    journal = await NatsJournal.connect(
-        find(data)["nats_url"], "operator:journal", wait_s=REACH_S, make=False, known=Known.ours()
-    )
-    try:
-        yield journal
-    finally:
-        await journal.close()
 
 
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Print = print) -> int:
@@ -86,12 +76,10 @@ async def inspect(journal: Journal, since: str | None, first: int, output: str, 
             found += [place] if place else []
     stops = [place for place in found if place.state == "stops"]
     if output == "json":
-        messages = [_as_json(place) for place in found]
-        say(
-            json.dumps(
-                {"read": read, "stops_at": stops[0].seq if stops else None, "messages": messages}, indent=1
-            )
-        )
+        fields = ("seq", "at", "subject", "bytes", "state", "why")
+        messages = [{name: getattr(place, name) for name in fields} for place in found]
+        answer = {"read": read, "stops_at": stops[0].seq if stops else None, "messages": messages}
+        say(json.dumps(answer, indent=1, default=datetime.isoformat))
     else:
         for line in _lines(read, found, stops):
             say(line)
@@ -113,19 +101,12 @@ def _place(event: Recorded, turns: DecisionNumbering) -> Place | None:
     """Return the entry for an event that is not folded; None for an event that every reader folds."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
-        state: Literal["stops", "quarantined", "skipped"] = (
-            "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
-        )
+        state: State = "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
         return Place(event.seq, event.at, fact.subject, fact.bytes, state, fact.why, fact.unknown)
     if expected is None or not isinstance(fact, Decision):
         return None
     why = f"decision {fact.number}, out of turn: expected {expected}"
     return Place(event.seq, event.at, subjects.subject(fact), len(codec.encode_body(fact)), "stops", why)
-
-
-def _as_json(place: Place) -> dict[str, Any]:
-    fields = {name: getattr(place, name) for name in ("seq", "at", "subject", "bytes", "state", "why")}
-    return {**fields, "at": place.at.isoformat()}
 
 
 def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
@@ -134,7 +115,8 @@ def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
         for p in found
     ]
     over = len(found) - len(stops)
-    output.append(f"read {read}: {_counted(over) if found else 'all are events'}")
+    skipped = f"{over} {'is' if over == 1 else 'are'} skipped by all readers"
+    output.append(f"read {read}: {skipped if found else 'all are events'}")
     if stops:
         first = stops[0]
         command = f"{QUARANTINE} {first.seq} --why TEXT"
@@ -144,10 +126,6 @@ def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
             else f"all readers stop at {first.seq}. If the journal was neither truncated nor recreated: {command}"
         )
     return output
-
-
-def _counted(over: int) -> str:
-    return f"{over} {'is' if over == 1 else 'are'} skipped by all readers"
 
 
 def _printable(text: str) -> str:

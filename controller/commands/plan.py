@@ -9,21 +9,11 @@ from typing import Any
 
 from controller.commands.flags.planning import BOUNDS, FIT
 from controller.commands.plan_now import show
+from controller.planner import rehearsal
 from controller.planner.fleet_model import DayFigures
 from controller.planner.forecast import check_installed
 from controller.planner.plan import Change, PlannerPolicy
-from controller.planner.rehearsal import (
-    EPOCH,
-    Arrival,
-    RehearsedFleet,
-    by_minute,
-    most_needed,
-    scale_for,
-    scaled,
-    with_fixed,
-    with_perfect_knowledge,
-    with_planner,
-)
+from controller.planner.rehearsal import Arrival, RehearsedFleet, most_needed
 from controller.planner.sizing import WORKERS_MAX, Objectives
 from controller.terminal_text import escape_controls
 from controller.trace.rows import TraceReader, TraceRow
@@ -37,11 +27,8 @@ DAYS_MAX = 31
 
 def run(args: argparse.Namespace) -> int:
     """Query the running planner, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, default in args.only_with_trace.items()
-        if getattr(args, name) != default
-    ]
+    defaults = args.only_with_trace.items()
+    given = [f"--{name.replace('_', '-')}" for name, value in defaults if getattr(args, name) != value]
     if given and args.trace is None:
         raise UsageError(f"{', '.join(given)}: needs a recorded day, given by --trace FILE")
     if args.trace is None:
@@ -60,20 +47,20 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.trace} spans {days:.0f} days: at most {DAYS_MAX} can be rehearsed at once")
     arrivals, fixed = _arrivals(args, fleet, rows)
     report = rehearse(fleet, arrivals, fixed, args.gpus, _progress)
-    if args.output == "json":
-        print(json.dumps(report, indent=2))
-    else:
-        for line in _lines(report, args):
-            print(escape_controls(line))
+    lines = [json.dumps(report, indent=2)]
+    if args.output != "json":
+        lines = [escape_controls(line) for line in _lines(report, args)]
+    print("\n".join(lines))
     return 0
 
 
 def _profile(args: argparse.Namespace) -> Profile:
     if args.profile is not None:
         if args.prefill_tokens_per_s or args.tpot_curve:
-            raise UsageError(
+            text = (
                 "--profile already sets the speed of a worker: omit --prefill-tokens-per-s and --tpot-curve"
             )
+            raise UsageError(text)
         return measured(args.profile, args)
     return Profile(
         kv_blocks=args.kv_blocks,
@@ -89,12 +76,9 @@ def measured(path: Path, args: argparse.Namespace) -> Profile:
     from workers.engines.simulated.sequence import EngineShape
     from workers.engines.simulated.timing import Interpolated, ModelTiming
 
-    tokens = args.kv_blocks * args.block_tokens
+    blocks, tokens = args.kv_blocks, args.block_tokens
     shape = EngineShape(
-        context_tokens=tokens,
-        kv_blocks=args.kv_blocks,
-        block_tokens=args.block_tokens,
-        batch_max=args.max_batch,
+        context_tokens=blocks * tokens, kv_blocks=blocks, block_tokens=tokens, batch_max=args.max_batch
     )
     return ModelTiming(Interpolated.load(path)).profile(shape)
 
@@ -108,12 +92,12 @@ def _arrivals(
             raise UsageError(
                 "--scale fit needs --fleet, the number of workers that the busiest minute shall need"
             )
-        factor = scale_for(fleet, rows, args.fleet)
+        factor = rehearsal.scale_for(fleet, rows, args.fleet)
     if len(rows) * factor > ARRIVALS_MAX:
         raise UsageError(
             f"{len(rows) * factor:.0f} requests exceed the limit of {ARRIVALS_MAX}: use a smaller --scale, or slower workers"
         )
-    arrivals = scaled(rows, factor)
+    arrivals = rehearsal.scaled(rows, factor)
     most = most_needed(fleet, arrivals)
     if most >= WORKERS_MAX:
         raise UsageError(
@@ -124,12 +108,8 @@ def _arrivals(
 
 def _progress(what: str) -> None:
     if sys.stderr.isatty():
-        print(
-            f"\r\033[Krehearsing: {escape_controls(what)}",
-            end="" if what else "\r",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"\r\033[Krehearsing: {escape_controls(what)}"
+        print(text, end="" if what else "\r", file=sys.stderr, flush=True)
 
 
 def rehearse(
@@ -142,27 +122,26 @@ def rehearse(
     """Return the results of a day with the planner, with a fixed fleet and with perfect foresight. Hours are GPU hours."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
     report_progress("perfect knowledge")
-    perfect = with_perfect_knowledge(fleet, arrivals)
+    perfect = rehearsal.with_perfect_knowledge(fleet, arrivals)
     report_progress(f"{fixed} workers all day")
-    always = with_fixed(fleet, arrivals, fixed)
+    always = rehearsal.with_fixed(fleet, arrivals, fixed)
     report_progress("the planner")
-    planned, changes = with_planner(fleet, arrivals, first)
+    planned, changes = rehearsal.with_planner(fleet, arrivals, first)
     report_progress("")
-    minutes = len(by_minute(arrivals))
+    minutes = len(rehearsal.by_minute(arrivals))
     return {
         "requests": len(arrivals),
         "minutes": minutes,
         "gpus_per_worker": gpus,
         "most_needed": most_needed(fleet, arrivals),
-        "planner": _figures(planned, perfect, gpus, minutes)
-        | {"changes_made": [_change(c) for c in changes]},
+        "planner": _figures(planned, perfect, gpus, minutes) | {"changes_made": list(map(_change, changes))},
         "fixed": _figures(always, perfect, gpus, minutes) | {"workers": fixed},
         "perfect": _figures(perfect, perfect, gpus, minutes),
     }
 
 
 def _change(change: Change) -> dict[str, Any]:
-    at_s = (change.at - EPOCH).total_seconds()
+    at_s = (change.at - rehearsal.EPOCH).total_seconds()
     return {"at_s": at_s, "from": change.before, "to": change.after}
 
 
@@ -188,12 +167,8 @@ def _lines(day: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
     )
     yield ""
     yield f"{'':24}{'GPU-hours':>10}{'of perfect':>12}{'late':>9}{'changes':>9}{'most':>6}"
-    names = {
-        "planner": "planner",
-        "fixed": f"{day['fixed']['workers']} workers all day",
-        "perfect": "perfect knowledge",
-    }
-    for key, name in names.items():
+    fixed = f"{day['fixed']['workers']} workers all day"
+    for key, name in (("planner", "planner"), ("fixed", fixed), ("perfect", "perfect knowledge")):
         one = day[key]
         yield (
             f"{name:24}{one['gpu_hours']:>10.1f}{one['of_perfect']:>12.2f}{one['late_share']:>9.2%}"

@@ -21,9 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Run one replay command on a fleet's history, or on `holdfast request`'s part of it. Return its exit code."""
     found = find(args.data)
     if not structlog.is_configured():
-        structlog.configure(
-            logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-        )  # stdout is for the result only
+        # stdout is for the result only
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -21,26 +21,23 @@ from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
 LINE_CHARS_MAX = 1_000  # width of the table; a terminal may wrap it, nothing is truncated
-# Columns of the table: heading, and name of the term in the frontend's answer.
-COLUMNS = (
-    ("to read", "active_prefill_tokens"),
-    ("prefill", "prefill"),
-    ("device", "device"),
-    ("host", "host"),
-    ("disk", "disk"),
-    ("credit", "credit"),
-    ("sharers", "sharers"),
-    ("copy", "copy"),
-    ("waiting", "waiting"),
-    ("active", "active"),
-    ("shared", "shared"),
-    ("others", "others"),
-    ("decode", "decode"),
-    ("requests", "requests"),
-    ("lately", "lately"),
-    ("weight", "weight"),
-    ("cost", "cost"),
+# Terms of a worker's cost, as in the frontend's answer, in the order of the table's columns.
+TERMS = (
+    *(
+        "active_prefill_tokens",
+        "prefill",
+        "device",
+        "host",
+        "disk",
+        "credit",
+        "sharers",
+        "copy",
+        "waiting",
+        "active",
+    ),
+    *("shared", "others", "decode", "requests", "lately", "weight", "cost"),
 )
+HEADINGS = {"active_prefill_tokens": "to read"}  # of columns that are not headed by their term
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -126,14 +123,14 @@ def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = [(heading, term) for heading, term in COLUMNS if any(one[term] for one in candidates)]
+    shown = [term for term in TERMS if any(one[term] for one in candidates)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("worker")
-    for heading, _ in shown:
-        table.add_column(heading, justify="right")
+    for term in shown:
+        table.add_column(HEADINGS.get(term, term), justify="right")
     for one in sorted(candidates, key=lambda one: float(one["cost"])):
         mark = " ←" if _name(one) == _name(chosen) else ""
-        table.add_row(_name(one) + mark, *(f"{one[term]:.4g}" for _, term in shown))
+        table.add_row(_name(one) + mark, *(f"{one[term]:.4g}" for term in shown))
     console = Console(highlight=False, soft_wrap=True, width=LINE_CHARS_MAX)
     with console.capture() as written:  # rich would handle a closed pipe itself
         console.print(table)

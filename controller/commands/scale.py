@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from controller.commands.plan_now import fetch_plan
-from controller.processes.operator_client import Operator, find, operator_name
+from controller.processes.operator_client import ask, closing, find, operator_name
 from events.errors import HoldfastError, UsageError
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
@@ -23,14 +23,14 @@ async def run(args: argparse.Namespace) -> int:
     """
     if (args.workers is None) != args.release:
         raise UsageError("give either the number of workers, or --release")
-    await _check_model(args.data, args.model)
-    journal = await NatsJournal.connect(
-        find(args.data)["nats_url"], "operator:scale", wait_s=REACH_S, make=False, known=Known.ours()
-    )
-    try:
-        journal.observe(
-            ScaleSet(model=args.model, workers=args.workers, by=operator_name(), reason=args.reason)
-        )
+    models = sorted((await ask(args.data, "status"))["levels"])
+    if args.model not in models:
+        raise UsageError(f"unknown model {args.model!r}: the fleet serves {', '.join(models) or 'none yet'}")
+    fact = ScaleSet(model=args.model, workers=args.workers, by=operator_name(), reason=args.reason)
+    url, known = find(args.data)["nats_url"], Known.ours()
+    opening = NatsJournal.connect(url, "operator:scale", wait_s=REACH_S, make=False, known=known)
+    async with closing(opening) as journal:
+        journal.observe(fact)
         if not await journal.flush(WRITE_S):
             raise JournalUnavailable(
                 f"nothing is set: the journal did not acknowledge the write within {WRITE_S:g} s"
@@ -40,28 +40,11 @@ async def run(args: argparse.Namespace) -> int:
                 "nothing is set: a process of an older release is running and would stop at a `scale_set`. "
                 "`holdfast fleet versions` shows it."
             )
-    finally:
-        await journal.close()
-    print(_result(args.model, args.workers, args.data))
+    if args.release:
+        print(f"the planner controls the number of workers of {args.model} again")
+    else:
+        print(f"{args.model} shall have {args.workers} workers until --release{why_no_effect(args.data)}")
     return 0
-
-
-async def _check_model(data: Path, model: str) -> None:
-    operator = await Operator.connect(data)
-    try:
-        known = (await operator.ask("status", {}))["levels"]
-    finally:
-        await operator.close()
-    if model not in known:
-        raise UsageError(
-            f"unknown model {model!r}: the fleet serves {', '.join(sorted(known)) or 'none yet'}"
-        )
-
-
-def _result(model: str, workers: int | None, data: Path) -> str:
-    if workers is None:
-        return f"the planner controls the number of workers of {model} again"
-    return f"{model} shall have {workers} workers until --release{why_no_effect(data)}"
 
 
 def why_no_effect(data: Path) -> str:

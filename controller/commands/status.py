@@ -7,14 +7,24 @@ import io
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from controller.commands.printing import print_processes, print_status
-from controller.processes.operator_client import Operator, find
+from controller.deciders.worker import SPARE
+from controller.processes.operator_client import ask, find
+from controller.read_model.fleet_view import FleetStatus, JournalView, ProcessView, WorkerView
+from controller.terminal_text import USUAL, columns, fitted, safe_values
 from events.errors import HoldfastError
-from events.process.presence import present
+from events.process.presence import Presence, present
 
 AGAIN = "\x1b[H\x1b[2J"  # move the cursor home and clear the screen
+WORKERS_SHOWN_MAX = 40  # listed individually
+DAYS_SHOWN_MAX = 1_000
+NO_LEADER = "none: no decisions and no commands until a controller leads"
+UNKNOWN: Mapping[str, object] = {
+    "workers": [], "awaited": [], "levels": {}, "journal": {"last_seq": None}, "spool": {}, "leader": None,
+    "projector": {"position": None, "lag": None},
+}  # fmt: skip
+"""The status without a controller, besides the processes."""
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -27,10 +37,7 @@ async def run(args: argparse.Namespace) -> int:
             try:
                 await _show(args)
             except HoldfastError as error:  # it may recover
-                if args.output == "json":
-                    print(json.dumps({"error": str(error)}))
-                else:
-                    print(f"holdfast: {error}")
+                print(json.dumps({"error": str(error)}) if args.output == "json" else f"holdfast: {error}")
         text = written.getvalue()
         if args.output == "json":
             text = json.dumps(json.loads(text)) + "\n"
@@ -55,10 +62,138 @@ async def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-async def fetch_status(args: argparse.Namespace) -> dict[str, Any]:
+async def fetch_status(args: argparse.Namespace) -> dict[str, object]:
     """Return the fleet's status from its controller. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
-    operator = await Operator.connect(args.data)
-    try:
-        return await operator.ask("status", {})
-    finally:
-        await operator.close()
+    return await ask(args.data, "status")
+
+
+def print_processes(living: Sequence[Presence], output: str) -> None:
+    """Print the processes of this host: the only status that is known without a controller."""
+    if output == "json":
+        processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in living]
+        print(json.dumps({**UNKNOWN, "processes": processes}, indent=1))
+        return
+    print("No controller answers. Running processes of the fleet on this host:")
+    for p in living:
+        print(fitted(ProcessView(p.name, p.role, p.pid, p.url).line))
+
+
+def print_status(answer: Mapping[str, object]) -> None:
+    """Print the current state of the fleet."""
+    status = FleetStatus.of(safe_values(answer))
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=max(USUAL, columns()))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
+        # nothing is truncated: long names wrap
+        table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model", "last canary"))
+    for w in _shown(status.workers):
+        weight = SPARE if w.spare else "–" if w.weight is None else f"{w.weight:g}"
+        busy = "–" if w.in_flight is None else str(w.in_flight)
+        table.add_row(w.id, w.health, weight, w.breaker, busy, w.model, _canary(w))
+    with console.capture() as written:  # rich would handle a closed pipe itself
+        if table.rows:
+            console.print(table)
+    print("\n".join(line.rstrip() for line in written.get().splitlines()), end="\n" if table.rows else "")
+    for line in _lines(status):
+        print(fitted(line))
+
+
+def _canary(worker: WorkerView) -> str:
+    if (last := worker.last_canary) is None:
+        return "–"
+    return last.result + ("" if last.latency_ms is None else f", {last.latency_ms:.0f} ms")
+
+
+def _shown(workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Return the workers to list individually. In a large fleet these are the first of those that are not fully healthy."""
+    if len(workers) <= WORKERS_SHOWN_MAX:
+        return workers
+    return [w for w in workers if not w.well][:WORKERS_SHOWN_MAX]
+
+
+def _lines(status: FleetStatus) -> Iterator[str]:
+    """Yield the lines below the workers: levels, positions, the leader, the processes of this host."""
+    shown = _shown(status.workers)
+    yield from _rest(status.workers, {w.id for w in shown})
+    yield from _troubles(shown)
+    for model in sorted({w.model for w in status.workers if w.spare}):
+        spares = [w.well for w in status.workers if w.model == model and w.spare]
+        yield f"spares       {sum(spares)} of {len(spares)} ready for {model}"
+    for one in status.awaited[:WORKERS_SHOWN_MAX]:
+        yield f"waiting for {one.id}{f' with {one.model}' if one.model else ''} since {one.since}: {one.reason}"
+    if (more := len(status.awaited) - WORKERS_SHOWN_MAX) > 0:
+        yield f"waiting for {more} more workers; -o json lists all"
+    yield from _positions(status)
+    for process in [p for p in status.processes if p.console][
+        :1
+    ]:  # each frontend serves one, unless disabled
+        yield f"console      {process.console}"
+    yield "processes"
+    yield from (process.line for process in status.processes)
+
+
+def _troubles(shown: Sequence[WorkerView]) -> Iterator[str]:
+    """Yield why workers are not at full weight, and which spares replace which workers."""
+    for w in shown:
+        if w.spare and not w.well:
+            yield f"{w.id} is a spare that is not ready: {w.why}"
+        elif w.reasons and not w.spare:
+            yield f"{w.id} is not at full weight: {w.reason}"
+        if w.place:
+            yield f"{w.id} replaces {w.place}"
+
+
+def _positions(status: FleetStatus) -> Iterator[str]:
+    """Yield the degradation levels, and the positions of the journal, the projector and the leader."""
+    levels = ", ".join(f"{model} level {level}" for model, level in status.levels.items())
+    yield f"degradation  {levels or 'no model yet'}"
+    yield f"journal      {status.journal.fault or _journal(status.journal)}"
+    if (each := status.spool.bytes_max_each) is not None:
+        yield f"spools       {_size(status.spool.bytes)} on this host; at most {_size(each)} of each process"
+    position, lag = status.projector.position, status.projector.lag
+    yield "projector    " + ("no report yet" if position is None else f"at {position}, {lag} behind")
+    yield f"leader       {(status.leader or NO_LEADER).removeprefix('controller:')}"
+
+
+def _rest(workers: Sequence[WorkerView], shown: set[str]) -> Iterator[str]:
+    """Yield a summary of the workers that are not listed individually, per model and health."""
+    alike: dict[tuple[str, str, str, bool], list[WorkerView]] = {}
+    for w in workers:
+        if w.id not in shown:
+            share = "as spares" if w.spare else "at full weight" if w.well else "not at full weight"
+            alike.setdefault((w.model, w.health, share, w.well), []).append(w)
+    for (model, health, share, _), group in alike.items():
+        busy = sum(w.in_flight or 0 for w in group)
+        count = f"{len(group)}{' more' if shown else ''}"
+        yield f"{count} workers of {model} are {health}, {share}, {busy} in flight; -o json lists all"
+
+
+def _journal(journal: JournalView) -> str:
+    """Return a text on the journal's range, its size, how fast it grows and how long its space will last."""
+    last, first, size = journal.last_seq, journal.first_seq or 1, journal.bytes
+    dropped = first > 1  # it has reached its bounds
+    text = f"events {first} to {last}" if dropped else f"{last} events"
+    if not size:
+        return text
+    text += f", {_size(size)}" + (f" of {_size(journal.bytes_max)}" if journal.bytes_max else "")
+    if journal.bytes_a_day is None:
+        return f"{text}, growth not known yet"
+    text, days = f"{text}, {_size(journal.bytes_a_day)} a day", journal.days_left
+    if dropped:
+        return f"{text}, full"
+    if days is None:
+        return text
+    return f"{text}, room for {f'{days:g} days' if days < DAYS_SHOWN_MAX else 'years'}"
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes in a readable unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

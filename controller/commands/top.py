@@ -6,23 +6,43 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from controller.commands.status import fetch_status
-from controller.commands.top_view import FleetSeen, picture
-from controller.processes.operator_client import Operator, find
-from controller.replay.recent import TOLD_MAX
+from controller.deciders.worker import SPARE
+from controller.processes.operator_client import Operator, closing, find
+from controller.read_model.fleet_view import FleetStatus, WorkerView, counts
+from controller.replay.recent import TOLD_MAX, RecentEvents
+from controller.replay.sentences import count
 from controller.runtime.bounded_read import held
-from controller.terminal_text import columns
+from controller.terminal_text import columns, escape_controls, safe_values
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
 AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
 ONCE_LINES = 40  # height of the screen with --once
-CATCH_UP_S = 0.5  # time within which the events that exist already arrive
+HEAD_LINES, EVENT_LINES_LEAST = 5, 5
+COLOURS = {
+    "HEALTHY": "green",
+    "SUSPICIOUS": "yellow",
+    "UNHEALTHY": "red",
+    "DRAINING": "blue",
+    "DEAD": "bright_black",
+}
+
+
+@dataclass(slots=True)
+class FleetSeen(RecentEvents):
+    """The status and events known so far."""
+
+    status: Mapping[str, object] | None = None
+    fault: str = ""  # why the status is missing or outdated
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -60,13 +80,10 @@ async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
     """Poll the fleet's status."""
     while True:
         try:
-            operator = await Operator.connect(args.data)
-            try:
+            async with closing(Operator.connect(args.data)) as operator:
                 while True:
                     seen.status, seen.fault = await operator.ask("status", {}), ""
                     await asyncio.sleep(args.every)
-            finally:
-                await operator.close()
         except HoldfastError as error:
             seen.fault = str(error)
             await asyncio.sleep(AGAIN_S)
@@ -86,14 +103,9 @@ async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
         await asyncio.sleep(AGAIN_S)
 
 
-@contextlib.asynccontextmanager
-async def _journal(args: argparse.Namespace) -> AsyncIterator[NatsJournal]:
+def _journal(args: argparse.Namespace) -> contextlib.AbstractAsyncContextManager[NatsJournal]:
     url = find(args.data)["nats_url"]
-    journal = await NatsJournal.connect(url, "reader", None, make=False, stops_at="nothing")
-    try:
-        yield journal
-    finally:
-        await journal.close()
+    return closing(NatsJournal.connect(url, "reader", make=False, stops_at="nothing"))
 
 
 def _pressed(terminal: int, enough: asyncio.Event) -> None:
@@ -122,3 +134,63 @@ def _keys() -> Iterator[asyncio.Event]:
     finally:
         loop.remove_reader(terminal)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def picture(seen: FleetSeen, lines: int) -> RenderableType:
+    """Return one screen of at most `lines` lines."""
+    status = FleetStatus.of(safe_values(seen.status or {}))
+    workers = sorted(status.workers, key=lambda worker: (worker.urgency, worker.id))
+    room = max(1, lines - HEAD_LINES - 2 - EVENT_LINES_LEAST)
+    shown, rest = workers[:room], len(workers[room:])
+    used = HEAD_LINES + 1 + len(shown) + (1 if rest else 0)
+    latest = [*seen.told][-max(1, lines - used - 1) :]
+    parts: list[RenderableType] = [*_head(seen, status, workers), _table(shown)]
+    if rest:
+        parts.append(Text(f"{rest} more workers", style="dim"))
+    return Group(*parts, Text(), *(_line(one.line()) for one in latest))
+
+
+def _head(seen: FleetSeen, status: FleetStatus, workers: Sequence[WorkerView]) -> Iterator[Text]:
+    if seen.fault:
+        yield _line(escape_controls(seen.fault), style="bold red")
+    elif seen.status is None:
+        yield _line("waiting for the fleet", style="dim")
+    else:
+        found = [(f"{count} {health}  ", COLOURS[health]) for health, count in counts(workers).items()]
+        yield Text.assemble(("Holdfast  ", "bold"), *found, overflow="ellipsis", no_wrap=True)
+    serving = [worker.weight or 0.0 for worker in workers if not worker.spare]
+    busy = sum(worker.in_flight or 0 for worker in workers)
+    spares = len(workers) - len(serving)
+    extra = f", {count(spares, 'spare')}" if spares else ""
+    yield _line(f"serving with {sum(serving):.3g} of {len(serving)}{extra}   {busy} in flight")
+    unknown = f"   {seen.unknown} events of unknown kinds skipped" if seen.unknown else ""
+    yield _line(seen.rates() + unknown)
+    yield _line("" if seen.status is None else _positions(status))
+    yield Text()
+
+
+def _positions(status: FleetStatus) -> str:
+    levels = [f"{model} level {level}" for model, level in status.levels.items() if level]
+    leader = (status.leader or "none").removeprefix("controller:").partition(":")[0]
+    parts = [f"leader {leader}", f"{status.journal.last_seq or 0:,} events"]
+    parts += [] if status.projector.lag is None else [f"store {status.projector.lag} behind"]
+    return "   ".join([*parts, *(levels or ["no degradation"])])
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
+
+
+def _table(workers: Sequence[WorkerView]) -> Table:
+    table = Table(expand=True, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("worker", "health", "weight", "breaker", "in flight", "why"):
+        justify: JustifyMethod = "right" if name in ("weight", "in flight") else "left"
+        table.add_column(
+            name, justify=justify, overflow="ellipsis", no_wrap=True, ratio=1 if name == "why" else None
+        )
+    for worker in workers:
+        weight = SPARE if worker.spare else f"{worker.weight or 0:.3g}"
+        health = Text(worker.health, style=COLOURS.get(worker.health, ""))
+        cells = (weight, worker.breaker or "–", str(worker.in_flight or 0), worker.why)
+        table.add_row(Text(worker.id), health, *map(Text, cells))  # Text: names and reasons are not markup
+    return table

@@ -4,10 +4,9 @@
 """
 
 import argparse
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from controller.adapters.clock import SystemClock
 from controller.config.flags import describe
-from controller.processes.operator_client import find
+from controller.processes.operator_client import closing, find
 from controller.replay.sentences import count
 from controller.terminal_text import fitted
 from controller.webhooks import cloud_event, templates
@@ -150,19 +149,17 @@ def _is_good(answer: Answer) -> bool:
 @asynccontextmanager
 async def _letters(data: Path) -> AsyncIterator[DeadLetters]:
     """Connect to the dead letters. Raise HoldfastError on failure."""
-    url = str(find(data)["nats_url"])
-    connection = await BrokerConnection.open(url, "operator", wait_s=REACH_S)
+    opening = BrokerConnection.open(str(find(data)["nats_url"]), "operator", wait_s=REACH_S)
     try:
-        if not connection.connected:
-            raise HoldfastError(f"cannot reach the broker: {connection.why}")
-        yield DeadLetters(connection)
+        async with closing(opening) as connection:
+            if not connection.connected:
+                raise HoldfastError(f"cannot reach the broker: {connection.why}")
+            yield DeadLetters(connection)
     except BrokerRefused as error:
         raise HoldfastError(f"cannot read the dead letters: {error}") from error
-    finally:
-        await connection.close()
 
 
-Send = Callable[[Webhook, str, FleetWording, FollowedEvent], "asyncio.Future[Answer]"]
+Send = Callable[[Webhook, str, FleetWording, FollowedEvent], Awaitable[Answer]]
 
 
 @asynccontextmanager
@@ -172,22 +169,15 @@ async def _sender() -> AsyncIterator[Send]:
         from controller.webhooks.sender import WebhookSender
 
     clock = SystemClock()
-    sender = await WebhookSender.open(clock, NotifierSettings().timeout_s)
+    async with closing(WebhookSender.open(clock, NotifierSettings().timeout_s)) as sender:
 
-    def send(
-        webhook: Webhook, secret: str, wording: FleetWording, event: FollowedEvent
-    ) -> "asyncio.Future[Answer]":
-        made = templates.request(webhook.template, event, wording, secret, int(clock.now().timestamp()))
-        if made is None:  # the template has no message for this event
-            done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            done.set_result(Answer(204, "nothing for this template"))
-            return done
-        return asyncio.ensure_future(sender.send(webhook.address, made))
+        async def send(webhook: Webhook, secret: str, wording: FleetWording, event: FollowedEvent) -> Answer:
+            made = templates.request(webhook.template, event, wording, secret, int(clock.now().timestamp()))
+            if made is None:
+                return Answer(204, "nothing for this template")
+            return await sender.send(webhook.address, made)
 
-    try:
         yield send
-    finally:
-        await sender.close()
 
 
 _COMMANDS = {"test": _test, "dead": _dead, "resend": _resend}

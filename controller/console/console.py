@@ -8,13 +8,12 @@ from datetime import datetime, timedelta
 import structlog
 from aiohttp import web
 
-from controller.console.actions import WorkerAct
-from controller.console.endpoints import ConsoleEndpoints
+from controller.console.endpoints import ConsoleEndpoints, WorkerAct
 from controller.console.feed import ConsoleFeed, Times
 from controller.console.history import HistoryReader
 from controller.console.memory import EndedIncident, FlowMemory
 from controller.console.picture import FleetMoment, FleetPicture
-from controller.console.sections import Sections
+from controller.console.rows import Sections
 from controller.deciders.fleet import Fleet
 from controller.ports import Clock
 from events.errors import HoldfastError

@@ -10,21 +10,23 @@ Endpoints:
 """
 
 import asyncio
+import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any, Literal, Protocol, get_args
 
 import structlog
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from controller.console import guard
-from controller.console.actions import READ_ONLY, ActionUnclear, WorkerAct, parse_action
 from controller.console.feed import ConsoleFeed, TooManyViewers, event
 from controller.console.history import HistoryBusy, HistoryReader, HistoryUnavailable
 from controller.replay.report.figure import COLORS
 from events.errors import HoldfastError
+from events.process.admin_guard import refusal
 
 PATH = "/console"
 WRITE_S = 20.0  # a viewer that reads no data for this long is disconnected
@@ -49,8 +51,69 @@ REPORT = COMMON | {
 }
 ASSETS = {"console.js": "text/javascript", "console.css": "text/css"}
 
-Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+TOKEN = "X-Holdfast-Console"
+Verb = Literal["drain", "resume", "move", "restart"]
+READ_ONLY = (
+    "this console is read-only: start the fleet with `holdfast up --console-actions` (for a separate frontend: "
+    "`--console-actions`, or HOLDFAST_FRONTEND__CONSOLE_ACTIONS=true), or use `holdfast drain` and the other commands"
+)
+
 log = structlog.get_logger(__name__)
+
+
+class ActionUnclear(HoldfastError):
+    """The request does not describe an action of the console."""
+
+
+class WorkerAct(Protocol):
+    """Carries out an operator's command on a worker."""
+
+    async def __call__(self, verb: str, body: dict[str, Any]) -> str:
+        """Run the action and return a sentence about the result. Raise HoldfastError with the reason if it failed."""
+        ...
+
+
+class Action(BaseModel):
+    """The action that the page requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    verb: Verb
+    worker: str = Field(min_length=1, max_length=200)
+    deadline_s: float | None = Field(default=None, gt=0, le=86_400)  # only for drain
+    to: str = Field(default="", max_length=200)  # only for move
+
+    def body(self, by: str) -> dict[str, Any]:
+        """Return the command's body for the controller."""
+        more: dict[str, Any] = {}
+        if self.verb == "drain":
+            more["deadline_s"] = self.deadline_s
+        elif self.verb == "move":
+            more["to"] = self.to
+        return {"worker": self.worker, "by": by, **more}
+
+
+def parse_action(body: bytes) -> Action:
+    """Parse a request body. Raise ActionUnclear."""
+    try:
+        return Action.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        expected = f'{{"verb": "{" | ".join(get_args(Verb))}", "worker": NAME}}'
+        raise ActionUnclear(f"{where}: {first['msg']}; expected {expected}") from None
+
+
+def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str) -> str:
+    """Return why a request for an action is refused; empty if it is allowed. `names`: names of this host."""
+    if why := refusal(headers, names):
+        return why
+    host = headers.get("Host", "")
+    if headers.get("Origin", "") not in (f"http://{host}", f"https://{host}"):
+        return "it does not come from this console's page: its Origin differs"
+    if not hmac.compare_digest(headers.get(TOKEN, "").encode(), token.encode()):
+        return f"its {TOKEN} does not match this frontend's: reload the page"
+    return ""
 
 
 @cache
@@ -82,7 +145,7 @@ class ConsoleEndpoints:
         """Answer one request."""
         if request.path == f"{PATH}/act":
             return await self._act(request)
-        if why := guard.refusal(request.headers, self.names):
+        if why := refusal(request.headers, self.names):
             return _text(403, f"The console refuses this request: {why}.")
         if request.method not in ("GET", "HEAD"):
             return _text(405, "The console answers only GET.", {"Allow": "GET, HEAD"})
@@ -155,7 +218,7 @@ class ConsoleEndpoints:
             return _error(405, "use POST", {"Allow": "POST"})
         if self.act is None:
             return _error(403, READ_ONLY)
-        if why := guard.refusal_to_act(request.headers, self.names, self._token):
+        if why := refusal_to_act(request.headers, self.names, self._token):
             return _error(403, f"the action was not carried out: {why}")
         try:
             async with asyncio.timeout(BODY_S):
@@ -194,3 +257,6 @@ def _text(status: int, text: str, more: Mapping[str, str] | None = None) -> web.
 
 def _error(status: int, text: str, more: Mapping[str, str] | None = None) -> web.Response:
     return web.json_response({"error": text}, status=status, headers=COMMON | dict(more or {}))
+
+
+__all__ = ["TOKEN", "refusal", "refusal_to_act"]

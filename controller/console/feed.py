@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from controller.console.sections import Sections, changes
+from controller.console.rows import Sections, changes
 from events.errors import HoldfastError
 
 EVERY_S = 1.0

@@ -5,37 +5,108 @@ user impact. Everything else is computed when there is a viewer.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import takewhile
+from typing import TypeVar
 
-from controller.console.lanes import LaneMemory
 from controller.deciders.fleet import Fleet
 from controller.deciders.incident import Incident
+from controller.read_model.fleet_view import WELL, WorkerView, millis
+from events import observations as o
 from events.decisions import IncidentClosed, IncidentOpened, WorkerDecision
 from events.fact import Fact, Recorded
-from events.observations import (
-    RequestAbandoned,
-    RequestExposed,
-    RequestMigrated,
-    RequestsRejected,
-    SnapshotKept,
-    WorkerJoined,
-)
+
+OVER = timedelta(minutes=10)
+LANES_MAX = 40  # lanes shown
+CHANGES_MAX = 40  # per worker; ten times as many for the share
+SHARE_EVERY_MS = 500.0  # changes within this time are one step
+
+Lane = tuple[tuple[float, str], ...]
+T = TypeVar("T")
+
+
+class LaneMemory:
+    """The latest changes of each worker's state, and of the share of the fleet that serves."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[tuple[float, str]]] = {}
+        # of workers that are not spares: GPUs, and how many of them serve
+        self._places: dict[str, tuple[int, float]] = {}
+        self._whole, self._serving = 0, 0.0
+        self._share: deque[tuple[float, float]] = deque(maxlen=10 * CHANGES_MAX)
+
+    def note(self, at: datetime, name: str, worker: WorkerView | None) -> None:
+        """Record a worker's state at an instant; None: it has left the fleet."""
+        now = millis(at)
+        if worker is None:
+            if self._lanes.pop(name, None) is not None and self._place(name, None):
+                self._step(now)
+            return
+        lane = self._lanes.setdefault(name, deque(maxlen=CHANGES_MAX))
+        if not lane or lane[-1][1] != worker.state:
+            lane.append((now, worker.state))
+        place = None if worker.spare else (worker.gpus, worker.gpus * (worker.weight or 0.0))
+        if self._place(name, place):
+            self._step(now)
+
+    def _place(self, name: str, place: tuple[int, float] | None) -> bool:
+        """Set a worker's contribution to the fleet: its GPUs, and how many of them serve. Return whether it has changed."""
+        before = self._places.get(name)
+        if before == place:
+            return False
+        for sign, one in ((-1, before), (1, place)):
+            if one is not None:
+                self._whole, self._serving = self._whole + sign * one[0], self._serving + sign * one[1]
+        if place is None:
+            del self._places[name]
+        else:
+            self._places[name] = place
+        return True
+
+    def _step(self, now: float) -> None:
+        share = round(min(1.0, max(0.0, self._serving / self._whole)), 4) if self._whole else 0.0
+        if self._share and now < self._share[-1][0] + SHARE_EVERY_MS:
+            self._share[-1] = (self._share[-1][0], share)
+        elif not self._share or self._share[-1][1] != share:
+            self._share.append((now, share))
+
+    def lanes(self, now: datetime) -> dict[str, Lane]:
+        """Return the lanes of workers that were not fully healthy: the latest to change, at most `LANES_MAX`."""
+        begin, shown = millis(now - OVER), {}
+        for name, lane in self._lanes.items():
+            if lane[-1][0] > begin or lane[-1][1] not in WELL:
+                since = _since(lane, begin)
+                if any(state not in WELL for _, state in since):
+                    shown[name] = since
+        latest = sorted(shown, key=lambda name: shown[name][-1][0], reverse=True)[:LANES_MAX]
+        return {name: shown[name] for name in latest}
+
+    def share(self, now: datetime) -> tuple[tuple[float, float], ...]:
+        """Return the steps of the share of the fleet that serves."""
+        return _since(self._share, millis(now - OVER))
+
+
+def _since(steps: Iterable[tuple[float, T]], begin: float) -> tuple[tuple[float, T], ...]:
+    """Return the steps that began after `begin`, and the one before them."""
+    known = tuple(steps)
+    first = next((n for n, (at, _) in enumerate(known) if at > begin), len(known))
+    return known[max(0, first - 1) :]
+
 
 EVENTS_MAX = 4096
 ENDED_MAX = 30  # incidents
 HARM_OVER = timedelta(minutes=5)
 SPELL = timedelta(seconds=10)  # resolution of the counts of user impact
 HARM: Mapping[type[Fact], str] = {
-    RequestAbandoned: "lost",
-    RequestExposed: "exposed",
-    RequestsRejected: "refused",
-    RequestMigrated: "moved",
+    o.RequestAbandoned: "lost",
+    o.RequestExposed: "exposed",
+    o.RequestsRejected: "refused",
+    o.RequestMigrated: "moved",
 }
 
-ABOUT_A_STATE = (WorkerJoined, WorkerDecision)
+ABOUT_A_STATE = (o.WorkerJoined, WorkerDecision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +138,7 @@ class FlowMemory:
             moved = dict.fromkeys(fleet.workers, batch[0].at)
         for event in batch:
             kind = type(event.fact)
-            if kind is SnapshotKept:  # it contains a whole fleet
+            if kind is o.SnapshotKept:  # it contains a whole fleet
                 continue
             self.events.append(event)
             if isinstance(event.fact, ABOUT_A_STATE):
@@ -82,7 +153,8 @@ class FlowMemory:
                 self._incidents = {**self._incidents, one.incident: opened}
         self._incidents = fleet.incidents
         for name, at in moved.items():
-            self.lanes.note(at, name, fleet.workers.get(name))
+            worker = fleet.workers.get(name)
+            self.lanes.note(at, name, None if worker is None else WorkerView.of(worker))
 
     def _end(self, fact: IncidentClosed) -> None:
         known = self._incidents.get(fact.incident)
@@ -103,7 +175,7 @@ class FlowMemory:
         for event in reversed(events):
             if len(self.events) == EVENTS_MAX:
                 return
-            if (first is None or event.seq < first) and not isinstance(event.fact, SnapshotKept):
+            if (first is None or event.seq < first) and not isinstance(event.fact, o.SnapshotKept):
                 self.events.appendleft(event)
 
     def since(self, seq: int) -> list[Recorded]:

@@ -10,26 +10,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from controller.console import rows
 from controller.console.memory import HARM_OVER, FlowMemory
-from controller.console.rows import (
-    EventRow,
-    Headline,
-    Level,
-    ModelRow,
-    WorkerRow,
-    awaited_row,
-    ended_incident,
-    event_row,
-    given_up,
-    open_incident,
-    worker_row,
-)
-from controller.console.sections import Sections
 from controller.deciders.capacity import fleet_rps, slo_of
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet, Worker
+from controller.read_model.fleet_view import WELL, WorkerView, share_of
 from controller.replay.recent import RecentEvent, RecentEvents, ServedRate
-from controller.replay.report.frames import WELL, WorkerShown, capacity, shown_of
 from controller.replay.sentences import count
 
 CRITICAL_LEVEL = 3  # degradation level from which users are affected
@@ -53,13 +40,13 @@ class FleetPicture:
         """`memory` provides the events to show."""
         self._memory = memory
         self._recent = RecentEvents()
-        self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}
-        self._rows: dict[str, WorkerRow] = {}
-        self._told: dict[int, tuple[RecentEvent, int, EventRow]] = {}  # by sequence
+        self._workers: dict[str, tuple[Worker, WorkerView, rows.WorkerRow]] = {}
+        self._rows: dict[str, rows.WorkerRow] = {}
+        self._told: dict[int, tuple[RecentEvent, int, rows.EventRow]] = {}  # by sequence
         self._of: tuple[object, object] | None = None  # the workers that the rows describe
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
-    def taken(self, moment: FleetMoment) -> Sections:
+    def taken(self, moment: FleetMoment) -> rows.Sections:
         """Return the snapshot's sections at a moment. Successive calls must be in order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
@@ -73,8 +60,8 @@ class FleetPicture:
             "streams": {name: moment.streams.get(name, -1) for name in self._rows},
             "lanes": lanes.lanes(moment.now),
             "share": {"steps": lanes.share(moment.now)},
-            "incidents": {one.id: ended_incident(one) for one in self._memory.ended.values()}
-            | {one.id: open_incident(one) for one in fleet.incidents.values()},
+            "incidents": {one.id: rows.ended_incident(one) for one in self._memory.ended.values()}
+            | {one.id: rows.open_incident(one) for one in fleet.incidents.values()},
             "events": self._events(),
         }
 
@@ -83,30 +70,27 @@ class FleetPicture:
         of = (fleet.workers, fleet.awaited)
         if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
             return
-        known = self._workers
-        self._workers = {
-            name: found
-            if (found := known.get(name)) is not None and found[0] is worker
-            else (worker, shown := shown_of(worker), worker_row(worker, shown))
-            for name, worker in fleet.workers.items()
-        }
-        lanes = self._memory.lanes
-        for name, (worker, shown, _) in self._workers.items():
-            if name not in known or known[name][0] is not worker:
-                lanes.note_shown(now, name, shown)
-        for name in known.keys() - self._workers.keys():
+        known, self._workers, lanes = self._workers, {}, self._memory.lanes
+        for name, worker in fleet.workers.items():
+            found = known.pop(name, None)
+            if found is None or found[0] is not worker:
+                shown = WorkerView.of(worker)
+                found = (worker, shown, rows.worker_row(worker, shown))
+                lanes.note(now, name, shown)
+            self._workers[name] = found
+        for name in known:
             lanes.note(now, name, None)
         self._rows = {name: row for name, (_, _, row) in self._workers.items()}
         for one in fleet.waiting:
-            self._rows[one.worker] = awaited_row(one, self._rows.get(one.worker))
-        by_model: dict[str, list[WorkerShown]] = defaultdict(list)
+            self._rows[one.worker] = rows.awaited_row(one, self._rows.get(one.worker))
+        by_model: dict[str, list[WorkerView]] = defaultdict(list)
         for _, shown, _ in self._workers.values():
             by_model[shown.model].append(shown)
-        self._shares = {model: capacity(some) for model, some in by_model.items()}
-        self._shares[""] = capacity(shown for _, shown, _ in self._workers.values())
+        self._shares = {model: share_of(some) for model, some in by_model.items()}
+        self._shares[""] = share_of(shown for _, shown, _ in self._workers.values())
         self._of = of
 
-    def _models(self, moment: FleetMoment) -> dict[str, ModelRow]:
+    def _models(self, moment: FleetMoment) -> dict[str, rows.ModelRow]:
         fleet = moment.fleet
         by_model: dict[str, list[Worker]] = {model: [] for model in fleet.models}
         for worker in fleet.workers.values():
@@ -120,17 +104,17 @@ class FleetPicture:
             for model, workers in sorted(by_model.items())
         }
 
-    def _events(self) -> dict[str, EventRow]:
+    def _events(self) -> dict[str, rows.EventRow]:
         known, self._told = self._told, {}
         for told in self._recent.told:
             seq = told.event.seq
             found = known.get(seq)
             if found is None or found[:2] != (told, told.more):
-                found = (told, told.more, event_row(told))
+                found = (told, told.more, rows.event_row(told))
             self._told[seq] = found
         return {str(seq): row for seq, (_, _, row) in self._told.items()}
 
-    def _head(self, moment: FleetMoment, models: Mapping[str, ModelRow]) -> dict[str, Any]:
+    def _head(self, moment: FleetMoment, models: Mapping[str, rows.ModelRow]) -> dict[str, Any]:
         rate, states = self._recent.rate(), Counter(row.state for row in self._rows.values())
         harm = self._memory.harm(moment.now)
         return {
@@ -150,7 +134,7 @@ class FleetPicture:
 
 def _model(
     moment: FleetMoment, model: str, workers: Sequence[Worker], share: float, rate: ServedRate
-) -> ModelRow:
+) -> rows.ModelRow:
     fleet = moment.fleet
     state = fleet.models.get(model, Degradation(model))
     slo = slo_of(fleet.policy, model)
@@ -159,13 +143,13 @@ def _model(
     if promised is not None:
         carrying = [(one.joined.profile, one.carries) for one in workers]
         carried = round(fleet_rps(model, carrying, slo, (state.knobs.latency,))[0], 2)
-    return ModelRow(
+    return rows.ModelRow(
         serving=sum(one.routable for one in workers),
         workers=sum(one.alive and not one.spare.kept for one in workers),
         spares=sum(one.alive and one.spare.kept for one in workers),
         share=round(share, 3),
         level=state.level,
-        given_up=given_up(state),
+        given_up=rows.given_up(state),
         capacity_rps=carried,
         promised_rps=promised,
         answers=round(rate.answers, 1),
@@ -177,10 +161,13 @@ def _model(
 
 
 def headline(
-    moment: FleetMoment, models: Mapping[str, ModelRow], workers: Mapping[str, WorkerRow], harm: Counter[str]
-) -> Headline:
+    moment: FleetMoment,
+    models: Mapping[str, rows.ModelRow],
+    workers: Mapping[str, rows.WorkerRow],
+    harm: Counter[str],
+) -> rows.Headline:
     """Summarise user impact, capacity and unhealthy workers in a few sentences, with a severity."""
-    levels: list[Level] = ["ok"]
+    levels: list[rows.Level] = ["ok"]
     parts = [_impact(harm, levels)]
     for model, row in models.items():
         if not row.serving:
@@ -206,12 +193,12 @@ def headline(
     if moment.fault:
         levels.append("bad")
         parts.insert(0, f"this view may be outdated ({moment.fault})")
-    worst: Level = max(levels, key=("ok", "warn", "bad").index)
+    worst: rows.Level = max(levels, key=("ok", "warn", "bad").index)
     text = "; ".join(parts)
-    return Headline(worst, f"{text[0].upper()}{text[1:]}.")
+    return rows.Headline(worst, f"{text[0].upper()}{text[1:]}.")
 
 
-def _impact(harm: Counter[str], levels: list[Level]) -> str:
+def _impact(harm: Counter[str], levels: list[rows.Level]) -> str:
     minutes = f"{HARM_OVER.total_seconds() / 60:g}"
     found = []
     if harm["lost"]:

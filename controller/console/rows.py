@@ -1,7 +1,8 @@
 """Rows of the console for workers, models, incidents and events: comparable values for the page."""
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -9,10 +10,10 @@ from controller.console.memory import EndedIncident
 from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.incident import Incident
-from controller.deciders.worker import SPARE, Worker
+from controller.deciders.worker import Worker
+from controller.read_model.fleet_view import URGENCY, WorkerView
 from controller.replay import sentences
-from controller.replay.recent import URGENCY, RecentEvent
-from controller.replay.report.frames import WorkerShown
+from controller.replay.recent import RecentEvent
 from controller.replay.sentences import about
 
 AWAITED = "AWAITED"  # the state of a worker that has not joined yet
@@ -99,29 +100,17 @@ def _short(text: str) -> str:
     return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 1]}…"
 
 
-def worker_row(worker: Worker, shown: WorkerShown) -> WorkerRow:
+def worker_row(worker: Worker, shown: WorkerView) -> WorkerRow:
     """Return the row of a worker."""
     joined, last = worker.joined, worker.last_canary
-    why = _short("; ".join(reason for reason in worker.reasons if reason != SPARE))
-    place = URGENCY.index(shown.health) if shown.health in URGENCY else len(URGENCY)
+    canary = ("", "", 0)
+    if last is not None and shown.last_canary is not None:
+        canary = (_short(shown.last_canary.result), instant(last.at), round(last.latency_ms))
     return WorkerRow(
-        state=shown.state,
-        urgency=2 * place + (not why),
-        health=shown.health,
-        weight=round(shown.weight, 3),
-        breaker=shown.breaker,
-        model=joined.model,
-        engine=joined.engine,
-        host=joined.topology.host,
-        why=why,
-        canary="" if last is None else _short(last.reason or last.outcome),
-        canary_at="" if last is None else instant(last.at),
-        canary_ms=0 if last is None else round(last.latency_ms),
-        spare=worker.spare.kept,
-        place=worker.spare.place,
-        incident=worker.incident,
-        since=instant(worker.joined_at),
-    )
+        shown.state, shown.urgency, shown.health, round(worker.weight, 3), shown.breaker, shown.model, joined.engine,
+        joined.topology.host, _short(shown.why), *canary, shown.spare, worker.spare.place, shown.incident,
+        instant(worker.joined_at),
+    )  # fmt: skip
 
 
 def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
@@ -163,3 +152,34 @@ def event_row(told: RecentEvent) -> EventRow:
     event = told.event
     text = _short(sentences.sentence(event.fact))
     return EventRow(event.at.isoformat(timespec="milliseconds"), event.fact.kind(), text, told.more + 1)
+
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""By section, then by key. A row compares by value and is never None."""
+Changes = dict[str, dict[str, Any]]
+
+
+def changes(before: Sections, after: Sections) -> Changes:
+    """Return the new and changed rows of `after`, and None for each removed key. Both have the same sections."""
+    found: Changes = {}
+    for section, rows in after.items():
+        known = before[section]
+        if rows is known:
+            continue
+        new = {key: row for key, row in rows.items() if (old := known.get(key)) is not row and old != row}
+        new |= {key: None for key in known if key not in rows}
+        if new:
+            found[section] = new
+    return found
+
+
+def applied(before: Sections, new: Changes) -> Sections:
+    """Return the sections after changes, as console.js applies them."""
+    found = {section: dict(rows) for section, rows in before.items()}
+    for section, rows in new.items():
+        for key, row in rows.items():
+            if row is None:
+                found[section].pop(key, None)
+            else:
+                found[section][key] = row
+    return found

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from controller.commands.top_view import COLOURS
+from controller.commands.top import COLOURS
 from controller.demo import profile, report
 from controller.demo.clients import Users
 from controller.demo.fleet import DemoFleet, NotAsExpected

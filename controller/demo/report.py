@@ -12,9 +12,9 @@ from rich.text import Text
 
 from controller.demo.clients import Received, TokenDifference, compare
 from controller.replay import sentences, timeline
+from controller.replay.event_lookup import JournalArchive
 from controller.replay.pages import NoPlotly
 from controller.replay.report import report_cli
-from controller.replay.scan import JournalArchive
 from controller.terminal_text import escape_controls
 from events.decisions import IncidentOpened, SpareActivated
 from events.fact import Recorded

@@ -5,8 +5,10 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.runtime.bounded_read import held
@@ -117,6 +119,33 @@ class Operator:
         await self._bus.close()
 
 
+class Closable(Protocol):
+    """A connection."""
+
+    async def close(self) -> None:
+        """Close it."""
+        ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+@asynccontextmanager
+async def closing(opening: Awaitable[C]) -> AsyncIterator[C]:
+    """Open a connection, and close it at the end."""
+    connection = await opening
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def ask(data: Path, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Send one request to the fleet of a data directory. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
+    async with closing(Operator.connect(data)) as operator:
+        return await operator.ask(verb, body or {})
+
+
 def operator_name() -> str:
     """Return the name of the operator, which the journal records."""
     return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
@@ -126,12 +155,9 @@ async def read_all(data: Path, after: int = 0) -> list[Recorded]:
     """Return every event of the fleet's journal above sequence `after`. Raise NoFleet or JournalUnavailable."""
     from events.journal.nats import NatsJournal
 
-    journal = await NatsJournal.connect(find(data)["nats_url"], "reader", None, make=False)
-    try:
+    async with closing(NatsJournal.connect(find(data)["nats_url"], "reader", make=False)) as journal:
         last = await journal.last_seq()
         return [event async for batch in held(journal, after, last) for event in batch]
-    finally:
-        await journal.close()
 
 
 def opened(request: "str | urllib.request.Request", within_s: float) -> Any:

@@ -1,7 +1,14 @@
 """Finds an event by its sequence, its ce-id, or as `decision:N`."""
 
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+from typing import Any
+
 from controller.ports import Archive
+from controller.read_model.rows import matches
+from controller.replay import sentences
 from controller.runtime.bounded_read import held, history
+from events import codec
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 from events.journal.port import Journal
@@ -50,3 +57,86 @@ def cause(event: Recorded) -> str:
     if isinstance(event.fact, Decision) and event.fact.cause:
         return event.fact.cause
     return event.causation
+
+
+DEEP_MAX = 200
+
+
+async def why(journal: Journal, archive: Archive | None, reference: str) -> list[Recorded]:
+    """Return the event and its causes, the first cause last. Raise NoSuchEvent if there is no such event."""
+    chain = [await find(journal, archive, reference)]
+    while (before := cause(chain[-1])) and len(chain) < DEEP_MAX:
+        try:
+            found = await find(journal, archive, before)
+        except NoSuchEvent:
+            break  # the cause never reached the journal
+        if found.seq >= chain[-1].seq:
+            break  # a cause precedes its effect on the journal
+        chain.append(found)
+    return chain
+
+
+def lines(chain: Sequence[Recorded]) -> list[str]:
+    """Format a chain of causes as lines of text."""
+    output = []
+    for depth, event in enumerate(chain):
+        lead = f"{'  ' * depth}because " if depth else ""
+        output.append(f"{lead}{sentences.line(event, date=not depth)}  [{event.seq} {name(event)}]")
+    if cause(chain[-1]):
+        output.append(f"{'  ' * len(chain)}because of {cause(chain[-1])}, which the journal does not hold")
+    return output
+
+
+def as_json(event: Recorded) -> dict[str, Any]:
+    """Return an event as plain JSON types, with its sentence."""
+    return {
+        "seq": event.seq,
+        "at": event.at.isoformat(),
+        "id": event.id,
+        "name": name(event),
+        "kind": event.fact.kind(),
+        "text": sentences.sentence(event.fact),
+        "cause": cause(event),
+        "source": event.source,
+        "correlation": event.correlation,
+        "body": codec.to_builtins(event.fact),
+    }
+
+
+class JournalArchive:
+    """Finds events by reading the journal from its beginning."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    async def locate(self, reference: str) -> int | None:
+        """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
+        async for batch in self._all(0):
+            for event in batch:
+                if reference in (event.id, name(event)):
+                    return event.seq
+        return None
+
+    async def select(
+        self,
+        *,
+        after: int = 0,
+        since: datetime | None = None,
+        worker: str | None = None,
+        incident: str | None = None,
+        request: str | None = None,
+    ) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield the matching events, in order, in batches."""
+        async for batch in self._all(after):
+            found = [
+                event
+                for event in batch
+                if matches(event, since=since, worker=worker, incident=incident, request=request)
+            ]
+            if found:
+                yield found
+
+    async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:
+        last = await self._journal.last_seq()
+        async for batch in held(self._journal, after, last):
+            yield batch

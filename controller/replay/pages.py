@@ -1,13 +1,27 @@
 """Shared parts of report pages: template environment, filters, assets and the Plotly script."""
 
+import re
 from datetime import datetime
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controller.replay.markdown_text import escaped
 from controller.replay.sentences import span
+from controller.terminal_text import escape_controls
 from events.errors import HoldfastError
+
+_markup = re.compile(r"([\\`*\[\]#|~!$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
+# rendered as a link even without markup
+_link = re.compile(r"(?i)\b(https?|ftp|mailto|xmpp)(?=:)|\bwww(?=\.)")
+_line_start = re.compile(r"^(\s*(?:\d{1,9}(?=[.)])|(?=[-+=>])))")
+
+
+def escaped(text: str) -> str:
+    """Return one line of Markdown that renders as this text, also within a table cell."""
+    line = _markup.sub(r"\\\1", escape_controls(" ".join(text.split())))
+    line = _link.sub(lambda found: f"{found[0]}\\", line.replace("&", "&amp;").replace("<", "&lt;"))
+    return _line_start.sub(r"\1\\", line)
+
 
 PLOTLY = "plotly"
 

@@ -12,7 +12,6 @@ from events.observations import RequestsRejected, RequestsServed
 
 TOLD_MAX = 200  # maximum number of events that are kept
 RATES_OVER = timedelta(seconds=10)
-URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")  # health statuses, the worst first
 
 
 @dataclass(slots=True)

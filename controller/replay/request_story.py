@@ -11,21 +11,13 @@ from datetime import datetime, timedelta
 
 from controller.ports import Archive
 from controller.replay.sentences import count, span
+from events import observations as o
 from events.fact import Recorded
-from events.observations import (
-    RequestAbandoned,
-    RequestExposed,
-    RequestMigrated,
-    RequestPreempted,
-    RequestResumed,
-)
 
-QUIET = timedelta(
-    seconds=150
-)  # two missing traffic reports (a frontend sends one each minute), plus a margin
-ANSWERED_WITHIN = timedelta(
-    hours=1
-)  # a frontend that reported for this long after the last fact did not cut the request off
+# two missing traffic reports (a frontend sends one each minute), plus a margin
+QUIET = timedelta(seconds=150)
+# a frontend that reported for this long after the last fact did not cut the request off
+ANSWERED_WITHIN = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +114,19 @@ def story_of(request: str, events: Sequence[Recorded]) -> RequestStory:
     story = RequestStory(request, events=[*events])
     for event in events:
         match event.fact:
-            case RequestMigrated(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
+            case o.RequestMigrated(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
                 _add_move(story, model, source, target, gap_ms, exact)
-            case RequestResumed(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
+            case o.RequestResumed(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
                 _add_move(story, model, source, target, gap_ms, exact)
-            case RequestPreempted(model=model, worker=worker):
+            case o.RequestPreempted(model=model, worker=worker):
                 story.model, story.put_off = model, story.put_off + 1
                 _add_worker(story, worker)
-            case RequestExposed(model=model, worker=worker, first=first, last=last):
+            case o.RequestExposed(model=model, worker=worker, first=first, last=last):
                 story.model = model
                 story.exposed.append(ExposedSpan(worker, first, last))
                 if not story.workers:
                     _add_worker(story, worker)
-            case RequestAbandoned(model=model, worker=worker, reason=reason, tokens=tokens):
+            case o.RequestAbandoned(model=model, worker=worker, reason=reason, tokens=tokens):
                 story.model, story.lost, story.lost_tokens = model, reason, tokens
                 _add_worker(story, worker)
             case _:

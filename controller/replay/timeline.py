@@ -6,49 +6,30 @@ from datetime import datetime, timedelta
 
 from controller.ports import Archive
 from controller.replay import sentences
-from controller.replay.event_lookup import NoSuchEvent, cause, find, name
-from controller.replay.why import why
+from controller.replay.event_lookup import NoSuchEvent, cause, find, name, why
+from events import observations as o
 from events.chaos import HEALING
 from events.decisions import Absorbed, IncidentClosed, IncidentOpened
 from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
-from events.observations import (
-    CanaryPassed,
-    CapacityReported,
-    ChaosInjected,
-    DrainRequested,
-    MoveRequested,
-    RequestAbandoned,
-    RequestExposed,
-    RequestMigrated,
-    RequestResumed,
-    RequestsRejected,
-    RequestsServed,
-    RestartRequested,
-    ShutdownBegan,
-    TrafficReported,
-)
 
-CHAOS_BEFORE = timedelta(
-    seconds=60
-)  # an injected fault begins the story if it was injected within this time before the first symptom
+# an injected fault begins the story if it was injected within this time before the first symptom
+CHAOS_BEFORE = timedelta(seconds=60)
 LED_WITHIN = 5_000  # number of events to search for a decision that an event caused
-IMPACT_BEFORE = timedelta(
-    seconds=5
-)  # a migration within this time before the first symptom belongs to the story
-IMPACT_AFTER = timedelta(
-    seconds=5
-)  # and so does one within this time after the end: a worker counts as dead before its streams continue
-_IMPACT = (RequestMigrated, RequestAbandoned, RequestExposed)
+# a migration within this time before the first symptom belongs to the story
+IMPACT_BEFORE = timedelta(seconds=5)
+# and so does one within this time after the end: a worker counts as dead before its streams continue
+IMPACT_AFTER = timedelta(seconds=5)
+_IMPACT = (o.RequestMigrated, o.RequestAbandoned, o.RequestExposed)
 _NEXT = (
-    ChaosInjected,
+    o.ChaosInjected,
     IncidentOpened,
-    DrainRequested,
-    MoveRequested,
-    RestartRequested,
-    ShutdownBegan,
+    o.DrainRequested,
+    o.MoveRequested,
+    o.RestartRequested,
+    o.ShutdownBegan,
 )  # each of these facts begins another story
-_ROUTINE = (RequestsServed, TrafficReported, Absorbed)
+_ROUTINE = (o.RequestsServed, o.TrafficReported, Absorbed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +49,23 @@ class Story:
 
         It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration that is reported of an incident.
         """
-        opened = [
-            e.at
-            for e in self.events
-            if isinstance(e.fact, IncidentOpened) and e.fact.incident == self.incident
-        ]
-        closed = [
-            e.at
-            for e in self.events
-            if isinstance(e.fact, IncidentClosed) and e.fact.incident == self.incident
-        ]
+        own = [e for e in self.events if getattr(e.fact, "incident", "") == self.incident]
+        opened = [e.at for e in own if isinstance(e.fact, IncidentOpened)]
+        closed = [e.at for e in own if isinstance(e.fact, IncidentClosed)]
         return (closed[-1] - opened[0]).total_seconds() if opened and closed else None
+
+    def summary(self) -> dict[str, object]:
+        """Return the story without its events, as plain JSON types."""
+        return {
+            "incident": self.incident, "subject": self.subject, "symptom": self.symptom, "closed": self.closed,
+            "outcome": self.outcome, "lasted_s": self.recovered_s, "recovered_s": self.recovered_s,
+        }  # fmt: skip
 
     def headline(self) -> str:
         """Return a summary of the story in one line."""
-        moved = [e.fact for e in self.events if isinstance(e.fact, RequestMigrated)]
-        exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
-        lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
+        moved = [e.fact for e in self.events if isinstance(e.fact, o.RequestMigrated)]
+        exposed = sum(isinstance(e.fact, o.RequestExposed) for e in self.events)
+        lost = sum(isinstance(e.fact, o.RequestAbandoned) for e in self.events)
         parts = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
         took = self.recovered_s
         parts.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "still open")
@@ -100,9 +81,9 @@ class Story:
 def is_routine(fact: Fact) -> bool:
     """Return whether a fact only reports normal operation."""
     match fact:
-        case CanaryPassed(check_type=check):
+        case o.CanaryPassed(check_type=check):
             return check == "scheduled"
-        case CapacityReported(provisioned=provisioned, healthy=healthy):
+        case o.CapacityReported(provisioned=provisioned, healthy=healthy):
             return healthy == provisioned
         case _:
             return isinstance(fact, _ROUTINE)
@@ -128,21 +109,22 @@ async def events(
 async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     """Return one incident from its first symptom to its end. Raise NoSuchEvent if there is no such incident."""
     carried = [e async for batch in archive.select(incident=incident) for e in batch]
-    opened = next((e for e in carried if isinstance(e.fact, IncidentOpened)), None)
+    opened = next(((e, e.fact) for e in carried if isinstance(e.fact, IncidentOpened)), None)
     if opened is None:
         raise NoSuchEvent(
             f"the journal holds no incident {incident!r}; `holdfast replay timeline` lists all incidents"
         )
-    assert isinstance(opened.fact, IncidentOpened)
-    closed = next((e for e in carried if isinstance(e.fact, IncidentClosed)), None)
-    symptom = (await why(journal, archive, str(opened.seq)))[-1]
-    scene = await _scene(archive, opened.fact.subject, symptom, closed)
+    event, fact = opened
+    closed, outcome = next(
+        ((e, e.fact.outcome) for e in carried if isinstance(e.fact, IncidentClosed)), (None, "")
+    )
+    symptom = (await why(journal, archive, str(event.seq)))[-1]
+    scene = await _scene(archive, fact.subject, symptom, closed)
     causes = {cause(event) for event in [*carried, *scene]}
     by_seq = {event.seq: event for event in [symptom, *carried]}
     by_seq |= {e.seq: e for e in scene if not is_routine(e.fact) or name(e) in causes}
-    outcome = closed.fact.outcome if closed and isinstance(closed.fact, IncidentClosed) else ""
     ordered = [by_seq[seq] for seq in sorted(by_seq)]
-    return Story(incident, opened.fact.subject, opened.fact.symptom, ordered, closed is not None, outcome)
+    return Story(incident, fact.subject, fact.symptom, ordered, closed is not None, outcome)
 
 
 async def _scene(
@@ -154,22 +136,25 @@ async def _scene(
     """
     kind, _, subject_name = subject.partition(":")
     worker = subject_name if kind == "worker" else None
-    found: list[Recorded] = []
-    late: list[Recorded] = []
+    here: list[Recorded] = []
     async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
-        here = [e for e in batch if not _came_from_another(e.fact, worker)]
-        found += [e for e in here if closed is None or e.seq <= closed.seq]
-        late += [e for e in here if closed and e.seq > closed.seq]
+        here += [e for e in batch if not _came_from_another(e.fact, worker)]
         if closed and batch[-1].at > closed.at + IMPACT_AFTER:
             break
-    early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
-    during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, subject_name)]
-    return early + during + (_aftermath(late, closed.at) if closed and worker else [])
+    early = _prelude([e for e in here if e.seq < symptom.seq], symptom.at)
+    end = here[-1].seq if here and closed is None else closed.seq if closed else 0
+    during = [e for e in here if symptom.seq <= e.seq <= end and _belongs(e, kind, subject_name)]
+    late = _aftermath([e for e in here if e.seq > end], closed.at) if closed and worker else []
+    return early + during + late
 
 
 def _came_from_another(fact: Fact, worker: str | None) -> bool:
     """Return whether a request continued at this worker: that is the user impact of another worker's incident."""
-    return isinstance(fact, RequestMigrated | RequestResumed) and worker is not None and fact.source != worker
+    return (
+        isinstance(fact, o.RequestMigrated | o.RequestResumed)
+        and worker is not None
+        and fact.source != worker
+    )
 
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
@@ -190,23 +175,24 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     """
     injected: list[Recorded] = []
     for event in before:
-        if isinstance(event.fact, ChaosInjected):
+        if isinstance(event.fact, o.ChaosInjected):
             if event.fact.fault not in HEALING:
                 injected = [event]
             elif event.at < symptom - IMPACT_BEFORE:
                 injected = []
     start = injected[0].at if injected else symptom - IMPACT_BEFORE
-    impact = [e for e in before if isinstance(e.fact, RequestMigrated | RequestAbandoned) and e.at >= start]
+    impact = [
+        e for e in before if isinstance(e.fact, o.RequestMigrated | o.RequestAbandoned) and e.at >= start
+    ]
     return injected + impact
 
 
 def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
-    if (
-        kind == "worker"
-    ):  # this incident's opening and closing are found by its id; those of others belong to other stories
+    # this incident's opening and closing are found by its id; those of others belong to other stories
+    if kind == "worker":
         return not isinstance(event.fact, IncidentOpened | IncidentClosed)
     return (
-        isinstance(event.fact, RequestsRejected | Decision)
+        isinstance(event.fact, o.RequestsRejected | Decision)
         and getattr(event.fact, "model", None) == subject_name
     )
 

@@ -89,44 +89,30 @@ class VerifyReport:
     lag: int = 0  # events that the store does not show yet
     difference: VerifyDifference | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the report as plain JSON types."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        found["skipped_versions"] = sorted(self.skipped_versions)
-        found["difference"] = self.difference and codec.to_builtins(self.difference)
-        return found
+        return {**codec.to_builtins(self), "skipped_versions": sorted(self.skipped_versions)}
 
     def lines(self) -> list[str]:
         """Format the report as lines of text."""
-        output = [
-            f"folded {self.folded} events from {self.since + 1}",
-            f"decided {self.decided} decisions again, {'all but the last identical' if self.difference else 'all identical'}",
-            f"compared {self.rows} rows and {self.audited} stored events at {self.position}",
-        ]
-        if self.difference is None or not self.difference.where.startswith("decision"):
-            output[-2] = f"decided {self.decided} decisions again, all identical"
-        if self.begins > 1:
-            output.insert(
-                0, f"the journal begins at {self.begins}: earlier events were dropped at its limits"
-            )
-        if self.skipped:
-            of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
-            ours = f"{OLDEST} to {DECIDERS_VERSION}" if OLDEST < DECIDERS_VERSION else str(OLDEST)
-            output.append(
-                f"did not decide {self.skipped} decisions again: deciders version {of}, this release decides by {ours}"
-            )
-        if self.foreign:
-            output.append(
-                f"skipped {self.foreign} messages that are not events: see `holdfast journal inspect`"
-            )
-        if self.forged:
-            output.append(f"{self.forged} facts claim a foreign source: forged, and counted for no source")
-        if self.lag:
-            output.append(f"the projector is {self.lag} events behind")
-        output.append(self.difference.text() if self.difference else "no difference")
-        if self.difference is not None and (advice := self.difference.remedy()):
-            output.append(advice)
-        return output
+        difference = self.difference
+        identical = "all but the last" if difference and difference.where.startswith("decision") else "all"
+        of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
+        ours = f"{OLDEST} to {DECIDERS_VERSION}" if OLDEST < DECIDERS_VERSION else str(OLDEST)
+        lines = [
+            (self.begins > 1, f"the journal begins at {self.begins}: earlier events were dropped at its limits"),
+            (True, f"folded {self.folded} events from {self.since + 1}"),
+            (True, f"decided {self.decided} decisions again, {identical} identical"),
+            (True, f"compared {self.rows} rows and {self.audited} stored events at {self.position}"),
+            (self.skipped, f"did not decide {self.skipped} decisions again: deciders version {of}, this release decides by "
+             f"{ours}"),
+            (self.foreign, f"skipped {self.foreign} messages that are not events: see `holdfast journal inspect`"),
+            (self.forged, f"{self.forged} facts claim a foreign source: forged, and counted for no source"),
+            (self.lag, f"the projector is {self.lag} events behind"),
+            (True, difference.text() if difference else "no difference"),
+            (difference and difference.remedy(), difference.remedy() if difference else ""),
+        ]  # fmt: skip
+        return [line for applies, line in lines if applies]
 
 
 class Differs(Exception):
@@ -167,11 +153,8 @@ class _Run:
         self._shares = Shares()
         self._audit = _rows(frozen, self._order.last_seq)
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
-        self._history: dict[str, dict[Any, projection.Row]] = {
-            "migrations": {},
-            "exposures": {},
-            "incidents": {},
-        }
+        tables = ("migrations", "exposures", "incidents")
+        self._history: dict[str, dict[object, projection.Row]] = {table: {} for table in tables}
         self._batch: list[Recorded] = []  # decisions of one settle run
         self._state: Fleet | None = None  # the state that they were decided on
         self.report = VerifyReport(since=self._order.last_seq)
@@ -250,9 +233,7 @@ class _Run:
     ) -> tuple[InForce | None, FleetPolicy | None]:
         """Return the `InForce` of these decisions, and the policy; no policy if this release cannot decide them again."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
-        if isinstance(
-            first, PolicyAdopted
-        ):  # a new leader's first decision, which applies to the rest of its batch
+        if isinstance(first, PolicyAdopted):  # of a new leader: it applies to the rest of its batch
             adopted = first.policy
             force = InForce(first.kinds, first.deciders_version, first.allowed_by, first.command)
         version = force.deciders_version
@@ -280,9 +261,8 @@ class _Run:
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS
         for n, (ours, theirs) in enumerate(zip(expected[:-1], row[:-1], strict=True)):
             if ours != theirs:
-                raise Differs(
-                    VerifyDifference(f"fleet_events: {names[n]}", event.seq, plain(ours), plain(theirs))
-                )
+                where = f"fleet_events: {names[n]}"
+                raise Differs(VerifyDifference(where, event.seq, plain(ours), plain(theirs)))
         if not _same(event.fact, expected[-1], row[-1]):
             path, ours, theirs = first_difference(json.loads(expected[-1]), json.loads(row[-1]))
             raise Differs(VerifyDifference(f"fleet_events: {names[-1]}{path}", event.seq, ours, theirs))
@@ -346,8 +326,5 @@ def _settle_of(event: Recorded) -> tuple[object, ...]:
 def _shown(fact: object) -> Any:
     if fact is None:
         return None
-    return (
-        {"kind": fact.kind(), **codec.to_builtins(fact)}
-        if isinstance(fact, Decision)
-        else codec.to_builtins(fact)
-    )
+    kind = {"kind": fact.kind()} if isinstance(fact, Decision) else {}
+    return {**kind, **codec.to_builtins(fact)}

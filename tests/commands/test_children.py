@@ -1,13 +1,13 @@
 """Child processes of `holdfast up`: their environment, their exits, and orphans."""
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from controller.processes.children import Child, stop_all
 from controller.processes.fleet_dir import FleetDir
@@ -22,7 +22,7 @@ ARGS = argparse.Namespace(
     ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[], webhook=[], webhook_kinds=[],
     webhook_template=[], webhook_secret_file=[],
 )  # fmt: skip
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
 FIRST_PROCESS = """
 import ctypes, os, subprocess, sys, time
 from controller.processes.children import reap_orphan
@@ -38,7 +38,7 @@ while time.monotonic() < until:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # no child is left
         break
-    time.sleep(0.05)
+    os.sched_yield()
 else:
     raise SystemExit("there are orphans left")
 print(ours.returncode, reap_orphan(0))
@@ -70,9 +70,7 @@ async def test_a_worker_killed_at_shutdown_is_recorded_as_left(tmp_path: Path) -
     child = Child("w0", "worker", [sys.executable, "-c", STUBBORN], tmp_path / "w0.log")
     environment = exits.begins(child)
     child.start(environment)
-    async with asyncio.timeout(20):
-        while not child.log.read_text():  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.01)
+    await until(child.log.read_text)
     await stop_all([child], 0.2, exits.ended)
     assert [event.fact for event in stream.events] == [
         WorkerLeft(worker="w0", instance=environment["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)

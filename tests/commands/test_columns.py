@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typed_commands import run_command
 
-from controller.commands.printing import event_line, print_processes, print_status
+from controller.commands.operator_commands import event_line
+from controller.commands.status import print_processes, print_status
 from controller.demo import cli, report
 from controller.demo.clients import TokenDifference
 from controller.replay import cli as replay

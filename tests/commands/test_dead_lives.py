@@ -1,15 +1,14 @@
 """`holdfast up` ends a worker process that was declared dead, hung or not, and starts another."""
 
-import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import until
 
 from controller.processes.children import Child
 from controller.processes.worker_exits import GRACE_S, WorkerExits
@@ -17,10 +16,8 @@ from events.decisions import HealthChanged, HealthStatus
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import Profile, WorkerJoined, WorkerLeft
 
-OBEYS = "import signal, time; print(flush=True)\nwhile True: time.sleep(60)"
-STUBBORN = (
-    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True)\nwhile True: time.sleep(60)"
-)
+OBEYS = "import signal; print(flush=True)\nwhile True: signal.pause()"
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True)\nwhile True: signal.pause()"
 
 
 class Supervised:
@@ -58,12 +55,6 @@ class Supervised:
         await until(poll)
         self.exits.ended(self.child, status[0])
         return status[0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.01)
 
 
 async def running(folder: Path, program: str, workers: int = 1) -> Supervised:

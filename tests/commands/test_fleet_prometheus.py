@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_server import binary
+from waits import until
 
 from controller.adapters.embedded import prometheus as embedded
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -35,10 +36,11 @@ class Beside:
             return set()
 
     async def until(self, names: set[str]) -> None:
-        async with asyncio.timeout(30):
-            while await asyncio.to_thread(self.targets) != names:
-                self.prometheus.tend()
-                await asyncio.sleep(0.1)
+        async def scraped() -> bool:
+            self.prometheus.tend()
+            return await asyncio.to_thread(self.targets) == names
+
+        await until(scraped, 30, f"the scraping of {names}", every_s=0.1)
 
 
 async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
@@ -56,9 +58,7 @@ async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
         await beside.until({"w0", "w1"})
         withdraw(gone)
         beside.lives[0].process.kill()
-        async with asyncio.timeout(30):
-            while len(beside.lives) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: len(beside.lives) > 1, 30)
         assert beside.lives[0].url == beside.lives[1].url
         await beside.until({"w0"})
         found = json.loads((tmp_path / "prometheus" / "targets.json").read_text())

@@ -28,7 +28,7 @@ async def test_the_bounds_are_set_once_a_snapshot_is_on_the_journal(
     assert await journal.flush(10)
     bounding = JournalBounding(journal, WANTED, look_every_s=0.05)
     try:
-        await asyncio.sleep(0.3)  # a few attempts
+        await asyncio.sleep(0.3)  # the time of a few attempts, none of which may set bounds
         assert (await journal.usage()).bytes_max is None
         order = History().start().latest
         now = (await journal.end()).at
@@ -68,7 +68,7 @@ async def test_a_broker_that_forbids_the_bounds_is_reported_once(
     tiny = JournalBounding(journal, JournalBounds(age=timedelta(microseconds=1)), look_every_s=0.05)
     try:
         await eventually(lambda: "cannot set the journal's bounds" in capsys.readouterr().err)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the time of a few more attempts, none of which may be reported
         assert capsys.readouterr().err == ""
     finally:
         await tiny.stop()

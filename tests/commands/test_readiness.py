@@ -1,10 +1,10 @@
 """`holdfast up` reports missing workers, is ready with the first one, and gives up with a reason."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from waits import until
 
 from controller.processes.readiness_watch import ReadinessTimes, ReadinessWatch, absent, lines
 
@@ -125,8 +125,5 @@ async def test_an_error_in_the_reporting_reaches_the_supervisor() -> None:
     it.watch.begin()
     it.watch.check()
     with pytest.raises(KeyError):
-        async with asyncio.timeout(20):
-            while True:
-                await asyncio.sleep(0)
-                it.watch.check()
+        await until(it.watch.check)
     await it.watch.end()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from controller.commands.restart import NotRestarted, all_of, restart
+from controller.commands.operator_commands import NotRestarted, all_of, restart
 from controller.processes.operator_client import Operator
 
 

@@ -9,7 +9,7 @@ import pytest
 from fleet_history import EPOCH, History
 from rich.console import Console
 
-from controller.commands.top_view import FleetSeen, picture
+from controller.commands.top import FleetSeen, picture
 from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 

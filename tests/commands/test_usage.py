@@ -17,7 +17,7 @@ from typed_commands import run_command
 from controller import cli
 from controller.adapters.embedded.free_port import free_port
 from controller.commands import operator_commands
-from controller.commands.printing import print_status
+from controller.commands.status import print_status
 from controller.processes import up_flags
 from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir, NoFleet

@@ -4,15 +4,14 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import pytest
 from console_kit import console
 from fleet_history import EPOCH, History
 
-from controller.console.actions import VERBS
-from controller.console.guard import TOKEN
+from controller.console.endpoints import TOKEN, Verb
 from controller.console.memory import EndedIncident
 
 ECHO = (sys.executable, "-c", "import json, sys; print(json.dumps({'words': sys.argv[1:]}))")
@@ -170,7 +169,7 @@ async def test_actions_are_disabled_by_default_and_the_error_names_the_flag() ->
         assert await token_of(kit) == ""
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", get_args(Verb))
 async def test_an_enabled_action_is_carried_out_as_by_a_command(verb: str) -> None:
     async with console(History().start(), acts=True) as kit:
         assert await act(kit, {"verb": verb, "worker": "w1"}) == (200, {"says": f"w1: {verb}"})

@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from waits import turns, until
 
 from controller.console.feed import KEPT_MAX, VIEWERS_MAX, ConsoleFeed, TooManyViewers
-from controller.console.sections import applied
+from controller.console.rows import applied
 
 
 class World:
@@ -116,16 +117,14 @@ async def test_unchanged_rows_are_not_sent() -> None:
 async def test_without_viewers_no_picture_is_taken() -> None:
     world = World()
     with running(world) as task:
-        await asyncio.sleep(0)
+        await turns()
         assert world.taken == 0
         with world.feed.subscribe() as events:
             await soon(events)
         assert world.feed.viewers == 0
-        async with asyncio.timeout(10):
-            while world.feed.holds:  # noqa: ASYNC110 (until the next tick)
-                await asyncio.sleep(0.01)
+        await until(lambda: not world.feed.holds, 10, "the end of the picture at the next tick")
         taken = world.taken
-        await asyncio.sleep(0)
+        await turns()
         assert world.taken == taken and not task.done()
         with world.feed.subscribe() as events:
             assert (await soon(events))[0][0] == "snapshot"
@@ -154,9 +153,7 @@ async def test_an_internal_error_does_not_end_the_feed_and_is_retried() -> None:
     world = World(again_s=0.0)
     world.broken = True
     with running(world) as task, world.feed.subscribe() as events:
-        async with asyncio.timeout(10):
-            while world.taken < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await until(lambda: world.taken >= 3, 10)
         assert not task.done()
         world.broken = False
         assert (await soon(events))[0][0] == "snapshot"

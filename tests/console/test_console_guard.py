@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.console.guard import TOKEN, refusal, refusal_to_act
+from controller.console.endpoints import TOKEN, refusal, refusal_to_act
 
 NAMES = frozenset({"gpu-host"})
 GOOD = {"Host": "127.0.0.1:9000", "Origin": "http://127.0.0.1:9000", TOKEN: "word"}

@@ -11,7 +11,7 @@ from fleet_history import History
 from playwright.async_api import Page
 
 from benchmarks import browser
-from controller.console.guard import TOKEN
+from controller.console.endpoints import TOKEN
 from controller.replay.recent import TOLD_MAX
 from events.observations import RequestAbandoned
 

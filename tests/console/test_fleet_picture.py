@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from fleet_history import EPOCH, History
 
-from controller.console.lanes import LANES_MAX
-from controller.console.memory import ENDED_MAX, EVENTS_MAX, EndedIncident, FlowMemory
+from controller.console.memory import ENDED_MAX, EVENTS_MAX, LANES_MAX, EndedIncident, FlowMemory
 from controller.console.picture import FleetMoment, FleetPicture
-from controller.console.sections import applied, changes
+from controller.console.rows import applied, changes
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import FleetPolicy

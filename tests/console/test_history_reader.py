@@ -7,23 +7,19 @@ from pathlib import Path
 
 import pytest
 from console_kit import reader
+from waits import turns, until
 
 from controller.console.history import AT_ONCE, WAITING_MAX, HistoryBusy, HistoryUnavailable
 
-SLEEPS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+SLEEPS = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"
 
 
 async def pid(place: Path) -> int:
-    async with asyncio.timeout(20):
-        while not (place.exists() and place.read_text()):  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.01)
-    return int(place.read_text())
+    return int(await until(lambda: place.exists() and place.read_text()))
 
 
 async def ended(process: int) -> None:
-    async with asyncio.timeout(20):
-        while Path(f"/proc/{process}/stat").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not Path(f"/proc/{process}/stat").exists())
 
 
 async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
@@ -53,10 +49,9 @@ async def test_a_command_runs_at_lower_priority_than_the_frontend(tmp_path: Path
 
 
 async def test_the_number_of_running_and_waiting_commands_is_limited(tmp_path: Path) -> None:
-    shared = reader(sys.executable, "-c", "import time; time.sleep(600)")
+    shared = reader(sys.executable, "-c", "import signal; signal.pause()")
     asked = [asyncio.create_task(shared.story(f"r{n}")) for n in range(AT_ONCE + WAITING_MAX)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await turns(2)
     with pytest.raises(HistoryBusy, match="in a moment"):
         await shared.story("one more")
     for one in asked:

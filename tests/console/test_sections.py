@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.console.sections import applied, changes
+from controller.console.rows import applied, changes
 
 ROWS = st.dictionaries(st.sampled_from(["w0", "w1", "w2", "w3"]), st.integers(0, 3), max_size=4)
 SECTIONS = st.fixed_dictionaries({"workers": ROWS, "events": ROWS, "head": ROWS})

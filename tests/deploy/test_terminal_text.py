@@ -12,14 +12,15 @@ import pytest
 from rich.console import Console
 
 from controller.cli import main
+from controller.commands.operator_commands import event_line
 from controller.commands.plan_now import show
-from controller.commands.printing import event_line, print_status
-from controller.commands.top_view import FleetSeen, picture
+from controller.commands.status import print_status
+from controller.commands.top import FleetSeen, picture
 from controller.demo import cli
 from controller.demo.clients import TokenDifference
 from controller.demo.report import DemoReport, ReportRow, table
 from controller.processes.console import warn
-from controller.replay.markdown_text import escaped
+from controller.replay.pages import escaped
 from controller.replay.sentences import line
 from controller.terminal_text import SafeStream, escape_controls, safe_output, safe_values
 from events.fact import Recorded

@@ -10,7 +10,7 @@ from store_databases import OpenStore
 
 from controller.commands.operator_commands import is_wanted
 from controller.read_model.worker_names import OTHER_FIELDS, PATHS, workers_of
-from controller.replay.scan import JournalArchive
+from controller.replay.event_lookup import JournalArchive
 from controller.runtime.projection.projector import Projector
 from events import codec
 from events import observations as o

@@ -14,12 +14,11 @@ from fleet_history import EPOCH, History
 
 from controller.replay import cli, pages, timeline, travel
 from controller.replay.atomic_file import CannotWrite
-from controller.replay.event_lookup import NoSuchEvent
+from controller.replay.event_lookup import JournalArchive, NoSuchEvent
 from controller.replay.flags import add_arguments
 from controller.replay.pages import NoPlotly, plotly
 from controller.replay.report import window
 from controller.replay.report.window import NothingToTell
-from controller.replay.scan import JournalArchive
 from controller.replay.sentences import span
 from controller.replay.travel import NotYet
 from events.decisions import DegradationChanged, HealthChanged, IncidentOpened, Knobs

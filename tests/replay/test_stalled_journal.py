@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from fleet_history import History
+from waits import virtual
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.adapters.memory_store import MemoryStore
 from controller.replay import travel
-from controller.replay.event_lookup import find
+from controller.replay.event_lookup import JournalArchive, find
 from controller.replay.rebuild import rebuild
-from controller.replay.scan import JournalArchive
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events.fact import Recorded
@@ -81,7 +81,7 @@ def test_a_follower_waits_for_future_events() -> None:
     async def followed() -> None:
         history, store = History().start(), MemoryStore()
         running = asyncio.ensure_future(Projector(MemoryJournal(history.stream, "p"), store).run())
-        await asyncio.sleep(PATIENT_S)
+        await virtual(PATIENT_S)
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

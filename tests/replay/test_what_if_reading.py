@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.deciders.fleet import Fleet
-from controller.replay.whatif.cores import HelperGone, helpers
 from controller.replay.whatif.journal_stretch import GOOD, SERVED_AFTER_S, StretchRead, TooMuch
-from controller.replay.whatif.reading import stretches
+from controller.replay.whatif.reading import HelperGone, helpers, stretches
 from controller.replay.whatif.recording import Recording, recorded
 from events.fact import Decision
 from events.journal.nats import NatsJournal

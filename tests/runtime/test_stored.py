@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.adapters.clock import SystemClock
-from controller.commands.printing import print_status
+from controller.commands.status import print_status
 from controller.runtime.storage_usage import JournalRoom, StoredStatus, room
 from events.journal.port import JournalGone, JournalUnavailable
 from events.journal.usage import JournalUsage

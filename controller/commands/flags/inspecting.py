@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from controller.commands.flags.common import output_flag, subcommands
+from controller.common_flags import output_flag, subcommands
 from events.broker_users import worker_user
 
 SINCE = (
@@ -30,9 +30,8 @@ def journal(parser: argparse.ArgumentParser) -> None:
     inspect = command("inspect", text)
     inspect.add_argument("--since", metavar="WHEN", help=f"first message to show: {SINCE}")
     output_flag(inspect)
-    quarantine = command(
-        "quarantine", "exclude an event at which readers stop: all readers skip it permanently"
-    )
+    text = "exclude an event at which readers stop: all readers skip it permanently"
+    quarantine = command("quarantine", text)
     text = "sequence of the event, as shown by `inspect`"
     quarantine.add_argument("seq", metavar="SEQ", type=_sequence, help=text)
     quarantine.add_argument("--why", metavar="TEXT", required=True, help="reason to record on the journal")
@@ -80,21 +79,17 @@ def fleet(parser: argparse.ArgumentParser) -> None:
 def database(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `holdfast database`."""
     command = subcommands(parser, "database")
-    command(
-        "reader", "print the URL for read access to the fleet's database (Grafana, psql, your own programs)"
-    )
-    grants = command(
-        "grants", "print the SQL that creates the accounts and their rights in your own database"
-    )
+    text = "print the URL for read access to the fleet's database (Grafana, psql, your own programs)"
+    command("reader", text)
+    text = "print the SQL that creates the accounts and their rights in your own database"
+    grants = command("grants", text)
     for role in ("owner", "writer", "reader"):
         name = f"holdfast_{role}"
         text = f"name of the {role} account (default: {name})"
         grants.add_argument(f"--{role}", type=_account, default=name, metavar="NAME", help=text)
     command("migrate", "migrate the tables to this release, with the account in HOLDFAST_DATABASE_URL")
-    down = command(
-        "downgrade",
-        "revert migrations before installing an older release, with the account of `migrate`",
-    )
+    text = "revert migrations before installing an older release, with the account of `migrate`"
+    down = command("downgrade", text)
     text = "migration to return to, e.g. 0001; `base` drops every table, which the journal can rebuild"
     down.add_argument("--to", required=True, metavar="REVISION", help=text)
 
@@ -116,12 +111,8 @@ def nats(parser: argparse.ArgumentParser) -> None:
     add("--worker", type=_user, action="append", default=[], metavar="NAME", help=text)
     text = "conf: the `authorization` block with nkeys; json: names and subjects only, for `nsc` or passwords"
     add("-o", dest="output", choices=("conf", "json"), default="conf", help=text)
-    output_flag(
-        command(
-            "reader",
-            "print how a program connects to the broker to read events (see docs/guides/consumers.md)",
-        )
-    )
+    text = "print how a program connects to the broker to read events (see docs/guides/consumers.md)"
+    output_flag(command("reader", text))
 
 
 def _user(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from controller.commands.flags.common import output_flag
+from controller.common_flags import output_flag
 from controller.processes.flag_types import positive
 from events.chaos import FAULTS
 
@@ -15,29 +15,16 @@ SCALE_MAX = 10_000
 def status(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `holdfast status`."""
     output_flag(parser)
-    parser.add_argument(
-        "-w",
-        "--watch",
-        type=positive,
-        nargs="?",
-        const=WATCH_S,
-        metavar="S",
-        help=f"repeat every S seconds until Ctrl-C (default: {WATCH_S:g}); with -o json, one line each time",
-    )
+    text = f"repeat every S seconds until Ctrl-C (default: {WATCH_S:g}); with -o json, one line each time"
+    parser.add_argument("-w", "--watch", type=positive, nargs="?", const=WATCH_S, metavar="S", help=text)
 
 
 def top(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `holdfast top`."""
-    parser.add_argument(
-        "--every",
-        type=positive,
-        default=TOP_EVERY_S,
-        metavar="S",
-        help=f"seconds between redraws (default: {TOP_EVERY_S:g})",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print one picture and exit (default without a terminal)"
-    )
+    text = f"seconds between redraws (default: {TOP_EVERY_S:g})"
+    parser.add_argument("--every", type=positive, default=TOP_EVERY_S, metavar="S", help=text)
+    text = "print one picture and exit (default without a terminal)"
+    parser.add_argument("--once", action="store_true", help=text)
 
 
 def events(parser: argparse.ArgumentParser) -> None:
@@ -80,26 +67,12 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("fault", choices=FAULTS, help="fault to inject; heal ends all faults of the worker")
     add("worker", metavar="WORKER", help="name of the worker")
-    add(
-        "argument",
-        nargs="?",
-        type=positive,
-        metavar="X",
-        help="corrupt: one token in X; slow: factor X; error: X requests; drift: by X; xid, nvlink: Xid X",
-    )
-    add(
-        "--for",
-        dest="duration_s",
-        type=positive,
-        metavar="S",
-        help="seconds until the fault ends by itself (default: until healed)",
-    )
-    add(
-        "--rank",
-        type=_rank,
-        metavar="R",
-        help="rank that gets the fault (error, corrupt, drift, slow), or its simulated device (xid, nvlink) (default: 0)",
-    )
+    text = "corrupt: one token in X; slow: factor X; error: X requests; drift: by X; xid, nvlink: Xid X"
+    add("argument", nargs="?", type=positive, metavar="X", help=text)
+    text = "seconds until the fault ends by itself (default: until healed)"
+    add("--for", dest="duration_s", type=positive, metavar="S", help=text)
+    text = "rank that gets the fault (error, corrupt, drift, slow), or its simulated device (xid, nvlink) (default: 0)"
+    add("--rank", type=_rank, metavar="R", help=text)
 
 
 def _rank(text: str) -> int:
@@ -110,12 +83,11 @@ def _rank(text: str) -> int:
 
 def scale(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `holdfast scale`."""
-    parser.add_argument("model", metavar="MODEL", help="model to scale")
-    parser.add_argument(
-        "workers", metavar="N", nargs="?", type=_workers, help="number of workers that it shall have"
-    )
-    parser.add_argument("--release", action="store_true", help="return control to the planner")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record on the journal")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model to scale")
+    add("workers", metavar="N", nargs="?", type=_workers, help="number of workers that it shall have")
+    add("--release", action="store_true", help="return control to the planner")
+    add("--reason", metavar="TEXT", default="", help="reason to record on the journal")
 
 
 def _workers(text: str) -> int:

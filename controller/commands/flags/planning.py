@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from controller.commands.flags.common import output_flag
+from controller.common_flags import output_flag
 from controller.planner.plan import PlannerPolicy
 
 FIT = "fit"

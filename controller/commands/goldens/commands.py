@@ -4,16 +4,15 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from controller.adapters.postgres.reader import RowReader
 from controller.commands.goldens import file
 from controller.deciders.golden import Golden
-from controller.processes.operator_client import Operator, find, operator_name
+from controller.processes.operator_client import Operator, ask, closing, find, operator_name
 from controller.read_model.rows import read_golden
 from controller.terminal_text import escape_controls, fitted
 from events.errors import HoldfastError, UsageError
@@ -108,23 +107,17 @@ def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> st
 
 def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
     """Return goldens as text: a line per canary key, followed by its canaries. Empty if there are none."""
-    return "\n".join(_lines(goldens, decided_at))
-
-
-def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Iterator[str]:
     width = max((len(one.canary) for one in goldens), default=0)
-    key = None
+    lines, key = [], None
     for one in goldens:
         if one.canary_key != key:
             key = one.canary_key
-            yield fitted(escape_controls(key.replace("|", " | ")))
+            lines.append(key.replace("|", " | "))
         since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19]
         since = f"{since} UTC" if since else "-"
-        yield fitted(
-            escape_controls(
-                f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(23)}  {_by(one)}".rstrip()
-            )
-        )
+        line = f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(23)}  {_by(one)}"
+        lines.append(line.rstrip())
+    return "\n".join(fitted(escape_controls(line)) for line in lines)
 
 
 def _instant(at: datetime | None, sep: str, timespec: str) -> str:
@@ -162,32 +155,22 @@ def _export(goldens: Sequence[Golden], args: argparse.Namespace) -> None:
 async def _import(args: argparse.Namespace) -> None:
     goldens = file.read(args.file)
     known = (await stored(args.data)).keys
-    operator = await Operator.connect(args.data)
-    try:
+    async with closing(Operator.connect(args.data)) as operator:
         for key, answers in goldens.items():
             for batch in file.batches(answers):
                 body = {"act": "approve", "canary_key": key, "answers": batch, "by": operator_name()}
                 print(escape_controls((await operator.ask("golden", body))["says"]))
             if key not in known:
                 print(fitted(escape_controls(f"no worker has this canary key at present: {key}")))
-    finally:
-        await operator.close()
 
 
 async def _request(args: argparse.Namespace) -> None:
-    body: dict[str, Any] = {"act": args.golden, "canaries": args.canary, "by": operator_name()}
-    named = {
-        "worker": getattr(args, "worker", ""),
-        "canary_key": getattr(args, "key", ""),
-        "model": getattr(args, "model", ""),
-    }
+    flags = {"worker": "worker", "canary_key": "key", "model": "model"}
+    named = {field: getattr(args, flag, "") for field, flag in flags.items()}
     if sum(map(bool, named.values())) != 1:
         choices = "--model, --key or --worker" if args.golden == "approve" else "--model or --key"
         raise UsageError(
             f"select the goldens with exactly one of {choices}; `holdfast golden list` shows them"
         )
-    operator = await Operator.connect(args.data)
-    try:
-        print(escape_controls((await operator.ask("golden", body | named))["says"]))
-    finally:
-        await operator.close()
+    body = {"act": args.golden, "canaries": args.canary, "by": operator_name(), **named}
+    print(escape_controls((await ask(args.data, "golden", body))["says"]))

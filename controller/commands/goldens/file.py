@@ -39,14 +39,10 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     @property
     def answer(self) -> GoldenAnswer:
         """The golden as the journal represents it."""
-        return GoldenAnswer(
-            canary=self.canary,
-            prompt=self.prompt,
-            tokens=self.tokens,
-            top_k=self.top_k,
-            tolerance=self.tolerance,
-            asked=self.asked,
-        )
+        return GoldenAnswer(**{name: getattr(self, name) for name in ENTRY_FIELDS[1:]})
+
+
+ENTRY_FIELDS = Entry.__struct_fields__  # the canary key, and the fields of a GoldenAnswer
 
 
 class File(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,19 +54,8 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
 
 def written(goldens: Iterable[Golden]) -> str:
     """Return the agreed goldens as the content of a file."""
-    entries = [
-        {
-            "canary_key": one.canary_key,
-            "canary": one.canary,
-            "prompt": one.prompt,
-            "tokens": one.tokens,
-            "top_k": one.top_k,
-            "tolerance": one.tolerance,
-            "asked": one.asked,
-        }
-        for one in goldens
-        if one.status == "agreed"
-    ]
+    agreed = [one for one in goldens if one.status == "agreed"]
+    entries = [{name: getattr(one, name) for name in ENTRY_FIELDS} for one in agreed]
     return json.dumps({"format": FORMAT, "goldens": entries}) + "\n"
 
 

@@ -12,7 +12,7 @@ from controller.console.console import Console, ConsoleSources
 from controller.console.history import HistoryReader
 from controller.console.memory import ENDED_MAX, EndedIncident
 from controller.frontend.director import Director
-from controller.processes.operator_client import Operator
+from controller.processes.operator_client import ask
 from controller.replay.recent import TOLD_MAX
 from controller.replay.sentences import count
 from controller.runtime.bounded_read import held
@@ -104,9 +104,5 @@ def _incident(row: Mapping[str, Any]) -> EndedIncident:
 
 async def _act(data: Path, verb: str, body: dict[str, Any]) -> str:
     """Run one operator command. Raise HoldfastError with the reason if the command failed."""
-    operator = await Operator.connect(data)
-    try:
-        answer = await operator.ask(verb, body)
-    finally:
-        await operator.close()
+    answer = await ask(data, verb, body)
     return str(answer.get("says", f"{verb} {body['worker']}: done"))

@@ -1,25 +1,54 @@
 """The content of a report, independent of its output format."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from controller.deciders.fleet import FleetPolicy, dump, load
 from controller.replay import sentences, timeline
-from controller.replay.event_lookup import name
-from controller.replay.report.causes import Causes, causes
+from controller.replay.event_lookup import as_json, cause, name
 from controller.replay.report.frames import Frame, Stretch, frames, stretches
 from controller.replay.report.impact import Impact, hurt
-from controller.replay.report.operator_commands import OperatorAct, acts
 from controller.replay.report.phases import Phases, PhaseTimes, compared
 from controller.replay.report.window import ReportWindow
-from controller.replay.sentences import about, count, span
+from controller.replay.sentences import about, count, sentence, span
 from controller.replay.timeline import Story
-from controller.replay.why import as_json
+from events import observations as o
 from events.decisions import IncidentOpened
-from events.fact import Fact, Recorded
-from events.observations import RequestsRejected, SnapshotKept
+from events.fact import Decision, Fact, Recorded
+
+PLANNED = (o.ScaleProposed, o.ScaleApplied)  # in these facts, `by` names the process that applies a proposal
+# what the page draws of a worker, with the values of the state store (`holdfast replay at`)
+WORKER_FIELDS = ("health", "weight", "breaker", "reason", "incident", "state", "spare", "gpus", "model")
+REQUEST_FIELDS = ("request", "model", "workers", "gaps_ms", "put_off", "exact", "lost", "lost_tokens")
+NODES_MAX = 400  # nodes of causal trees that are shown; further ones are only counted
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAct:
+    """One command of an operator. `rehearsal` marks an injected fault or its end."""
+
+    at: datetime
+    seq: int
+    by: str  # empty: the command gave no name
+    text: str
+    rehearsal: bool
+    refused: bool
+
+
+class CauseNode(NamedTuple):
+    """An event and its depth in a causal tree."""
+
+    depth: int  # number of causes above it
+    event: Recorded
+
+
+class Causes(NamedTuple):
+    """The causal trees, one after another, each from its root down."""
+
+    nodes: Sequence[CauseNode]
+    left_out: int  # further events that are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +88,9 @@ class Report:
 
     def _what(self) -> str:
         if (story := self.story) is not None:
-            end = (
-                f"recovered {span(story.recovered_s)} after its incident was opened: {story.outcome}"
-                if story.recovered_s is not None
-                else "has not recovered yet"
-            )
+            end = "has not recovered yet"
+            if story.recovered_s is not None:
+                end = f"recovered {span(story.recovered_s)} after its incident was opened: {story.outcome}"
             began = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
             return f"At {began} {about(story.subject)} failed ({story.symptom}); it {end}."
         opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
@@ -118,14 +145,51 @@ def _impact_events(window: ReportWindow) -> Sequence[Recorded]:
 
 def _of_users(fact: Fact, model: str) -> bool:
     about = getattr(fact, "model", None) == model
-    return about and (hasattr(fact, "request") or isinstance(fact, RequestsRejected))
+    return about and (hasattr(fact, "request") or isinstance(fact, o.RequestsRejected))
+
+
+def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
+    """Return the operators' commands in these events, in order: observations with a field `by`, and refused commands."""
+    found = [e for e in events if hasattr(e.fact, "by") and not isinstance(e.fact, (Decision, *PLANNED))]
+    return [
+        OperatorAct(
+            event.at,
+            event.seq,
+            str(getattr(event.fact, "by", "")),
+            sentence(event.fact),
+            isinstance(event.fact, o.ChaosInjected),
+            isinstance(event.fact, o.CommandRefused),
+        )
+        for event in found
+    ]
+
+
+def causes(events: Sequence[Recorded]) -> Causes:
+    """Return the trees of all given events that caused another given event or were caused by one."""
+    named: dict[str, Recorded] = {}
+    for event in events:
+        named.setdefault(name(event), event)  # a repeated event counts once
+    below: dict[str, list[Recorded]] = {}
+    tops: list[Recorded] = []
+    for event in named.values():
+        before = named.get(cause(event))
+        if before is not None and before.seq < event.seq:
+            below.setdefault(name(before), []).append(event)
+        else:
+            tops.append(event)
+    nodes: list[CauseNode] = []
+    waiting = [CauseNode(0, event) for event in reversed(tops) if name(event) in below]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        waiting += [CauseNode(node.depth + 1, event) for event in reversed(below.get(name(node.event), []))]
+    return Causes(nodes[:NODES_MAX], max(0, len(nodes) - NODES_MAX))
 
 
 def _unusual(policy: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     defaults = _flat(dump(FleetPolicy()))
-    return [
-        (key, value, defaults.get(key)) for key, value in _flat(policy).items() if value != defaults.get(key)
-    ]
+    flat = _flat(policy)
+    return [(key, flat[key], defaults.get(key)) for key in flat if flat[key] != defaults.get(key)]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -170,9 +234,13 @@ def _node(depth: int, event: Recorded) -> dict[str, Any]:
 def _event(event: Recorded) -> dict[str, Any]:
     """Return an event as JSON types. A snapshot's data is left out: it is the whole fleet in packed form."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
-    if isinstance(event.fact, SnapshotKept):
+    if isinstance(event.fact, o.SnapshotKept):
         found["body"] = found["body"] | {"data": ""}
     return found
+
+
+def _fields(one: object, names: Iterable[str]) -> dict[str, object]:
+    return {name: getattr(one, name) for name in names}
 
 
 def _first(found: Report) -> int:
@@ -189,49 +257,28 @@ def plain(found: Report) -> dict[str, Any]:
     return {
         "title": found.title,
         "summary": found.summary(),
-        "incident": None
-        if story is None
-        else {
-            "incident": story.incident,
-            "subject": story.subject,
-            "symptom": story.symptom,
-            "closed": story.closed,
-            "outcome": story.outcome,
-            "lasted_s": story.recovered_s,
-            "recovered_s": story.recovered_s,
-        },
+        "incident": None if story is None else story.summary(),
         "from": found.start.isoformat(),
         "to": found.end.isoformat(),
         "phases": [
-            {"phase": one.phase, "seconds": one.here_s, "median_s": one.median_s, "mean_s": one.mean_s,
-             "of": len(one.others)}
+            {"phase": one.phase, "seconds": one.here_s, "median_s": one.median_s, "mean_s": one.mean_s, "of": len(one.others)}
             for one in found.phases
         ],
         "acts": [asdict(one) | {"at": one.at.isoformat()} for one in found.acts],
         "cost": {
-            "gpu_seconds_missing": hurt_.gpu_s,
-            "least_capacity": hurt_.least_capacity,
-            "tokens_read_again": hurt_.tokens_again,
-            "tokens_exposed": hurt_.tokens_exposed,
-            "kv_bytes_moved": hurt_.bytes_moved,
-            "rejected": dict(hurt_.rejected),
+            "gpu_seconds_missing": hurt_.gpu_s, "least_capacity": hurt_.least_capacity, "tokens_read_again": hurt_.tokens_again,
+            "tokens_exposed": hurt_.tokens_exposed, "kv_bytes_moved": hurt_.bytes_moved, "rejected": dict(hurt_.rejected),
         },
-        "requests": [
-            {"request": one.request, "model": one.model, "workers": one.workers, "gaps_ms": one.gaps_ms,
-             "put_off": one.put_off, "exact": one.exact, "lost": one.lost, "lost_tokens": one.lost_tokens,
-             "exposed": [{"worker": e.worker, "first": e.first, "last": e.last} for e in one.exposed]}
-            for one in hurt_.requests
-        ],
+        "requests": [_fields(one, REQUEST_FIELDS) | {"exposed": [asdict(e) for e in one.exposed]} for one in hurt_.requests],
         "unknown_exposure": [
-            {"worker": one.worker, "frontend": one.frontend, "since": one.since.isoformat(),
-             "until": one.until.isoformat()}
+            {"worker": one.worker, "frontend": one.frontend, "since": one.since.isoformat(), "until": one.until.isoformat()}
             for one in hurt_.unknown
         ],
         "causes": [_node(node.depth, node.event) for node in found.causes.nodes],
         "causes_left_out": found.causes.left_out,
         "frames": [
             {"seq": one.seq, "at": one.at.isoformat(), "capacity": one.capacity, "levels": dict(one.levels),
-             "workers": {name: shown._asdict() if shown is not None else None for name, shown in one.workers.items()}}
+             "workers": {name: shown and _fields(shown, WORKER_FIELDS) for name, shown in one.workers.items()}}
             for one in found.frames
         ],
         "first_frame": _first(found),

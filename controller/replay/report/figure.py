@@ -1,5 +1,6 @@
 """The swim-lane chart of a report as Plotly traces and layout, in plain JSON types."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +21,10 @@ CANARIES = {
     "failed": ("x", "#d55e00", 9),
 }
 CONTROL = "control plane"
+BLUE = "#0072b2"
+TEXT = "%{text}<extra></extra>"  # what a mark shows under the mouse
+Lanes = dict[str, Any]  # the data of `lanes.lanes`
+Trace = dict[str, Any]
 LANE_PX, LANES_LEAST_PX, CAPACITY_PX = 26, 120, 90
 
 
@@ -28,30 +33,20 @@ def utc(millis: float) -> str:
     return datetime.fromtimestamp(millis / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
-def figure(lanes: dict[str, Any]) -> dict[str, Any]:
+def figure(lanes: Lanes) -> dict[str, Any]:
     """Return `data` and `layout` for `Plotly.newPlot`. All times are UTC."""
     names = [*reversed(lanes["workers"]), CONTROL]
     height = max(LANES_LEAST_PX, LANE_PX * len(names)) + CAPACITY_PX + 110
     upper = 1 - (CAPACITY_PX + 40) / (height - 110)
     data = [
-        *_states(lanes),
-        *_breakers(lanes),
-        *_canaries(lanes),
-        *_moves(lanes),
-        _control(lanes),
-        _capacity(lanes),
-    ]
+        *_bars(lanes["states"], COLORS, 0.75), *_bars(lanes["breakers"], BREAKERS, 0.2, "breaker "), *_canaries(lanes),
+        *_moves(lanes), _control(lanes), _capacity(lanes),
+    ]  # fmt: skip
     axis = {"showgrid": True, "zeroline": False, "automargin": True}
     layout = {
-        "height": height,
-        "barmode": "overlay",
-        "bargap": 0.25,
-        "hovermode": "closest",
-        "dragmode": "zoom",
-        "margin": {"l": 90, "r": 20, "t": 20, "b": 50},
-        "legend": {"orientation": "h", "y": -0.12},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        "height": height, "barmode": "overlay", "bargap": 0.25, "hovermode": "closest", "dragmode": "zoom",
+        "margin": {"l": 90, "r": 20, "t": 20, "b": 50}, "legend": {"orientation": "h", "y": -0.12},
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
         "xaxis": axis | {"type": "date", "range": [utc(lanes["start"]), utc(lanes["end"])], "anchor": "y2"},
         "yaxis": axis
         | {"type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True,
@@ -63,58 +58,34 @@ def figure(lanes: dict[str, Any]) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
-def _states(lanes: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for state, color in COLORS.items():
-        matching = [one for one in lanes["states"] if one[1] == state]
+def _bars(spans: list[list[Any]], colors: dict[str, str], width: float, before: str = "") -> Iterator[Trace]:
+    """Yield the bars of each value, such as a state, over the time of its spans."""
+    for value, color in colors.items():
+        matching = [one for one in spans if one[1] == value]
+        name = f"{before}{value.replace('_', ' ') if before else value}"
         if matching:
-            found.append(_bars(state, color, matching, 0.75))
-    return found
+            yield {
+                "type": "bar", "orientation": "h", "name": name, "y": [one[0] for one in matching],
+                "base": [utc(one[2]) for one in matching], "x": [one[3] - one[2] for one in matching], "width": width,
+                "marker": {"color": color, "line": {"width": 0}},
+                "customdata": [(one[3] - one[2]) / 1000 for one in matching],
+                "hovertemplate": f"%{{y}}: {name} for %{{customdata:.3g}} s<extra></extra>",
+            }  # fmt: skip
 
 
-def _breakers(lanes: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for position, color in BREAKERS.items():
-        matching = [one for one in lanes["breakers"] if one[1] == position]
-        if matching:
-            found.append(_bars(f"breaker {position.replace('_', ' ')}", color, matching, 0.2))
-    return found
-
-
-def _bars(name: str, color: str, spans: list[list[Any]], width: float) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": [one[0] for one in spans],
-        "base": [utc(one[2]) for one in spans],
-        "x": [one[3] - one[2] for one in spans],
-        "width": width,
-        "marker": {"color": color, "line": {"width": 0}},
-        "customdata": [(one[3] - one[2]) / 1000 for one in spans],
-        "hovertemplate": f"%{{y}}: {name} for %{{customdata:.3g}} s<extra></extra>",
-    }
-
-
-def _canaries(lanes: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+def _canaries(lanes: Lanes) -> Iterator[Trace]:
     for outcome, (symbol, color, size) in CANARIES.items():
         matching = [one for one in lanes["canaries"] if one[1] == outcome]
         if matching:
-            found.append({
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"canary {outcome}",
-                "x": [utc(one[2]) for one in matching],
-                "y": [one[0] for one in matching],
-                "text": [one[3] for one in matching],
+            yield {
+                "type": "scatter", "mode": "markers", "name": f"canary {outcome}", "x": [utc(one[2]) for one in matching],
+                "y": [one[0] for one in matching], "text": [one[3] for one in matching],
                 "marker": {"symbol": symbol, "color": color, "size": size, "line": {"width": 1, "color": "#ffffff"}},
-                "hovertemplate": "%{text}<extra></extra>",
-            })  # fmt: skip
-    return found
+                "hovertemplate": TEXT,
+            }  # fmt: skip
 
 
-def _moves(lanes: dict[str, Any]) -> list[dict[str, Any]]:
+def _moves(lanes: Lanes) -> list[Trace]:
     if not lanes["moves"]:
         return []
     x: list[str | None] = []
@@ -126,43 +97,26 @@ def _moves(lanes: dict[str, Any]) -> list[dict[str, Any]]:
         y += [source, target, None]
         text += [label, label, None]
     return [{
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "streams moved",
-        "x": x,
-        "y": y,
-        "text": text,
-        "line": {"width": 1.5, "color": "#0072b2"},
-        "marker": {"symbol": "arrow", "angleref": "previous", "size": 9, "color": "#0072b2"},
-        "hovertemplate": "%{text}<extra></extra>",
+        "type": "scatter", "mode": "lines+markers", "name": "streams moved", "x": x, "y": y, "text": text,
+        "line": {"width": 1.5, "color": BLUE},
+        "marker": {"symbol": "arrow", "angleref": "previous", "size": 9, "color": BLUE}, "hovertemplate": TEXT,
     }]  # fmt: skip
 
 
-def _control(lanes: dict[str, Any]) -> dict[str, Any]:
+def _control(lanes: Lanes) -> Trace:
+    events = lanes["control"]
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": CONTROL,
-        "x": [utc(one[0]) for one in lanes["control"]],
-        "y": [CONTROL for _ in lanes["control"]],
-        "text": [one[1] for one in lanes["control"]],
-        "marker": {"symbol": "square", "size": 7, "color": "#0072b2"},
-        "hovertemplate": "%{text}<extra></extra>",
-        "showlegend": False,
-    }
+        "type": "scatter", "mode": "markers", "name": CONTROL, "x": [utc(at) for at, _ in events],
+        "y": [CONTROL for _ in events], "text": [text for _, text in events],
+        "marker": {"symbol": "square", "size": 7, "color": BLUE}, "hovertemplate": TEXT, "showlegend": False,
+    }  # fmt: skip
 
 
-def _capacity(lanes: dict[str, Any]) -> dict[str, Any]:
+def _capacity(lanes: Lanes) -> Trace:
     steps = lanes["capacity"]
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "share of the fleet that serves",
-        "x": [utc(one[0]) for one in steps] + [utc(lanes["end"])],
-        "y": [one[1] for one in steps] + [steps[-1][1]],
-        "yaxis": "y2",
-        "line": {"shape": "hv", "color": "#0072b2", "width": 2},
-        "fill": "tozeroy",
-        "fillcolor": "rgba(0,114,178,0.2)",
-        "hovertemplate": "%{y:.0%} serves<extra></extra>",
-    }
+        "type": "scatter", "mode": "lines", "name": "share of the fleet that serves",
+        "x": [utc(one[0]) for one in steps] + [utc(lanes["end"])], "y": [one[1] for one in steps] + [steps[-1][1]],
+        "yaxis": "y2", "line": {"shape": "hv", "color": BLUE, "width": 2}, "fill": "tozeroy",
+        "fillcolor": "rgba(0,114,178,0.2)", "hovertemplate": "%{y:.0%} serves<extra></extra>",
+    }  # fmt: skip

@@ -5,27 +5,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from controller.deciders.fleet import Fleet, Worker
-from events.decisions import HealthStatus
+from controller.deciders.fleet import Fleet
+from controller.read_model.fleet_view import WorkerView, share_of
 from events.fact import Decision, Recorded
 from events.order import Order
-
-SPARE, RAMPING, CAPPED = "SPARE", "RAMPING", "CAPPED"
-WELL = (HealthStatus.HEALTHY.value, SPARE)
-
-
-class WorkerShown(NamedTuple):
-    """The fields that the report shows of a worker, with the values of the state store (`holdfast replay at`)."""
-
-    health: str
-    weight: float  # share of the traffic, 0 to 1
-    breaker: str
-    reason: str
-    incident: str
-    state: str  # color of its lane: the health; for a healthy worker SPARE, RAMPING (towards its full weight) or CAPPED
-    spare: bool  # the worker waits as a spare and serves no requests
-    gpus: int  # number of GPUs
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +17,7 @@ class Frame:
 
     seq: int
     at: datetime
-    workers: Mapping[str, WorkerShown | None]  # None: the worker is no longer part of the fleet
+    workers: Mapping[str, WorkerView | None]  # None: the worker is no longer part of the fleet
     levels: Mapping[str, int]  # degradation level by model
     capacity: float  # serving share of all workers except spares: mean weight, weighted by GPUs
 
@@ -42,9 +25,9 @@ class Frame:
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
     """Fold events. Return a frame of the initial state at time `at`, and one for each event that changes the shown state."""
     fleet = order.shown
-    shown = {name: shown_of(worker) for name, worker in fleet.workers.items()}
+    shown = {name: WorkerView.of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
-    found = [Frame(order.last_seq, at, dict(shown), levels, capacity(shown.values()))]
+    found = [Frame(order.last_seq, at, dict(shown), levels, share_of(shown.values()))]
     for event in events:
         before, fleet = fleet, order.absorb(event)
         only = None if isinstance(event.fact, Decision) else getattr(event.fact, "worker", None)
@@ -57,23 +40,23 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
                 del shown[name]
             else:
                 shown[name] = one
-        found.append(Frame(event.seq, event.at, changed, moved, capacity(shown.values())))
+        found.append(Frame(event.seq, event.at, changed, moved, share_of(shown.values())))
         levels = moved
     return found
 
 
 def _changed(
-    before: Fleet, after: Fleet, shown: Mapping[str, WorkerShown], only: str | None
-) -> Iterable[tuple[str, WorkerShown | None]]:
+    before: Fleet, after: Fleet, shown: Mapping[str, WorkerView], only: str | None
+) -> Iterable[tuple[str, WorkerView | None]]:
     """Yield the workers that are shown differently. `only` is the one worker that an observation can have changed."""
     if after.workers is before.workers:
         return
     if only is not None and only in after.workers:
-        if (one := shown_of(after.workers[only])) != shown.get(only):
+        if (one := WorkerView.of(after.workers[only])) != shown.get(only):
             yield only, one
         return
     for name, worker in after.workers.items():
-        if worker is not before.workers.get(name) and (one := shown_of(worker)) != shown.get(name):
+        if worker is not before.workers.get(name) and (one := WorkerView.of(worker)) != shown.get(name):
             yield name, one
     for name in shown:
         if name not in after.workers:
@@ -82,34 +65,6 @@ def _changed(
 
 def _levels(fleet: Fleet) -> dict[str, int]:
     return {name: model.level for name, model in fleet.models.items()}
-
-
-def capacity(shown: Iterable[WorkerShown]) -> float:
-    """Return the serving share of these workers: their mean weight, weighted by GPUs, without spares."""
-    places = [(one.gpus, one.weight) for one in shown if not one.spare]
-    whole = sum(gpus for gpus, _ in places)
-    return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
-
-
-def shown_of(worker: Worker) -> WorkerShown:
-    """Return the shown fields of a worker."""
-    health, joined = worker.health, worker.joined
-    state = health.status.value
-    if health.status is HealthStatus.HEALTHY and worker.spare.kept:
-        state = SPARE
-    elif health.status is HealthStatus.HEALTHY and worker.weight < 1.0:
-        state = CAPPED if health.weight < health.unlimited else RAMPING
-    return WorkerShown(
-        health.status.value,
-        worker.weight,
-        worker.breaker.position,
-        "; ".join(worker.reasons),
-        worker.incident,
-        state,
-        worker.spare.kept,
-        len(joined.topology.gpus) or joined.tp * joined.dp,
-        joined.model,
-    )
 
 
 class Stretch(NamedTuple):
@@ -122,7 +77,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
-    """Return the spans in which each worker had each value of a field of `WorkerShown`."""
+    """Return the spans in which each worker had each value of a field of `WorkerView`."""
     current: dict[str, tuple[str, datetime]] = {}
     finished: list[Stretch] = []
     for frame in found:

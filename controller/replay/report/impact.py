@@ -5,17 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from controller.read_model.fleet_view import WorkerView
 from controller.replay import request_story
-from controller.replay.report.frames import Frame, WorkerShown
+from controller.replay.report.frames import Frame
 from controller.replay.request_story import RequestStory
+from events import observations as o
 from events.fact import Recorded
-from events.observations import (
-    ExposureUnknown,
-    RequestExposed,
-    RequestMigrated,
-    RequestsRejected,
-    RequestsServed,
-)
 
 
 @dataclass(slots=True)
@@ -24,9 +19,8 @@ class Impact:
 
     requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order of the events
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    unknown: list[ExposureUnknown] = field(
-        default_factory=list
-    )  # convictions for which it is unknown what requests the worker served
+    # convictions for which it is unknown what requests the worker served
+    unknown: list[o.ExposureUnknown] = field(default_factory=list)
     served: int = 0  # answers of all workers
     tokens_served: int = 0
     tokens_again: int = (
@@ -59,17 +53,17 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
         seen.add(event.id)
         fact = event.fact
         match fact:
-            case RequestsRejected():
+            case o.RequestsRejected():
                 found.rejected[fact.reason] += fact.count
-            case ExposureUnknown():
+            case o.ExposureUnknown():
                 found.unknown.append(fact)
-            case RequestsServed():
+            case o.RequestsServed():
                 found.served += fact.count
                 found.tokens_served += fact.tokens
-            case RequestMigrated():
+            case o.RequestMigrated():
                 found.bytes_moved += fact.bytes
                 found.tokens_again += fact.tokens if fact.method == "reprefill" else 0
-            case RequestExposed():
+            case o.RequestExposed():
                 found.tokens_exposed += fact.last - fact.first + 1
             case _:
                 pass
@@ -86,7 +80,7 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
 
     The time before the first worker of a starting fleet serves is not counted.
     """
-    shown: dict[str, WorkerShown] = {}
+    shown: dict[str, WorkerView] = {}
     gpu_s, least, serving = 0.0, 1.0, bool(frames[0].workers)
     ends = [frame.at for frame in frames[1:]] + [end]
     for frame, until in zip(frames, ends, strict=True):
@@ -98,7 +92,7 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
         if not serving and frame.capacity == 0.0:
             continue
         serving = True
-        lacks = sum(one.gpus * (1.0 - one.weight) for one in shown.values() if not one.spare)
+        lacks = sum(one.gpus * (1.0 - (one.weight or 0.0)) for one in shown.values() if not one.spare)
         gpu_s += lacks * max(0.0, (until - max(frame.at, start)).total_seconds())
         if until >= start and shown:
             least = min(least, frame.capacity)

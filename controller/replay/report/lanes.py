@@ -5,23 +5,14 @@ Times are milliseconds since 1970, by the stream's clock.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from typing import Any
 
+from controller.read_model.fleet_view import WELL, millis
 from controller.replay import sentences, timeline
 from controller.replay.report.document import Report
-from controller.replay.report.frames import WELL, Stretch
+from controller.replay.report.frames import Stretch
+from events import observations as o
 from events.fact import Recorded
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryResult,
-    CanarySlow,
-    RequestMigrated,
-    RequestResumed,
-    RequestsRejected,
-    SnapshotKept,
-)
 
 LANES_MAX = 60  # more lanes would be unreadable
 PASSED_MAX = 1500  # passed canaries drawn; if there are more, only every second, third, …
@@ -56,17 +47,12 @@ def lanes(found: Report) -> dict[str, Any]:
     }
 
 
-def millis(at: datetime) -> float:
-    """Return a time in milliseconds since 1970, as browsers use it."""
-    return round(at.timestamp() * 1e3, 3)
-
-
 def concerned(found: Report) -> list[str]:
     """Return the affected workers, sorted by name."""
     lives = Counter(one.worker for one in found.states)
     names = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
     names |= {one.worker for one in found.breakers if one.what != "closed"}
-    names |= {event.fact.worker for event in found.events if isinstance(event.fact, CanaryFailed)}
+    names |= {event.fact.worker for event in found.events if isinstance(event.fact, o.CanaryFailed)}
     for one in found.hurt.requests:
         names.update(one.workers)
     return sorted(names, key=_natural)
@@ -87,28 +73,28 @@ def _stretches(found: Iterable[Stretch], shown: set[str]) -> list[list[Any]]:
 
 
 def _canaries(events: Sequence[Recorded], shown: set[str]) -> list[list[Any]]:
-    passed = [e for e in events if isinstance(e.fact, CanaryPassed) and e.fact.worker in shown]
+    passed = [e for e in events if isinstance(e.fact, o.CanaryPassed) and e.fact.worker in shown]
     every = -(-len(passed) // PASSED_MAX) if passed else 1
-    notable = [event for event in events if isinstance(event.fact, CanarySlow | CanaryFailed)]
+    notable = [event for event in events if isinstance(event.fact, o.CanarySlow | o.CanaryFailed)]
     found = sorted([*passed[::every], *notable], key=lambda event: event.seq)
     return [
         [event.fact.worker, _outcome(event.fact), millis(event.at), sentences.sentence(event.fact)]
         for event in found
-        if isinstance(event.fact, CanaryResult) and event.fact.worker in shown
+        if isinstance(event.fact, o.CanaryResult) and event.fact.worker in shown
     ]
 
 
-def _outcome(fact: CanaryResult) -> str:
-    if isinstance(fact, CanaryFailed):
+def _outcome(fact: o.CanaryResult) -> str:
+    if isinstance(fact, o.CanaryFailed):
         return "failed"
-    return "slow" if isinstance(fact, CanarySlow) else "passed"
+    return "slow" if isinstance(fact, o.CanarySlow) else "passed"
 
 
 def _moves(events: Iterable[Recorded], shown: set[str]) -> list[list[Any]]:
     together: Counter[tuple[int, str, str]] = Counter()
     for event in events:
         fact = event.fact
-        if isinstance(fact, RequestMigrated | RequestResumed) and {fact.source, fact.target} <= shown:
+        if isinstance(fact, o.RequestMigrated | o.RequestResumed) and {fact.source, fact.target} <= shown:
             together[int(millis(event.at) // MOVES_TOGETHER_MS), fact.source, fact.target] += 1
     return [
         [turn * MOVES_TOGETHER_MS, source, target, count]
@@ -118,6 +104,6 @@ def _moves(events: Iterable[Recorded], shown: set[str]) -> list[list[Any]]:
 
 def _is_of_the_control_plane(event: Recorded) -> bool:
     fact = event.fact
-    elsewhere = hasattr(fact, "worker") or hasattr(fact, "request") or isinstance(fact, RequestsRejected)
+    elsewhere = hasattr(fact, "worker") or hasattr(fact, "request") or isinstance(fact, o.RequestsRejected)
     about_a_worker = getattr(fact, "subject", "").startswith("worker:")
-    return not (elsewhere or about_a_worker or isinstance(fact, SnapshotKept) or timeline.is_routine(fact))
+    return not (elsewhere or about_a_worker or isinstance(fact, o.SnapshotKept) or timeline.is_routine(fact))

@@ -19,9 +19,9 @@ from controller.replay.report.redaction import Redaction
 from controller.replay.report.window import HISTORY_EVENTS, ReportWindow
 from controller.replay.sentences import count, span
 from controller.replay.travel import NoLonger
+from controller.replay.whatif.comparison import answers
 from controller.replay.whatif.journal_stretch import TooMuch
-from controller.replay.whatif.selection import of_incident
-from controller.replay.whatif.standard_questions import answers
+from controller.replay.whatif.recording import of_incident
 from events.errors import UsageError
 from events.journal.port import Journal
 
@@ -65,7 +65,7 @@ async def execute(
 
 async def _otherwise(
     selected: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
-) -> list[dict[str, Any]]:
+) -> list[object]:
     """Return what-if answers for a worker's incident; none if it is too large or no longer on the journal."""
     story = selected.story
     if story is None or not story.subject.startswith("worker:"):

@@ -7,31 +7,17 @@ the shortest fault that agrees with the observations to the longest.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, dump, load
 from controller.replay.sentences import count
-from controller.replay.whatif.course import CourseTaken, CourseTerms
-from controller.replay.whatif.courses import take_all
+from controller.replay.whatif.course import CourseTaken, CourseTerms, take_all
 from controller.replay.whatif.faults import FaultPhases, FaultSeen, ejections, false_ejections, fared, faults
-from controller.replay.whatif.question import INTERVAL, SILENCE, PolicyChange
+from controller.replay.whatif.question import INTERVAL, SILENCE, PolicyChange, setting
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.weights import Weights
-from events.decisions import (
-    Absorbed,
-    BreakerOpened,
-    DegradationChanged,
-    DrainEnded,
-    DrainStarted,
-    GoldenAgreed,
-    GoldenRetired,
-    HealthChanged,
-    IncidentClosed,
-    IncidentOpened,
-    WeightCapped,
-    WorkerDecision,
-)
+from events import decisions as d
 from events.fact import Decision
 
 PLACES = (0.0, 0.5, 1.0)  # the middle one is the likely one
@@ -52,11 +38,6 @@ class Estimate:
     def exact(self) -> bool:
         """Whether the figure is exact: nothing had to be estimated."""
         return self.low == self.high
-
-    def as_json(self) -> dict[str, float | None]:
-        """Return the estimate as plain JSON; an infinite value is None."""
-        low, likely, high = (None if one == INFINITY else one for one in (self.low, self.likely, self.high))
-        return {"low": low, "likely": likely, "high": high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,34 +84,31 @@ class Comparison:
     decisions: list[DecisionsCompared]  # decisions that are made more or less often
     limits: list[str]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> object:
         """Return plain JSON. Fault times are seconds since 1970; phases are seconds since the fault began."""
-        return {
-            "from": self.recording.start,
-            "to": self.recording.end,
-            "events": self.recording.events,
+        return finite({
+            "from": self.recording.start, "to": self.recording.end, "events": self.recording.events,
             "asked": [{"setting": name, "was": was, "asked": now} for name, was, now in self.changed],
             "faults": [
-                {"worker": one.fault.worker, "what": one.fault.what, "incident": one.fault.incident,
-                 "began": list(one.fault.began), "first_sign": one.fault.first, "last_sign": one.fault.last,
-                 "recorded": _finite(one.recorded), "again": _finite(one.again),
-                 "would": {name: estimate.as_json() for name, estimate in one.would.items()}}
+                {"worker": one.fault.worker, "what": one.fault.what, "incident": one.fault.incident, "began": one.fault.began,
+                 "first_sign": one.fault.first, "last_sign": one.fault.last, "recorded": one.recorded, "again": one.again,
+                 "would": one.would}
                 for one in self.faults
             ],
-            "totals": [
-                {"name": one.name, "unit": one.unit, "recorded": one.recorded, "again": one.again, "would": one.would.as_json()}
-                for one in self.totals
-            ],
-            "decisions": [
-                {"kind": one.kind, "subject": one.subject, "what": one.what, "again": one.again, "would": one.would}
-                for one in self.decisions
-            ],
-            "limits": self.limits,
-        }  # fmt: skip
+            "totals": self.totals, "decisions": self.decisions, "limits": self.limits,
+        })  # fmt: skip
 
 
-def _finite(times: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if value == INFINITY else value for name, value in times.items()}
+def finite(value: object) -> object:
+    """Return a value as plain JSON types; an infinite number becomes None."""
+    match value:
+        case dict():
+            return {key: finite(one) for key, one in value.items()}
+        case list() | tuple():
+            return [finite(one) for one in value]
+        case Estimate() | TotalCompared() | DecisionsCompared():
+            return finite(asdict(value))
+    return None if value == INFINITY else value
 
 
 def compare(recording: Recording, asked: PolicyChange, *, incident: str = "") -> Comparison:
@@ -170,11 +148,8 @@ def _fault(
 
 
 def _seconds(fault: FaultSeen, what: FaultPhases) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for name in MEASURES:
-        at = getattr(what, name)
-        times[name] = INFINITY if at is None else at - fault.likely
-    return times
+    times = {name: getattr(what, name) for name in MEASURES}
+    return {name: INFINITY if at is None else at - fault.likely for name, at in times.items()}
 
 
 def estimate(figures: Sequence[float]) -> Estimate:
@@ -259,22 +234,24 @@ def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[Dec
 
 def _essence(decision: Decision) -> tuple[str, str, str] | None:
     """Return the subject and effect of a decision, without its time."""
-    if isinstance(decision, Absorbed | IncidentClosed | GoldenAgreed | GoldenRetired):
+    if isinstance(decision, d.Absorbed | d.IncidentClosed | d.GoldenAgreed | d.GoldenRetired):
         return None
-    subject = decision.worker if isinstance(decision, WorkerDecision) else str(getattr(decision, "model", ""))
+    subject = (
+        decision.worker if isinstance(decision, d.WorkerDecision) else str(getattr(decision, "model", ""))
+    )
     what = ""
     match decision:
-        case HealthChanged():
+        case d.HealthChanged():
             what = f"{decision.after.value}: {decision.reason}"
-        case BreakerOpened() | DrainStarted():
+        case d.BreakerOpened() | d.DrainStarted():
             what = decision.reason
-        case DrainEnded():
+        case d.DrainEnded():
             what = decision.outcome
-        case WeightCapped():
+        case d.WeightCapped():
             what = "lifted" if decision.weight is None else f"kept at {decision.weight:g}"
-        case DegradationChanged():
+        case d.DegradationChanged():
             what = f"level {decision.after}"
-        case IncidentOpened():
+        case d.IncidentOpened():
             subject, what = decision.subject.partition(":")[2], decision.symptom
         case _:
             pass
@@ -285,41 +262,61 @@ def limits(
     recording: Recording, asked: PolicyChange, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
     """Return the limitations of the answer, as sentences."""
+    guessed = sorted({name for one in courses for name in one.guessed})
+    names = ", ".join(guessed[:4]) + (" and others" if len(guessed) > 4 else "")
+    silence, version = asked.values.get(SILENCE), recording.fleet.deciders_version or DECIDERS_VERSION
+    likely = [value for one in found for value in _seconds(one, fared(one, courses[LIKELY].weights)).values()]
     notes = [
-        "requests are assumed to go where they were sent: failures elsewhere are unknown, and where no request would have been "
-        "sent, none fails"
-    ]
-    guessed = {name for one in courses for name in one.guessed}
-    if guessed:
-        names = ", ".join(sorted(guessed)[:4]) + (" and others" if len(guessed) > 4 else "")
-        notes.append(
-            f"{count(len(guessed), 'worker')} would have been probed when no canary was recorded ({names}): the results are "
-            "estimated from the canaries before and after; ranges go from the shortest fault that agrees with them to the longest"
-        )
-    if INTERVAL in asked.values:
-        notes.append(f"recorded canaries came about every {recording.interval_s:.3g} s")
-        notes.append(
-            "a worker that was wrong for less than a round of its canaries may have been missed; it is missed here as well"
-        )
-    silence = asked.values.get(SILENCE)
-    if silence is not None and silence < recording.silence_s:
-        notes.append(
-            f"silences shorter than {recording.silence_s:g} s were not recorded: it is unknown how many more workers would have "
-            f"been reported silent after {silence:g} s"
-        )
-    if any(one.wrong for one in found):
-        notes.append(
-            "exposed answers are estimated from the recorded rate of exposed answers, or from the worker's usual rate"
-        )
-    version = recording.fleet.deciders_version or DECIDERS_VERSION
-    if not OLDEST <= version <= DECIDERS_VERSION:
-        notes.append(
-            f"the recording was decided by deciders version {version}, this release uses {DECIDERS_VERSION}: compare with `again`"
-        )
-    if any(
-        value == INFINITY
-        for one in found
-        for value in _seconds(one, fared(one, courses[LIKELY].weights)).values()
-    ):
-        notes.append("“–” means: not before the recording ends, or before the worker's next fault")
-    return notes
+        (True, "requests are assumed to go where they were sent: failures elsewhere are unknown, and where no request would have "
+         "been sent, none fails"),
+        (guessed, f"{count(len(guessed), 'worker')} would have been probed when no canary was recorded ({names}): the results "
+         "are estimated from the canaries before and after; ranges go from the shortest fault that agrees with them to the "
+         "longest"),
+        (INTERVAL in asked.values, f"recorded canaries came about every {recording.interval_s:.3g} s"),
+        (INTERVAL in asked.values, "a worker that was wrong for less than a round of its canaries may have been missed; it is "
+         "missed here as well"),
+        (silence is not None and silence < recording.silence_s,
+         f"silences shorter than {recording.silence_s:g} s were not recorded: it is unknown how many more workers would have "
+         f"been reported silent after {silence or 0:g} s"),
+        (any(one.wrong for one in found), "exposed answers are estimated from the recorded rate of exposed answers, or from the "
+         "worker's usual rate"),
+        (not OLDEST <= version <= DECIDERS_VERSION, f"the recording was decided by deciders version {version}, this release "
+         f"uses {DECIDERS_VERSION}: compare with `again`"),
+        (INFINITY in likely, "“–” means: not before the recording ends, or before the worker's next fault"),
+    ]  # fmt: skip
+    return [note for applies, note in notes if applies]
+
+
+SOONER = 3.0  # this many times the recorded number of canaries
+
+
+def usual(recording: Recording) -> list[PolicyChange]:
+    """Return the questions that would change the policy that was in force."""
+    was = load(recording.policy)
+    found = [PolicyChange({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
+    if was.health.failures_max > 1:
+        found.append(PolicyChange({"health.failures_max": 1}))
+    breaker = was.breaker
+    wait_s = breaker.wait_min.total_seconds()
+    return [*found, PolicyChange({"breaker.wait_min": wait_s / 2})] if wait_s else found
+
+
+def answers(recording: Recording, incident: str) -> list[object]:
+    """Return the answers as plain JSON; none if the fault for which the incident was opened is unknown."""
+    found: list[object] = []
+    for question in usual(recording):
+        answer = compare(recording, question, incident=incident)
+        if [one.fault.incident for one in answer.faults] != [incident]:
+            return []
+        found.append(_row(answer))
+    return found
+
+
+def _row(answer: Comparison) -> object:
+    ((name, was, now),) = answer.changed
+    (fault,) = answer.faults
+    exposed = next(one for one in answer.totals if one.name == "answers exposed")
+    return finite({
+        "setting": name, "was": setting(name, was), "asked": setting(name, now), "again": fault.again, "would": fault.would,
+        "exposed": {"recorded": exposed.recorded, "would": exposed.would},
+    })  # fmt: skip

@@ -4,8 +4,9 @@ The recorded decisions are left out. Their consequences are simulated from the n
 when a breaker half-opens here, a draining worker reports when it is empty, and no request fails at a worker that gets none.
 """
 
+import gc
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from heapq import heappop, heappush
@@ -26,47 +27,27 @@ from controller.deciders.fleet import (
     settled,
 )
 from controller.replay.whatif.canary_schedule import NOTHING, Asker, Question, calm, is_asked, result
-from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
 from controller.replay.whatif.journal_stretch import RecordedCanaries
+from controller.replay.whatif.reading import cores, helpers
 from controller.replay.whatif.recording import GIVEN, RecordedFact, Recording, instant
 from controller.replay.whatif.weights import Weights
-from events.decisions import (
-    DrainStarted,
-    GoldenAgreed,
-    GoldenRetired,
-    HealthChanged,
-    HealthStatus,
-    PolicyAdopted,
-    SpareActivated,
-    SpareReleased,
-    WorkerDecision,
-)
+from events import decisions as d
+from events import observations as o
 from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
-from events.observations import (
-    CanaryResult,
-    DrainFinished,
-    GoldenDisputed,
-    GoldenProposed,
-    RequestFailed,
-    RequestPoisonous,
-    RequestsServed,
-    WorkerJoined,
-    WorkerObservation,
-)
 from events.versions import InForce
 
 EMPTY_S = 2.0  # seconds until a draining worker is empty, if not recorded
 SENT_S = 1.0  # seconds between sending a request and its failure
-ABOUT_GOLDENS = (GoldenProposed, GoldenDisputed, *GIVEN)  # facts that concern many workers
+ABOUT_GOLDENS = (o.GoldenProposed, o.GoldenDisputed, *GIVEN)  # facts that concern many workers
 FAR = (
-    HealthChanged,
-    SpareActivated,
-    SpareReleased,
-    GoldenRetired,
-    GoldenAgreed,
+    d.HealthChanged,
+    d.SpareActivated,
+    d.SpareReleased,
+    d.GoldenRetired,
+    d.GoldenAgreed,
 )  # decisions that may change other workers
-ROUTINE = (CanaryResult, RequestsServed, RequestFailed)
+ROUTINE = (o.CanaryResult, o.RequestsServed, o.RequestFailed)
 
 PolicyOf = Callable[[Mapping[str, Any]], FleetPolicy]
 
@@ -141,16 +122,14 @@ class _Course:
             [number for _, number in recording.numbers],
         )  # times and numbers of the recorded decisions
         self._changed = set[str]()  # workers changed since the last decision
-        self._doubted = set[
-            str
-        ]()  # workers out of service only because of doubt, or kept in service by the ejection budget
+        # workers out of service only because of doubt, or kept in service by the ejection budget
+        self._doubted = set[str]()
         self._dues: list[tuple[datetime, str]] = []  # when time alone may make a worker's decision due
         self._shares = Shares()
         self._askers: dict[tuple[str, str], Asker] = {}
         self._agenda = Agenda()
-        self._awaited: dict[
-            str, tuple[str, int]
-        ] = {}  # by worker: its instance and the number of its next canary
+        # by worker: its instance and the number of its next canary
+        self._awaited: dict[str, tuple[str, int]] = {}
         self._trials: dict[str, int] = {}  # by worker: the half-opening for which a trial was sent last
         self._emptied = emptied(recording)
         self._successions: Successions = {}
@@ -219,7 +198,7 @@ class _Course:
     def _happens(self, happened: RecordedFact) -> None:
         """Apply one recorded fact, adapted to this course."""
         at, fact = happened.at, happened.fact
-        if isinstance(fact, PolicyAdopted):
+        if isinstance(fact, d.PolicyAdopted):
             self._policy = self._terms.policy(fact.policy)
             known = OLDEST <= fact.deciders_version <= DECIDERS_VERSION
             force = InForce(fact.kinds, fact.deciders_version) if known else None
@@ -229,12 +208,12 @@ class _Course:
             fact = replace(fact, number=self._fleet.number + 1)
             self._moved[0].append(at)
             self._moved[1].append(fact.number)
-        elif isinstance(fact, DrainFinished):
+        elif isinstance(fact, o.DrainFinished):
             return  # `_drains` reports this for each drain of the course
-        elif isinstance(fact, RequestFailed | RequestPoisonous | RequestsServed):
+        elif isinstance(fact, o.RequestFailed | o.RequestPoisonous | o.RequestsServed):
             fact = replace(fact, routed_under=self._number_here(fact.routed_under, at))
         self._absorb(at, fact, happened.id)
-        if isinstance(fact, WorkerJoined):
+        if isinstance(fact, o.WorkerJoined):
             self._ask(fact.worker, at)
 
     def _number_here(self, recorded_number: int, at: float) -> int:
@@ -258,10 +237,10 @@ class _Course:
         now = instant(at)
         before = self._fleet
         self._fleet = evolve(before, Recorded(seq=0, at=now, fact=fact, id=id))
-        name = fact.worker if isinstance(fact, WorkerObservation) else ""
+        name = fact.worker if isinstance(fact, o.WorkerObservation) else ""
         was, worker = before.workers.get(name), self._fleet.workers.get(name)
         self._changed.add(name)
-        if isinstance(fact, WorkerJoined):
+        if isinstance(fact, o.WorkerJoined):
             self.weights.note(at, name, worker)
         if isinstance(fact, ABOUT_GOLDENS):
             self._settle(now, None)
@@ -294,17 +273,17 @@ class _Course:
         for decision in decisions:
             self._moved[0].append(at)
             self._moved[1].append(decision.number)
-            if isinstance(decision, WorkerDecision):
+            if isinstance(decision, d.WorkerDecision):
                 touched.add(decision.worker)
-            if not isinstance(decision, PolicyAdopted):
+            if not isinstance(decision, d.PolicyAdopted):
                 self.decided.append(decision)
         if any(isinstance(decision, FAR) for decision in decisions):
             others = {*changed_since(before, fleet.workers)}
         self._changed.clear()
         for decision in decisions:
-            if isinstance(decision, DrainStarted):
+            if isinstance(decision, d.DrainStarted):
                 self._drains(at, decision)
-            elif isinstance(decision, HealthChanged) and decision.after is HealthStatus.DEAD:
+            elif isinstance(decision, d.HealthChanged) and decision.after is d.HealthStatus.DEAD:
                 self._succeeds(at, decision)
         concerned = touched | others
         for name in fleet.workers if among is None else (among | concerned):
@@ -321,7 +300,7 @@ class _Course:
         else:
             self._due = self._next_due(now)
 
-    def _drains(self, at: float, decision: DrainStarted) -> None:
+    def _drains(self, at: float, decision: d.DrainStarted) -> None:
         """Schedule a draining worker's report that it is empty."""
         recorded = self._emptied.get((decision.worker, decision.instance), [])
         was = next((done for started, done in recorded if abs(started - at) < 1.0 and done >= at), None)
@@ -331,10 +310,10 @@ class _Course:
             if place == 1:
                 return
         empty = was if was is not None else at + 2 * EMPTY_S * place
-        fact = DrainFinished(worker=decision.worker, instance=decision.instance, completed=0, migrated=0)
+        fact = o.DrainFinished(worker=decision.worker, instance=decision.instance, completed=0, migrated=0)
         self._agenda.add(empty, lambda when: self._absorb(when, fact, ""))
 
-    def _succeeds(self, at: float, decision: HealthChanged) -> None:
+    def _succeeds(self, at: float, decision: d.HealthChanged) -> None:
         """Schedule the end of a dead instance's process and its successor, with the recorded delays."""
         life = (decision.worker, decision.instance)
         for later, happened in self._successions.pop(life, ()):
@@ -394,3 +373,98 @@ class _Course:
             self.guessed.add(name)
         canaries = self._asker(worker, question.at).told
         self._absorb(question.at, result(worker, canaries, question, self._number(question.sent)), "")
+
+
+FORKED_FROM = 20_000  # events; a shorter recording takes less time than starting a process
+_task: tuple[Recording, Sequence[CourseTerms]] | None = None  # inherited by the forked processes
+
+
+def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
+    """Replay a recording with each of these parameters. Raise HelperGone."""
+    if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
+        return [take(recording, one) for one in terms]
+    global _task
+    _task = recording, terms
+    gc.freeze()  # keeps the children from copying memory that they only read
+    try:
+        with helpers(min(cores(), len(terms))) as pool:
+            return list(pool.map(_take, range(len(terms))))
+    finally:
+        gc.unfreeze()
+        _task = None
+
+
+def _take(place: int) -> CourseTaken:
+    assert _task is not None
+    recording, terms = _task
+    return take(recording, terms[place])
+
+
+# by instance: seconds after the DEAD decision, and the fact
+Successions = dict[tuple[str, str], list[tuple[float, RecordedFact]]]
+
+
+def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedFact]:
+    """Yield the observations in order, as they would occur with another silence timeout (in seconds)."""
+    if silence_s is None:
+        yield from recording.happened
+        return
+    later = silence_s - recording.silence_s
+    back: dict[tuple[str, str], list[float]] = {}
+    for one in recording.happened:
+        if isinstance(one.fact, o.WorkerHeard | o.WorkerLeft):
+            back.setdefault((one.fact.worker, one.fact.instance), []).append(one.at)
+    moved: list[RecordedFact] = []
+    for one in recording.happened:
+        fact = one.fact
+        if isinstance(fact, o.WorkerSilent) and fact.silent_s >= recording.silence_s:
+            at = max(recording.start, one.at + later)
+            heard = next((h for h in back.get((fact.worker, fact.instance), []) if h >= one.at), float("inf"))
+            if at < heard:
+                moved.append(
+                    RecordedFact(at, replace(fact, silent_s=max(0.0, fact.silent_s + later)), one.id)
+                )
+        else:
+            moved.append(one)
+    yield from sorted(moved, key=lambda one: one.at)
+
+
+def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[RecordedFact], Successions]:
+    """Split off the facts that follow from an instance's DEAD decision.
+
+    Return the other facts, and those by instance: the seconds after the decision at which its process began to end, was gone, and
+    its successor joined.
+    """
+    rest: list[RecordedFact] = []
+    found: Successions = {}
+    ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and has ended
+    for one in facts:
+        fact, life = one.fact, None
+        if isinstance(fact, o.WorkerJoined):
+            life = ended.pop(fact.worker, None)
+        elif isinstance(fact, o.WorkerLeft | o.ShutdownBegan):
+            life = (fact.worker, fact.instance)
+        dead = recording.dead.get(life) if life is not None else None
+        if life is None or dead is None or one.at < dead:
+            rest.append(one)
+            continue
+        found.setdefault(life, []).append((one.at - dead, one))
+        if isinstance(fact, o.WorkerLeft):
+            ended[fact.worker] = life
+    return rest, found
+
+
+def emptied(recording: Recording) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return, for each instance, when its drains began and when each was finished."""
+    began: dict[tuple[str, str], list[float]] = {}
+    for decision in recording.decided:
+        if isinstance(decision, d.DrainStarted):
+            began.setdefault((decision.worker, decision.instance), []).append(decision.decided_at.timestamp())
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in recording.happened:
+        if isinstance(one.fact, o.DrainFinished):
+            life = (one.fact.worker, one.fact.instance)
+            started = [at for at in began.get(life, []) if at <= one.at]
+            if started:
+                found.setdefault(life, []).append((started[-1], one.at))
+    return found

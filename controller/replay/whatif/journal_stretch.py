@@ -8,36 +8,9 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from events import observations as o
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryResult,
-    CanarySlow,
-    CheckType,
-    DeviceFaulted,
-    DeviceRecovered,
-    DrainFinished,
-    DrainRequested,
-    EngineFaulted,
-    GoldenDisputed,
-    GoldenProposed,
-    GoldenRequested,
-    RequestExposed,
-    RequestFailed,
-    RequestPoisonous,
-    RequestsServed,
-    ResumeRequested,
-    ShutdownBegan,
-    WorkerAwaited,
-    WorkerHeard,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSilent,
-    WorkerSlow,
-    WorkerSlowCleared,
-)
 
 EVENTS_MAX = 5_000_000  # maximum events of one what-if question
 SERVED_AFTER_S = 600.0  # seconds after a failed request in which served requests may matter
@@ -45,9 +18,9 @@ SERVED_AFTER_S = 600.0  # seconds after a failed request in which served request
 GOOD, SLOW, WRONG, MUTE = range(4)  # result of a canary: correct, correct but slow, wrong, no answer
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
 OF_THE_WORLD = (
-    DeviceFaulted, DeviceRecovered, DrainFinished, DrainRequested, EngineFaulted, GoldenDisputed, GoldenProposed,
-    GoldenRequested, RequestFailed, RequestPoisonous, ResumeRequested, ShutdownBegan, WorkerAwaited, WorkerHeard, WorkerJoined,
-    WorkerLeft, WorkerSilent, WorkerSlow, WorkerSlowCleared,
+    o.DeviceFaulted, o.DeviceRecovered, o.DrainFinished, o.DrainRequested, o.EngineFaulted, o.GoldenDisputed, o.GoldenProposed,
+    o.GoldenRequested, o.RequestFailed, o.RequestPoisonous, o.ResumeRequested, o.ShutdownBegan, o.WorkerAwaited, o.WorkerHeard,
+    o.WorkerJoined, o.WorkerLeft, o.WorkerSilent, o.WorkerSlow, o.WorkerSlowCleared,
 )  # fmt: skip
 TAKEN_IN_ORDER = (Decision, *OF_THE_WORLD)
 
@@ -63,19 +36,16 @@ class RecordedCanaries:
     worker: str
     instance: str
     at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal recorded it
-    sent: "array[float]" = field(
-        default_factory=lambda: array("d")
-    )  # when it was sent, by the stream's clock
+    # when it was sent, by the stream's clock
+    sent: "array[float]" = field(default_factory=lambda: array("d"))
     said: bytearray = field(default_factory=bytearray)
     check: bytearray = field(default_factory=bytearray)  # index in CHECKS
     asked: "array[int]" = field(default_factory=lambda: array("H"))  # index in `names`
-    names: list[str] = field(
-        default_factory=list
-    )  # names of the canaries, in the order in which they were first sent
-    facts: dict[int, CanaryFailed | CanarySlow] = field(
-        default_factory=dict
-    )  # results other than passed, by index
-    good: CanaryPassed | None = None  # one of the passed results
+    # names of the canaries, in the order in which they were first sent
+    names: list[str] = field(default_factory=list)
+    # results other than passed, by index
+    facts: dict[int, o.CanaryFailed | o.CanarySlow] = field(default_factory=dict)
+    good: o.CanaryPassed | None = None  # one of the passed results
     end: float = float("inf")  # end of this instance
 
     def __len__(self) -> int:
@@ -95,7 +65,7 @@ class RecordedCanaries:
         self.good = self.good or later.good
 
 
-CHECKS: tuple[CheckType, ...] = ("scheduled", "confirm", "trial", "join")
+CHECKS: tuple[o.CheckType, ...] = ("scheduled", "confirm", "trial", "join")
 
 
 @dataclass(slots=True)
@@ -116,9 +86,8 @@ class StretchRead:
     end: float = 0.0
     canaries: dict[tuple[str, str], RecordedCanaries] = field(default_factory=dict)  # by worker and instance
     askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # the source of each canary result
-    skew: dict[str, float] = field(
-        default_factory=dict
-    )  # minimum offset of a prober's clock against the stream's
+    # minimum offset of a prober's clock against the stream's
+    skew: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))  # by worker
     exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # times, by worker
     served: dict[str, tuple[int, float]] = field(default_factory=dict)  # answers and seconds, by worker
@@ -134,21 +103,20 @@ class StretchRead:
         self.end = at = event.at.timestamp()
         if self.start is None:
             self.start = at
-        if isinstance(fact, CanaryResult):
+        if isinstance(fact, o.CanaryResult):
             self._canary(at, event.source, fact)
-        elif isinstance(fact, RequestsServed):
+        elif isinstance(fact, o.RequestsServed):
             count, seconds = self.served.get(fact.worker, (0, 0.0))
             self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
-            failed_at = self._failed_at.get(
-                fact.worker, self.start
-            )  # one may have failed before the stretch: known when folding
+            # one may have failed before the stretch: known when folding
+            failed_at = self._failed_at.get(fact.worker, self.start)
             if at - failed_at < SERVED_AFTER_S:
                 self.rest.append(event)
         elif isinstance(fact, TAKEN_IN_ORDER):
-            if isinstance(fact, RequestFailed):
+            if isinstance(fact, o.RequestFailed):
                 self._failed_at[fact.worker] = at
             self.rest.append(event)
-        elif isinstance(fact, RequestExposed):
+        elif isinstance(fact, o.RequestExposed):
             self.exposed[fact.worker].append(at)
 
     def _count(self, more: int) -> None:
@@ -156,7 +124,7 @@ class StretchRead:
         if self.events > EVENTS_MAX:
             raise TooMuch(f"more than {EVENTS_MAX:,} events. {TooMuch.__doc__}")
 
-    def _canary(self, at: float, source: str, fact: CanaryResult) -> None:
+    def _canary(self, at: float, source: str, fact: o.CanaryResult) -> None:
         life = (fact.worker, fact.instance)
         recorded = self.canaries.get(life)
         if recorded is None:
@@ -170,11 +138,11 @@ class StretchRead:
             recorded.names.append(fact.canary)
         recorded.asked.append(recorded.names.index(fact.canary))
         recorded.said.append(result := _result_of(fact))
-        if isinstance(fact, CanaryPassed):
+        if isinstance(fact, o.CanaryPassed):
             recorded.good = recorded.good or fact
-        elif isinstance(fact, CanaryFailed | CanarySlow):
+        elif isinstance(fact, o.CanaryFailed | o.CanarySlow):
             recorded.facts[place] = fact
-        if isinstance(fact, CanaryFailed) and result in (WRONG, MUTE):
+        if isinstance(fact, o.CanaryFailed) and result in (WRONG, MUTE):
             self.wrong[fact.worker].append(Adverse(at, fact.reason))
         self.askers[life].append(source)
         late = at - sent - (fact.latency_ms / 1000 if result < WRONG else 0.0)
@@ -202,9 +170,9 @@ class StretchRead:
             self.exposed[worker] += times
 
 
-def _result_of(fact: CanaryResult) -> int:
-    if isinstance(fact, CanaryPassed):
+def _result_of(fact: o.CanaryResult) -> int:
+    if isinstance(fact, o.CanaryPassed):
         return GOOD
-    if isinstance(fact, CanaryFailed) and fact.reason != "latency_spike":
+    if isinstance(fact, o.CanaryFailed) and fact.reason != "latency_spike":
         return WRONG if fact.reason in WRONG_REASONS else MUTE
     return SLOW

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from controller.deciders.fleet import FleetPolicy, dump, load
+from controller.replay.sentences import span
 from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
 
@@ -65,6 +66,11 @@ def _durations() -> set[str]:
 
 
 TIMES = _durations()
+
+
+def setting(name: str, value: Any) -> str:
+    """Format a setting's value for reading."""
+    return span(value) if name in TIMES and isinstance(value, int | float) else str(value)
 
 
 def known() -> dict[str, Any]:

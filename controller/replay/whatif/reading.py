@@ -1,12 +1,17 @@
 """Reads a long part of the journal in parallel, one process per core, each over its own connection."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import pairwise
+from multiprocessing import get_context
 
-from controller.replay.whatif.cores import cores, helpers
 from controller.replay.whatif.journal_stretch import StretchRead
 from controller.runtime.bounded_read import history
+from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 
@@ -60,3 +65,22 @@ def _read(reopen: Reopen, after: int, until: int, decided: int) -> StretchRead:
 async def _stretch(reopen: Reopen, after: int, until: int, decided: int) -> StretchRead:
     async with reopen() as journal:
         return await anext(in_one(history(journal, after, until), decided))
+
+
+class HelperGone(HoldfastError):
+    """A helper process ended before its work was done: the host may be out of memory."""
+
+
+def cores() -> int:
+    """Return the number of CPU cores available to this process."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def helpers(most: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of at most `most` processes, which are forked when work is submitted. Raise HelperGone."""
+    try:
+        with ProcessPoolExecutor(most, get_context("fork")) as pool:
+            yield pool
+    except BrokenProcessPool as error:
+        raise HelperGone(HelperGone.__doc__ or "") from error

@@ -8,12 +8,15 @@ times and the weights are kept.
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
 from controller.deciders.fleet import Fleet, evolve
+from controller.ports import Archive, StateStore
+from controller.replay import travel
+from controller.replay.timeline import Story
 from controller.replay.whatif.journal_stretch import (
     GOOD,
     SERVED_AFTER_S,
@@ -21,30 +24,14 @@ from controller.replay.whatif.journal_stretch import (
     RecordedCanaries,
     StretchRead,
 )
+from controller.replay.whatif.reading import in_one, stretches
 from controller.replay.whatif.weights import Weights
-from events.decisions import (
-    BreakerHalfOpened,
-    BreakerOpened,
-    GoldenAgreed,
-    GoldenRetired,
-    HealthChanged,
-    HealthStatus,
-    IncidentOpened,
-    PolicyAdopted,
-    SpareActivated,
-    SpareReleased,
-    WorkerDecision,
-)
+from controller.runtime.bounded_read import history
+from controller.runtime.initial_fold import oldest, order_from
+from events import decisions as d
+from events import observations as o
 from events.fact import Decision, Fact, Recorded
-from events.observations import (
-    DeviceFaulted,
-    EngineFaulted,
-    RequestFailed,
-    RequestsServed,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSilent,
-)
+from events.journal.port import Journal
 
 USUAL_INTERVAL_S, USUAL_SILENCE_S = (
     30.0,
@@ -53,7 +40,9 @@ USUAL_INTERVAL_S, USUAL_SILENCE_S = (
 LATE_S = 1.5  # seconds by which an observer's report may be late
 LEAST_GAPS = 8  # gaps between canaries needed to infer their interval
 
-GIVEN = (GoldenAgreed, GoldenRetired)  # goldens are used as recorded
+BEFORE = timedelta(seconds=60)  # recorded time that is read before an incident
+AFTER = timedelta(minutes=10)  # and after it, because recovery may take longer under another policy
+GIVEN = (d.GoldenAgreed, d.GoldenRetired)  # goldens are used as recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +70,8 @@ class Recording:
     numbers: list[tuple[float, int]]  # when each decision was recorded, and its number
     incidents: dict[str, list[tuple[float, str]]]  # time and id of the incidents that opened, by worker
     exposed: dict[str, list[float]]  # times at which answers were found to be exposed, by worker
-    served: dict[
-        str, tuple[int, float]
-    ]  # number of answers, and the seconds over which they were counted, by worker
+    # number of answers, and the seconds over which they were counted, by worker
+    served: dict[str, tuple[int, float]]
     interval_s: float  # recorded interval between canaries of a worker
     silence_s: float  # recorded silence timeout
     dead: dict[tuple[str, str], float]  # when an instance was decided DEAD
@@ -94,7 +82,7 @@ class Recording:
         """The policy adopted at the beginning."""
         if self.fleet.policy is not None:
             return self.fleet.policy
-        adopted = (one.fact.policy for one in self.happened if isinstance(one.fact, PolicyAdopted))
+        adopted = (one.fact.policy for one in self.happened if isinstance(one.fact, d.PolicyAdopted))
         return next(adopted, {})
 
 
@@ -132,7 +120,7 @@ class _Folding:
         self._gathered.add(part)
         for event in part.rest:
             at, fact = event.at.timestamp(), event.fact
-            if isinstance(fact, RequestsServed):
+            if isinstance(fact, o.RequestsServed):
                 if at - self._failed_at.get(fact.worker, float("-inf")) < SERVED_AFTER_S:
                     self._happened.append(RecordedFact(at, fact, event.id))
             elif isinstance(fact, Decision):
@@ -145,14 +133,14 @@ class _Folding:
         self._numbers.append((at, fact.number))
         if isinstance(fact, GIVEN):
             self._happened.append(RecordedFact(at, fact, event.id))
-        if isinstance(fact, IncidentOpened):
+        if isinstance(fact, d.IncidentOpened):
             kind, _, name = fact.subject.partition(":")
             if kind == "worker":
                 self._incidents[name].append((at, fact.incident))
-        if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
+        if isinstance(fact, d.HealthChanged) and fact.after is d.HealthStatus.DEAD:
             self._dead[fact.worker, fact.instance] = at
         self._late.decided(at, fact)
-        if isinstance(fact, PolicyAdopted):
+        if isinstance(fact, d.PolicyAdopted):
             self._happened.append(RecordedFact(at, fact, event.id))
         else:
             self._decided.append(fact)
@@ -162,20 +150,20 @@ class _Folding:
         before = self._shown.workers.get(getattr(fact, "worker", ""))
         self._fold(at, event, fact)
         match fact:
-            case RequestFailed():
+            case o.RequestFailed():
                 self._failed_at[fact.worker] = at
                 self._adverse[fact.worker].append(Adverse(at, f"requests: {fact.reason}"))
-            case WorkerSilent():
+            case o.WorkerSilent():
                 self._silences.append(fact.silent_s)
                 self._adverse[fact.worker].append(Adverse(at, "silent"))
-            case DeviceFaulted(fatal=True) | EngineFaulted(fatal=True):
-                what = fact.fault_class if isinstance(fact, DeviceFaulted) else f"engine: {fact.reason}"
+            case o.DeviceFaulted(fatal=True) | o.EngineFaulted(fatal=True):
+                what = fact.fault_class if isinstance(fact, o.DeviceFaulted) else f"engine: {fact.reason}"
                 self._adverse[fact.worker].append(Adverse(at, what))
-            case WorkerLeft():
+            case o.WorkerLeft():
                 if fact.mode != "graceful":
                     self._adverse[fact.worker].append(Adverse(at, f"left: {fact.mode}"))
                 self._over(fact.worker, fact.instance, at)
-            case WorkerJoined():
+            case o.WorkerJoined():
                 if before is not None and before.joined.instance != fact.instance:
                     self._over(fact.worker, before.joined.instance, at)
             case _:
@@ -184,10 +172,10 @@ class _Folding:
     def _fold(self, at: float, event: Recorded, fact: Fact) -> None:
         """Fold an event and record changed weights. Weights change by decisions only, so canaries and requests are skipped."""
         self._shown = evolve(self._shown, event)
-        if isinstance(fact, SpareActivated | SpareReleased):
+        if isinstance(fact, d.SpareActivated | d.SpareReleased):
             for name, worker in self._shown.workers.items():
                 self._weights.note(at, name, worker)
-        elif isinstance(fact, WorkerDecision | WorkerJoined):
+        elif isinstance(fact, d.WorkerDecision | o.WorkerJoined):
             self._weights.note(at, fact.worker, self._shown.workers.get(fact.worker))
 
     def _over(self, worker: str, instance: str, at: float) -> None:
@@ -237,9 +225,9 @@ class _Lateness:
 
     def decided(self, at: float, fact: Decision) -> None:
         """Add a decision."""
-        if isinstance(fact, BreakerOpened):
+        if isinstance(fact, d.BreakerOpened):
             self._retry_at[fact.worker] = fact.retry_at.timestamp()
-        elif isinstance(fact, BreakerHalfOpened) and fact.worker in self._retry_at:
+        elif isinstance(fact, d.BreakerHalfOpened) and fact.worker in self._retry_at:
             self._late.append(max(0.0, at - self._retry_at.pop(fact.worker)))
 
     def usual(self) -> float:
@@ -267,3 +255,51 @@ def _silence(seconds: Sequence[float]) -> float:
 def instant(at: float) -> datetime:
     """Convert a time in seconds since 1970 to a datetime, the type that facts use."""
     return datetime.fromtimestamp(at, UTC)
+
+
+# --- selection of the part of the journal that is decided again -------------------------------------------------------
+
+
+async def of_incident(
+    journal: Journal, store: StateStore | None, archive: Archive, story: Story
+) -> Recording | None:
+    """Read the part around one incident. Raise TooMuch, NoLonger."""
+    first, last = story.events[0].at, story.events[-1].at
+    return await between(journal, store, archive, first - BEFORE, last + max(AFTER, 2 * (last - first)))
+
+
+async def between(
+    journal: Journal,
+    store: StateStore | None,
+    archive: Archive,
+    since: int | datetime,
+    until: int | datetime | None,
+) -> Recording | None:
+    """Read a part of the journal, both ends included; None if it has no events. Raise TooMuch, NoLonger, NotYet."""
+    last = await journal.last_seq()
+    first: int | None = since if isinstance(since, int) else None
+    if isinstance(since, datetime):
+        async for batch in archive.select(since=since):
+            first = batch[0].seq
+            break
+    if first is None or first > last:
+        return None
+    if isinstance(since, int) and 1 < first <= await journal.first_seq():
+        order = order_from(await oldest(journal, first - 1))  # earlier events were dropped
+    else:
+        order = await travel.order_at(journal, store, max(1, first) - 1)
+    end = min(last, until) if isinstance(until, int) else last
+    decided = order.position.decided
+    if not isinstance(until, datetime):
+        return await recorded(order.shown, stretches(journal, order.last_seq, end, decided))
+    return await recorded(order.shown, in_one(_until(journal, order.last_seq, end, until), decided))
+
+
+async def _until(
+    journal: Journal, after: int, end: int, until: datetime
+) -> AsyncIterator[Sequence[Recorded]]:
+    async for batch in history(journal, after, end):
+        if batch[-1].at > until:
+            yield [event for event in batch if event.at <= until]
+            return
+        yield batch

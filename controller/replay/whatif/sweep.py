@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from controller.replay.whatif.comparison import PLACES, Estimate, estimate, limits, totals
-from controller.replay.whatif.course import CourseTerms
-from controller.replay.whatif.courses import take_all
+from controller.replay.whatif.comparison import PLACES, Estimate, estimate, finite, limits, totals
+from controller.replay.whatif.course import CourseTerms, take_all
 from controller.replay.whatif.faults import FaultSeen, fared, faults
 from controller.replay.whatif.question import PolicyChange, asked, checked, value_of
 from controller.replay.whatif.recording import Recording
@@ -96,7 +95,7 @@ def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
         "setting": asked_for.name,
         "besides": dict(asked_for.asked.values),
         "points": [
-            {"value": one.value, **{name: figure.as_json() for name, figure in one.figures.items()}} for one in points
+            {"value": one.value, **{name: finite(figure) for name, figure in one.figures.items()}} for one in points
         ],
     }  # fmt: skip
 

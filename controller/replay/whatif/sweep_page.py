@@ -3,6 +3,8 @@
 from typing import Any
 
 from controller.replay.pages import asset, environment, plotly
+from controller.replay.whatif.comparison import Estimate
+from controller.replay.whatif.sweep import SweepPoint, Swept
 
 STYLE = ("controller.replay.report", "report.css")  # shared by all report pages
 
@@ -21,3 +23,46 @@ def html(document: dict[str, Any], picture: dict[str, Any], asked: list[str]) ->
             plotly=plotly(),
         )
     )
+
+
+PANELS = (
+    ("fenced after, s", "s until fenced"),
+    ("recovered after, s", "s until recovered"),
+    ("answers exposed", "answers exposed"),
+    ("capacity missing", "GPU s missing"),
+    ("ejections", "ejections"),
+    ("canaries asked", "canaries"),
+)
+COLOR, BAND = "#0072b2", "rgba(0,114,178,0.2)"
+COLUMNS = 2
+
+
+def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
+    """Return `data` and `layout` for Plotly: a panel per figure, with a band from the lowest to the highest estimate."""
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "showlegend": False, "height": 900,
+        "grid": {"rows": (len(PANELS) + 1) // COLUMNS, "columns": COLUMNS, "pattern": "independent"},
+        "margin": {"t": 20, "b": 60},
+    }  # fmt: skip
+    for n, (name, text) in enumerate(PANELS, 1):
+        number = "" if n == 1 else str(n)
+        values = [one.value for one in points]
+        data += _panel(values, [one.figures[name] for one in points], number, text)
+        layout[f"xaxis{number}"] = {"title": {"text": asked_for.name}, "type": "log"}
+        layout[f"yaxis{number}"] = {"title": {"text": text}, "rangemode": "tozero"}
+    return {"data": data, "layout": layout}
+
+
+def _panel(values: list[float], figures: list[Estimate], number: str, text: str) -> list[dict[str, Any]]:
+    axes = {"xaxis": f"x{number}", "yaxis": f"y{number}", "type": "scatter"}
+    around = {
+        "x": [*values, *reversed(values)],
+        "y": [*(one.high for one in figures), *(one.low for one in reversed(figures))],
+        "fill": "toself", "fillcolor": BAND, "line": {"width": 0}, "hoverinfo": "skip", **axes,
+    }  # fmt: skip
+    likely = {
+        "x": values, "y": [one.likely for one in figures], "mode": "lines+markers", "line": {"color": COLOR}, "name": text,
+        **axes,
+    }  # fmt: skip
+    return [around, likely]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from fleet import holdfast, running
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from events.decisions import GoldenAgreed, GoldenRetired
@@ -32,13 +33,13 @@ async def typed(fleet: DemoFleet, *arguments: str) -> tuple[int, str]:
 
 async def listed(fleet: DemoFleet, wanted: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
     """Return the goldens once the projection satisfies `wanted`."""
-    for _ in range(60):
+
+    async def found() -> list[dict[str, Any]] | None:
         _, text = await typed(fleet, "list", "-o", "json")
-        found: list[dict[str, Any]] = json.loads(text)
-        if wanted(found):
-            return found
-        await asyncio.sleep(0.5)
-    raise AssertionError(text)
+        goldens: list[dict[str, Any]] = json.loads(text)
+        return goldens if wanted(goldens) else None
+
+    return await until(found, 60, "the wanted list of goldens", every_s=0.5)
 
 
 def all_of(status: str) -> Callable[[list[dict[str, Any]]], bool]:

@@ -16,7 +16,7 @@ from scripted_worker import ScriptedWorker
 from waits import until
 
 from controller.adapters.clock import SystemClock
-from controller.commands.route import COLUMNS
+from controller.commands.route import TERMS
 from controller.frontend.director import Director, World
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.scheduling.scheduler import pricing_of
@@ -234,7 +234,7 @@ async def test_an_answer_explains_the_choice_of_its_worker_on_request() -> None:
             why = json.loads(response.headers["X-Holdfast-Explain"])
         assert (why["mode"], why["chosen"]["worker"], why["required_blocks"]) == ("kv", "w1", 4)
         first, second = why["candidates"]
-        assert {term for _, term in COLUMNS} <= first.keys(), "`holdfast route` shows these terms"
+        assert {*TERMS} <= first.keys(), "`holdfast route` shows these terms"
         assert (first["worker"], first["device"], second["device"]) == ("w1", 4, 0)
         assert first["cost"] < second["cost"]
 

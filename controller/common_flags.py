@@ -1,17 +1,24 @@
 """Flags and subcommands that many commands have."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+Flags = Mapping[str, Mapping[str, Any]]  # by names: the other arguments of `add_argument`
 AddCommand = Callable[[str, str], argparse.ArgumentParser]
 
 
-def output_flag(parser: argparse.ArgumentParser) -> None:
+def output_flag(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add -o, which selects text or JSON."""
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
+    text = "output format (default: text)"
+    parser.add_argument("-o", "--output", choices=("text", "json", *others), default="text", help=text)
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
+    """Add flags. Several names of one flag are separated by spaces."""
+    for names, options in flags.items():
+        parser.add_argument(*names.split(), **options)
 
 
 def subcommands(parser: argparse.ArgumentParser, dest: str) -> AddCommand:
