@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
@@ -35,7 +36,10 @@ from workers.engines.build import build_engine
 from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
 from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, broken, budget_s
-from workers.worker import Devices, InferenceWorker, WorkerDeadlines, report_start_failure
+from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
+
+if TYPE_CHECKING:
+    from workers.devices.report import Devices
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -154,7 +158,7 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
     return Many(configs, make, links.journal, stop, settings.stagger_delay)
 
 
-def end_after(context: dict[str, Any], workers: Workers) -> None:
+def end_after(context: dict[str, object], workers: Workers) -> None:
     """End the workers after an error in a callback of the loop, because what depends on that callback would wait forever.
 
     `context` is the argument of the loop's exception handler.
@@ -165,7 +169,7 @@ def end_after(context: dict[str, Any], workers: Workers) -> None:
         workers.fail(error)
 
 
-def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
+def _devices(settings: WorkerSettings, worker: str) -> "Devices | None":
     """Return the devices of a worker, if it can have any. A single simulated rank avoids the imports."""
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
@@ -308,7 +312,7 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
     url, pages = "", None
     if settings.admin_port >= 0:
         # In a thread: an import on the loop would look like a hang to every frontend.
-        admin: Any = await asyncio.to_thread(__import__, "workers.admin.server", fromlist=["serve"])
+        admin = await asyncio.to_thread(importlib.import_module, "workers.admin.server")
         try:
             pages, url = await admin.serve(
                 process.workers, process.stopping, settings.host, settings.admin_port, journal=fleet_journal

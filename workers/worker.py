@@ -14,9 +14,9 @@ requests on the bus, which may be repeated. Without a bus it serves anyway.
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
@@ -27,7 +27,7 @@ from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from workers.config.settings import WorkerConfig
-from workers.control.commands import CommandListener, RehearsedFaults, WorkerCommands
+from workers.control.commands import RehearsedFaults, WorkerCommands
 from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
 from workers.engines.engine import Engine, EngineChanged, EngineDead, discard_events
 from workers.exits import BROKE, FAILED, KILLED, RENEWED
@@ -49,91 +49,62 @@ from workers.shutdown import (
     shut_down,
 )
 
+if TYPE_CHECKING:
+    from workers.devices.report import Devices
+
 DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 
 
-class Devices(Protocol):
-    """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
-
-    Declared here with untyped reported values, so that a single simulated rank avoids the imports.
-    """
-
-    @property
-    def named(self) -> bool: ...
-    @property
-    def stopped(self) -> bool: ...
-    @property
-    def gpus(self) -> tuple[str, ...]: ...
-    def start(self, within_s: float) -> None: ...
-    def begin(
-        self, say: Callable[[str, Any], None], broke: Callable[[Exception], None] | None = None
-    ) -> None: ...
-    def stop(self) -> None: ...
-    def play(self, fault: str, argument: float, rank: int) -> bool: ...
-    def mend(self, fault: str, argument: float, rank: int) -> None: ...
-
-
+@dataclass(eq=False)
 class WorkerGpus:
     """The GPUs of one worker, if it has any."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        devices: Devices | None,
-        journal: Journal,
-        output: StreamOutput,
-        end: WorkerEnd,
-    ) -> None:
-        self._config = config
-        self._devices = devices
-        self._journal = journal
-        self._output = output
-        self._end = end
+    config: WorkerConfig
+    devices: "Devices | None"
+    journal: Journal
+    output: StreamOutput
+    end: WorkerEnd
 
     @property
     def uuids(self) -> tuple[str, ...]:
         """The GPUs that the worker registers."""
-        return self._devices.gpus if self._devices is not None else ()
+        return self.devices.gpus if self.devices is not None else ()
 
     async def find(self, *, loaded: bool) -> None:
         """Find this worker's GPUs: configured ones before the weights are loaded, detected ones afterwards.
 
         Raise UnknownGpus if a configured GPU does not exist.
         """
-        if self._devices is not None and self._devices.named is not loaded:
-            await asyncio.to_thread(self._devices.start, DEVICES_S_MAX)
+        if self.devices is not None and self.devices.named is not loaded:
+            await asyncio.to_thread(self.devices.start, DEVICES_S_MAX)
 
     def watch(self) -> None:
         """Report device faults from now on."""
-        if self._devices is not None:
+        if self.devices is not None:
             from workers.devices.report import report
 
+            name, instance = self.config.name, self.config.instance
             report(
-                self._devices,
-                self._journal,
-                self._config.name,
-                self._config.instance,
-                doubt=self._distrust,
-                died=self._end_with_gpu,
-                broke=lambda error: self._end.fail(broken("the device watch", error)),
-            )
+                self.devices, self.journal, name, instance, doubt=self._distrust, died=self._end_with_gpu,
+                broke=lambda error: self.end.fail(broken("the device watch", error)),
+            )  # fmt: skip
 
     def stop(self) -> None:
         """Stop reporting."""
-        if self._devices is not None:
-            self._devices.stop()
+        if self.devices is not None:
+            self.devices.stop()
 
     def _distrust(self, reason: str) -> None:
         """Ship no KV cache while any GPU has a fatal fault."""
         if reason:
-            self._output.distrust("device", f"the source is not trusted: {reason}")
+            self.output.distrust("device", f"the source is not trusted: {reason}")
         else:
-            self._output.regain("device")
+            self.output.regain("device")
 
     def _end_with_gpu(self, reason: str) -> None:
         """End the worker because a GPU of its engine died: nothing in the GPU's memory can be trusted any more."""
-        if self._config.computes_on_gpus:
-            self._end.fail(Broken(reason))
+        if self.config.computes_on_gpus:
+            self.end.fail(Broken(reason))
 
 
 CHECK_S = 2.0
@@ -175,7 +146,7 @@ class InferenceWorker:
         engine: Engine,
         journal: Journal,
         bus: Bus | None,
-        devices: Devices | None = None,
+        devices: "Devices | None" = None,
         channels: Channels | None = None,
         kv: KvPublisher | None = None,
         deadlines: WorkerDeadlines | None = None,
@@ -204,7 +175,7 @@ class InferenceWorker:
         self.beats = FleetBeats(config, engine, self.server, bus)
         self.faults = RehearsedFaults(config, engine, self.server, self._ending, devices)
         self.commands = WorkerCommands(
-            config, engine, self.server, journal, self.beats, self._ending, self.faults
+            config, engine, self.server, journal, bus, self.beats, self._ending, self.faults
         )
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
@@ -212,7 +183,6 @@ class InferenceWorker:
         self._kv = kv
         self._deadlines = deadlines or WorkerDeadlines()
         self._gpus = WorkerGpus(config, devices, journal, self.server.output, self._ending)
-        self._listener = CommandListener(config, bus, self.commands)
         self._waits = WaitReport(config, engine, journal)
         self._name = NameCheck(config, bus, journal)
         self._about: dict[str, Any] = {"worker": config.name, "instance": config.instance}
@@ -390,7 +360,7 @@ class InferenceWorker:
         """Close the server and stop the engine. If that takes too long, end the process, unless other workers share it."""
         self.serving.clear()
         self._gpus.stop()
-        await self._listener.close()
+        await self.commands.close()
         if self._kv is not None:
             await self._kv.close()
         with (
@@ -407,7 +377,7 @@ class InferenceWorker:
 
     # --- services
 
-    async def _critical(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _critical(self, name: str, work: Awaitable[None]) -> None:
         """Run an essential service; if it fails, the worker ends."""
         try:
             await work
@@ -418,7 +388,7 @@ class InferenceWorker:
         """Answer frontends' requests for KV blocks, and carry out the controller's commands."""
         if self.kv is not None:
             await self.kv.hear()
-        await self._listener.run()
+        await self.commands.run()
 
     async def _watch(self, dead: asyncio.Future[EngineDead]) -> None:
         """Check the engine every 2 s, until the worker is dead."""

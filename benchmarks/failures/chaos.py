@@ -205,10 +205,10 @@ class Chaos:
                 if member.life is life:
                     server.blackhole(False)
             case "drain":
-                commands.on_drain("", {"deadline_s": fault.lasts_s / 2})
+                commands.on_drain({"deadline_s": fault.lasts_s / 2})
                 await asyncio.sleep(fault.lasts_s)
                 if member.life is life:
-                    commands.on_resume("", {})
+                    commands.on_resume({})
 
     def leaks(self) -> list[str]:
         """Return the workers, living or dead, that still hold something after every stream has ended."""

@@ -97,7 +97,7 @@ class RealWorker:
 
     def drain(self) -> None:
         """Drain it, as the controller does."""
-        self._worker.commands.on_drain("", {"instance": self.instance})
+        self._worker.commands.on_drain({"instance": self.instance})
 
     def cut(self, after: int, slow_s: float = SLOW_S) -> None:
         """Slow down after this many tokens from now on."""

@@ -38,7 +38,7 @@ class Group:
         return [event.fact for event in self.stream.events if isinstance(event.fact, kinds)]
 
     def chaos(self, fault: str, **body: Any) -> None:
-        self.worker.commands.on_chaos("", {"fault": fault, **body})
+        self.worker.faults.play({"fault": fault, **body})
 
     async def frontend(self) -> PlainFrontend:
         async with asyncio.timeout(20):

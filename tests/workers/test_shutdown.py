@@ -305,7 +305,7 @@ async def test_an_engine_that_does_not_answer_its_check_is_dead(begin: Begin) ->
 
 async def test_a_failed_callback_of_the_loop_ends_the_worker(begin: Begin) -> None:
     life = await begin()
-    failed = {"message": "", "handle": None, "exception": ZeroDivisionError("a bug")}
+    failed: dict[str, object] = {"message": "", "handle": None, "exception": ZeroDivisionError("a bug")}
     end_after(failed, Alone(life.worker, Stop()))
     assert "a callback of the event loop failed: ZeroDivisionError" in await failure_reason(life)
 

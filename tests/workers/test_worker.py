@@ -184,7 +184,7 @@ async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
 async def test_an_invalid_deadline_is_refused_with_a_message(begin: Begin, deadline_s: Any) -> None:
     life = await begin()
     with pytest.raises(HoldfastError, match=r"deadline_s = .*: expected a finite number of at least 0"):
-        life.worker.commands.on_drain("", {"deadline_s": deadline_s})
+        life.worker.commands.on_drain({"deadline_s": deadline_s})
     assert life.worker.server.refusal is None
 
 

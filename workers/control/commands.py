@@ -1,4 +1,4 @@
-"""Carries out a worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
+"""Receives and carries out a worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
 
 Requests may be repeated and may be late. A running drain is not started again, and a request for an earlier instance of this
 worker is refused. A command to stop or to inject a fault is also refused if a hung worker receives it after its deadline: its
@@ -6,11 +6,10 @@ sender has already received a timeout.
 """
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Mapping
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,7 +17,7 @@ from events import subjects
 from events.errors import HoldfastError
 from events.intrusion.control_message import foreign
 from events.journal.port import Journal
-from events.nats.bus import Answer, Bus, Handler, Subscription
+from events.nats.bus import Answer, Body, Bus, Subscription
 from events.nats.connection import DISCONNECTED
 from events.observations import DrainFinished
 from workers.config.settings import WorkerConfig
@@ -27,6 +26,9 @@ from workers.engines.engine import Engine
 from workers.migration.trust import CONVICTED
 from workers.server import WorkerServer
 from workers.shutdown import DRAINING, Killed, Retired, WorkerEnd, drain
+
+if TYPE_CHECKING:
+    from workers.devices.report import Devices
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")
@@ -42,7 +44,7 @@ class BadRequest(HoldfastError):
     """A request to this worker is malformed."""
 
 
-def number(body: Mapping[str, Any], name: str, otherwise: float) -> float:
+def number(body: Body, name: str, otherwise: float) -> float:
     """Return a number of a request's body. Raise BadRequest if it is not a finite number from 0 up."""
     value = body.get(name)
     if value is None:
@@ -52,7 +54,7 @@ def number(body: Mapping[str, Any], name: str, otherwise: float) -> float:
     return float(value)
 
 
-def share(body: Mapping[str, Any], name: str) -> float:
+def share(body: Body, name: str) -> float:
     """Return a share of a request's body, above 0 and at most 1. Raise BadRequest if it is none."""
     value = number(body, name, 0.0)
     if not 0 < value <= 1:
@@ -60,37 +62,22 @@ def share(body: Mapping[str, Any], name: str) -> float:
     return value
 
 
-class BreakableDevices(Protocol):
-    """Devices that can simulate faults."""
-
-    def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Simulate a fault of one rank's device; return False if that is not possible."""
-        ...
-
-    def mend(self, fault: str, argument: float, rank: int) -> None:
-        """End a simulated fault."""
-
-
+@dataclass(eq=False)
 class RehearsedFaults:
     """Rehearses faults of one worker, through its engine, its server and its devices."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        engine: Engine,
-        server: WorkerServer,
-        end: WorkerEnd,
-        devices: BreakableDevices | None = None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._server = server
-        self._end = end
-        self._devices = devices
-        self.hung = False  # the worker sends and handles nothing, like a stopped process
-        self._end_timers: dict[FaultTarget, asyncio.TimerHandle] = {}  # timers of faults with a duration
-        self._blackhole_causes: set[str] = set()  # the faults for which the server drops all traffic
-        self._log = log.bind(worker=config.name, instance=config.instance)
+    config: WorkerConfig
+    engine: Engine
+    server: WorkerServer
+    end: WorkerEnd
+    devices: "Devices | None"
+    hung: bool = False  # the worker sends and handles nothing, like a stopped process
+    _end_timers: dict[FaultTarget, asyncio.TimerHandle] = field(
+        default_factory=dict
+    )  # of faults with a duration
+    _blackhole_causes: set[str] = field(
+        default_factory=set
+    )  # the faults for which the server drops all traffic
 
     def stop(self) -> None:
         """Cancel all timers that would end a fault."""
@@ -98,7 +85,7 @@ class RehearsedFaults:
             timer.cancel()
         self._end_timers.clear()
 
-    def play(self, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def play(self, body: Body) -> Body | None:
         """Rehearse a fault until it is healed, or for `duration` seconds. A fault of one rank affects its whole group.
 
         Each fault has its own duration, whatever else is rehearsed; a repeated fault replaces the first. `heal` ends all of
@@ -112,19 +99,20 @@ class RehearsedFaults:
         """
         fault, argument = str(body.get("fault", "")), number(body, "argument", 0.0)
         duration_s, rank = number(body, "duration", 0.0), int(number(body, "rank", 0.0))
-        if not self._config.chaos:
+        if not self.config.chaos:
             raise HoldfastError(
                 "this worker is configured to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)"
             )
         if self.hung and fault not in ("kill", "unhang", "heal"):
             return None
-        ranks = self._engine.identity.tp * self._engine.identity.dp
+        ranks = self.engine.identity.tp * self.engine.identity.dp
         if rank >= ranks:
-            raise BadRequest(f"rank = {rank}: {self._config.name} has the ranks 0 to {ranks - 1}")
+            raise BadRequest(f"rank = {rank}: {self.config.name} has the ranks 0 to {ranks - 1}")
         if not self._inject(fault, argument, rank):
             hint = ": it needs the devices of a simulated group (--tp 2)" if fault in DEVICE_FAULTS else ""
-            raise HoldfastError(f"the {self._engine.identity.engine} engine cannot rehearse {fault!r}{hint}")
-        self._log.warning("chaos", fault=fault, argument=argument, rank=rank)
+            raise HoldfastError(f"the {self.engine.identity.engine} engine cannot rehearse {fault!r}{hint}")
+        about = {"worker": self.config.name, "instance": self.config.instance}
+        log.warning("chaos", **about, fault=fault, argument=argument, rank=rank)
         self._schedule_end(fault, argument, rank, duration_s)
         return {"fault": fault, "argument": argument, "rank": rank}
 
@@ -148,7 +136,7 @@ class RehearsedFaults:
             return fault, rank, int(argument)
         if fault in ("unhang", "hang", "blackhole"):
             return "hang" if fault == "unhang" else fault, 0, 0
-        return fault, rank if fault == "slow" else rank // self._engine.identity.tp, 0
+        return fault, rank if fault == "slow" else rank // self.engine.identity.tp, 0
 
     def _end_fault(self, target: FaultTarget, fault: str, argument: float, rank: int) -> None:
         """End one fault after its duration. Others stay."""
@@ -157,15 +145,15 @@ class RehearsedFaults:
             self._simulate_signal("unhang")
         elif fault == "blackhole":
             self._blackhole(fault, False)
-        elif fault in DEVICE_FAULTS and self._devices is not None:
-            self._devices.mend(fault, argument, rank)
+        elif fault in DEVICE_FAULTS and self.devices is not None:
+            self.devices.mend(fault, argument, rank)
         else:
-            self._engine.heal(fault, rank)
+            self.engine.heal(fault, rank)
 
     def _blackhole(self, fault: str, on: bool) -> None:
         """Make the server drop all traffic as long as any fault requires it."""
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
-        self._server.blackhole(bool(self._blackhole_causes))
+        self.server.blackhole(bool(self._blackhole_causes))
 
     def _inject(self, fault: str, argument: float, rank: int) -> bool:
         if fault in PROCESS_FAULTS:
@@ -176,20 +164,20 @@ class RehearsedFaults:
         if fault == "heal":
             self._simulate_signal("unhang")
             self._blackhole("blackhole", False)
-            self._engine.chaos(fault, argument)
-            if self._devices is not None:
-                self._devices.play(fault, argument, rank)
+            self.engine.chaos(fault, argument)
+            if self.devices is not None:
+                self.devices.play(fault, argument, rank)
             return True
-        if self._devices is not None and self._devices.play(fault, argument, rank):
+        if self.devices is not None and self.devices.play(fault, argument, rank):
             return True
-        return self._engine.chaos(fault, argument, rank)
+        return self.engine.chaos(fault, argument, rank)
 
     def _simulate_signal(self, fault: str) -> bool:
         """Apply the effect of a signal to this worker alone; return False if the worker does not share its process."""
-        if not self._config.shares_process:
+        if not self.config.shares_process:
             return False
         if fault == "kill":
-            asyncio.get_running_loop().call_later(KILL_AFTER_S, self._end.fail, Killed())
+            asyncio.get_running_loop().call_later(KILL_AFTER_S, self.end.fail, Killed())
         else:
             self.hung = fault == "hang"
             self._blackhole("hang", self.hung)
@@ -205,7 +193,7 @@ class HeardTooLate(HoldfastError):
 
 
 class WorkerCommands:
-    """Carries out the controller's commands, through the server and the engine."""
+    """Subscribes to the controller's commands for one worker, and carries them out, through the server and the engine."""
 
     def __init__(
         self,
@@ -213,49 +201,78 @@ class WorkerCommands:
         engine: Engine,
         server: WorkerServer,
         journal: Journal,
+        bus: Bus | None,
         beats: FleetBeats,
         end: WorkerEnd,
         faults: RehearsedFaults,
     ) -> None:
+        """Build the commands; without a bus there are none to carry out."""
         self._config = config
         self._engine = engine
         self._server = server
         self._journal = journal
+        self._bus = bus
         self._beats = beats
         self._end = end
         self._faults = faults
+        self._handlers = {
+            subjects.drain(config.name): self.on_drain,
+            subjects.resume(config.name): self.on_resume,
+            subjects.chaos(config.name): faults.play,
+            subjects.retire(config.name): self.on_retire,
+            subjects.stop(config.name): self.on_stop,
+            subjects.distrust(config.name): self.on_distrust,
+            subjects.batch(config.name): self.on_batch,
+            subjects.beat(config.name): self._on_beat,
+        }
+        self._while_hung = (subjects.chaos(config.name), subjects.retire(config.name))
         self._drain: asyncio.Task[None] | None = None
+        self._subscription: Subscription | None = None
+        self._strangers: set[str] = set()
+        self.foreign = 0  # number of messages on its subjects that are not control messages
         self._log = log.bind(worker=config.name, instance=config.instance)
 
-    @property
-    def by_subject(self) -> dict[str, Handler]:
-        """The handler of each subject."""
-        name = self._config.name
-        return {
-            subjects.drain(name): self.on_drain,
-            subjects.resume(name): self.on_resume,
-            subjects.chaos(name): self.on_chaos,
-            subjects.retire(name): self.on_retire,
-            subjects.stop(name): self.on_stop,
-            subjects.distrust(name): self.on_distrust,
-            subjects.batch(name): self.on_batch,
-        }
+    async def run(self) -> None:
+        """Subscribe to the controller's requests, as soon as the broker is connected.
 
-    def handles(self, subject: str) -> bool:
-        """Return whether a request on this subject is handled.
-
-        A hung worker handles only faults, and the command to retire, which ends it as SIGKILL ends a stopped process.
+        One subscription receives all of them: each costs a task and a queue, and a process may have a thousand workers.
         """
-        name = self._config.name
-        return not self._faults.hung or subject in (subjects.chaos(name), subjects.retire(name))
+        while self._bus is not None and self._subscription is None:
+            try:
+                subject = subjects.live(self._config.name)
+                self._subscription = await self._bus.subscribe(subject, self._on_request)
+            except DISCONNECTED:  # the broker is disconnected
+                await asyncio.sleep(LISTEN_RETRY_S)
 
-    async def check_time(self, until: str) -> None:
-        """Raise HeardTooLate after `until`, an ISO timestamp by the clock that stamps the journal.
+    async def close(self) -> None:
+        """Unsubscribe."""
+        if self._subscription is not None:
+            await self._subscription.cancel()
 
-        Raise JournalUnavailable if that clock cannot be read.
+    def _on_request(self, subject: str, body: Body) -> Answer | Awaitable[Answer]:
+        handler = self._handlers.get(subject)
+        # a hung worker handles only faults, and the command to retire, which ends it as SIGKILL ends a stopped process
+        if handler is None or (self._faults.hung and subject not in self._while_hung):
+            return None
+        if handler != self._on_beat and (why := foreign(subject.split(".")[1], self._config.name, body)):
+            return self._ignore(subject, why)
+        return self._in_time(handler, body) if "until" in body else handler(body)
+
+    def _ignore(self, subject: str, why: str) -> Answer:
+        """Log a body that no controller sent, for example an acknowledgement for another process."""
+        self.foreign += 1
+        if self.foreign.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th ...
+            log.error("foreign_control_message", subject=subject, why=why, times=self.foreign)
+        return {"error": f"not a control message: {why}"}
+
+    async def _in_time(self, handler: Callable[[Body], Answer], body: Body) -> Answer:
+        """Handle a request with a deadline, an ISO timestamp by the clock that stamps the journal.
+
+        Raise HeardTooLate after the deadline, and JournalUnavailable if that clock cannot be read.
         """
-        if (await self._journal.end()).at > datetime.fromisoformat(until):
+        if (await self._journal.end()).at > datetime.fromisoformat(str(body["until"])):
             raise HeardTooLate
+        return handler(body)
 
     def stop(self) -> None:
         """Cancel a running drain and all fault timers: the worker is ending now."""
@@ -263,7 +280,7 @@ class WorkerCommands:
             self._drain.cancel()
         self._faults.stop()
 
-    def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_drain(self, body: Body) -> Body:
         """Start a drain, or return its progress. Repeating the request changes nothing."""
         self._check_instance(body)
         if not self._server.draining:
@@ -281,7 +298,7 @@ class WorkerCommands:
         )
         self._log.info("drain_finished", **asdict(drained))
 
-    def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_resume(self, body: Body) -> Body:
         """Accept requests again, unless the process is shutting down."""
         self._check_instance(body)
         if self._server.refusal is DRAINING:
@@ -291,19 +308,19 @@ class WorkerCommands:
             self._log.info("resumed")
         return {"draining": self._server.draining, "in_flight": self._server.in_flight}
 
-    def on_retire(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_retire(self, body: Body) -> Body:
         """End this process: the fleet considers this instance dead, and only a new one can rejoin."""
         self._check_instance(body)
         self._end.fail(Retired())
         return {"retired": True}
 
-    def on_stop(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_stop(self, body: Body) -> Body:
         """Shut down gracefully, as on SIGTERM: an operator restarts this worker."""
         self._check_instance(body)
         self._end.stop_requested.set()
         return {"stopping": True, "in_flight": self._server.in_flight}
 
-    def on_distrust(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_distrust(self, body: Body) -> Body:
         """Stop shipping KV caches, and reuse no cached blocks: the fleet convicted this worker of wrong answers.
 
         Without a reason, trust the worker again: blocks computed from now on may be shipped and reused.
@@ -319,7 +336,7 @@ class WorkerCommands:
             trust.regain(CONVICTED)
         return {"convicted": CONVICTED in trust.doubts}
 
-    def on_batch(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def on_batch(self, body: Body) -> Body:
         """Run at most a share of the batch at once, as set by the model's degradation level; 1: all of it.
 
         Running requests are not stopped. Raise BadRequest for an invalid share.
@@ -332,81 +349,17 @@ class WorkerCommands:
         self._beats.batch_share = batch_share
         return {"batch": batch_share}
 
-    def _check_instance(self, body: Mapping[str, Any]) -> None:
+    def _check_instance(self, body: Body) -> None:
         instance = body.get("instance")
         if instance not in (None, self._config.instance):
             raise WrongInstance(
                 f"{instance} is gone; worker {self._config.name} is {self._config.instance} now"
             )
 
-    def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Rehearse a fault; see `RehearsedFaults.play`."""
-        return self._faults.play(body)
-
-
-class CommandListener:
-    """One worker's subscription to all commands for it."""
-
-    def __init__(self, config: WorkerConfig, bus: Bus | None, commands: WorkerCommands) -> None:
-        """Build the listener; without a bus it never subscribes."""
-        self._config = config
-        self._bus = bus
-        self._commands = commands
-        self._handlers = {**commands.by_subject, subjects.beat(config.name): self._on_beat}
-        self._subscription: Subscription | None = None
-        self._strangers: set[str] = set()
-        self.foreign = 0  # number of messages on its subjects that are not control messages
-
-    async def run(self) -> None:
-        """Subscribe to the controller's requests, as soon as the broker is connected.
-
-        One subscription receives all of them: each costs a task and a queue, and a process may have a thousand workers.
-        """
-        while self._bus is not None and self._subscription is None:
-            try:
-                self._subscription = await self._bus.subscribe(
-                    subjects.live(self._config.name), self._on_request
-                )
-            except DISCONNECTED:  # the broker is disconnected
-                await asyncio.sleep(LISTEN_RETRY_S)
-
-    async def close(self) -> None:
-        """Unsubscribe."""
-        if self._subscription is not None:
-            await self._subscription.cancel()
-
-    def _on_request(self, subject: str, body: Mapping[str, Any]) -> Answer | Awaitable[Answer]:
-        handler = self._handlers.get(subject)
-        if handler is None or not self._commands.handles(subject):
-            return None
-        if handler != self._on_beat and (why := foreign(subject.split(".")[1], self._config.name, body)):
-            return self._ignore(subject, why)
-        if "until" in body:
-            return self._in_time(handler, subject, body)
-        return handler(subject, body)
-
-    def _ignore(self, subject: str, why: str) -> Answer:
-        """Log a body that no controller sent, for example an acknowledgement for another process."""
-        self.foreign += 1
-        if self.foreign.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th ...
-            log.error("foreign_control_message", subject=subject, why=why, times=self.foreign)
-        return {"error": f"not a control message: {why}"}
-
-    async def _in_time(self, handler: Handler, subject: str, body: Mapping[str, Any]) -> Answer:
-        """Handle a request that has a deadline. Raise HeardTooLate."""
-        await self._commands.check_time(str(body["until"]))
-        answer = handler(subject, body)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+    def _on_beat(self, body: Body) -> None:
         """Detect another process under this name: the fleet believes the newer one, and the operator should know."""
         other = str(body.get("instance"))
         if other != self._config.instance and other not in self._strangers:
             self._strangers.add(other)
-            log.error(
-                "name_taken",
-                worker=self._config.name,
-                instance=self._config.instance,
-                other=other,
-                advice="two live workers share this name; give each its own",
-            )
+            advice = "two live workers share this name; give each its own"
+            self._log.error("name_taken", other=other, advice=advice)

@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,7 +24,7 @@ import structlog
 from events import subjects
 from events.errors import HoldfastError
 from events.journal.port import Journal
-from events.nats.bus import Bus, Subscription
+from events.nats.bus import Body, Bus, Subscription
 from events.nats.connection import DISCONNECTED
 from events.observations import Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
 from workers.config.settings import WorkerConfig
@@ -130,16 +131,18 @@ class NameTaken(HoldfastError):
     """Another live worker of the fleet has this name."""
 
 
+@dataclass(eq=False)
 class NameCheck:
     """One worker's check of its own name. Without a broker nothing is checked."""
 
-    def __init__(self, config: WorkerConfig, bus: Bus | None, journal: Journal) -> None:
-        self._config = config
-        self._bus = bus
-        self._journal = journal
-        self._subscription: Subscription | None = None
-        self._heard = asyncio.Event()  # a flag: another worker has sent a heartbeat
-        self._other = ""  # its instance
+    config: WorkerConfig
+    bus: Bus | None
+    journal: Journal
+    _subscription: Subscription | None = None
+    _heard: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # a flag: another worker has sent a heartbeat
+    _other: str = ""  # its instance
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -162,7 +165,7 @@ class NameCheck:
             raise self._taken()
 
     async def _first_check(self) -> None:
-        config, bus = self._config, self._bus
+        config, bus = self.config, self.bus
         if bus is None or bus.since is None or not config.name_check_s:
             return
         try:
@@ -174,38 +177,32 @@ class NameCheck:
                 await self._heard.wait()
             raise self._taken()
 
-    def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+    def _on_beat(self, subject: str, body: Body) -> None:
         other = str(body.get("instance") or "")
-        if other and other != self._config.instance:
+        if other and other != self.config.instance:
             self._other = other
             self._heard.set()
 
     def _taken(self) -> NameTaken:
-        name, other = self._config.name, self._other
-        log.error("name_taken", worker=name, instance=self._config.instance, other=other)
+        name, other = self.config.name, self._other
+        log.error("name_taken", worker=name, instance=self.config.instance, other=other)
         reason = f"another live worker is named {name} (instance {other})"
-        self._journal.observe(
-            WorkerAwaited(worker=name, instance=self._config.instance, reason=reason, name_taken_by=other)
+        self.journal.observe(
+            WorkerAwaited(worker=name, instance=self.config.instance, reason=reason, name_taken_by=other)
         )
         return NameTaken(f"{reason}; it stays in service. Choose another --name, or stop that worker first.")
 
 
+@dataclass(eq=False)
 class FleetBeats:
     """Sends one worker's heartbeats. Without a bus there are none."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        engine: Engine,
-        server: WorkerServer,
-        bus: Bus | None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._server = server
-        self.batch_share = 1.0  # the share of its batch that the worker may fill
-        self._bus = bus
-        self._sent = 0
+    config: WorkerConfig
+    engine: Engine
+    server: WorkerServer
+    bus: Bus | None
+    batch_share: float = 1.0  # the share of its batch that the worker may fill
+    _sent: int = 0
 
     async def run(self) -> None:
         """Send heartbeats forever."""
@@ -215,19 +212,19 @@ class FleetBeats:
 
     async def beat(self) -> None:
         """Send one heartbeat, unless a rehearsal blocks it."""
-        server = self._server
-        if self._bus is None or server.blackholed:
+        server = self.server
+        if self.bus is None or server.blackholed:
             return
         self._sent += 1
         trust = server.moves.trust
         body = {
-            "worker": self._config.name,
-            "instance": self._config.instance,
+            "worker": self.config.name,
+            "instance": self.config.instance,
             "seq": self._sent,
-            "load": msgspec.structs.asdict(self._engine.load()),
+            "load": msgspec.structs.asdict(self.engine.load()),
             "draining": server.draining,
             "convicted": CONVICTED in trust.doubts,
             "batch": self.batch_share,
             "at": datetime.now(UTC).isoformat(),
         }
-        await self._bus.publish(subjects.beat(self._config.name), body)
+        await self.bus.publish(subjects.beat(self.config.name), body)

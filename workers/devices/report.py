@@ -12,33 +12,38 @@ from workers.devices.faults import FaultChange, OnFaultChange
 from workers.devices.taxonomy import meaning
 
 
-class ReportedDevices(Protocol):
-    """Devices that report changes of their faults until they are stopped."""
+class Devices(Protocol):
+    """The devices of one worker, which report changes of their faults: a `DeviceWatch`, or `SimulatedDevices`."""
 
     @property
+    def named(self) -> bool: ...
+    @property
     def stopped(self) -> bool: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+    def start(self, within_s: float) -> None: ...
     def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None: ...
+    def stop(self) -> None: ...
+
+    def play(self, fault: str, argument: float, rank: int) -> bool:
+        """Simulate a fault of one rank's device; return False if that is not possible."""
+        ...
+
+    def mend(self, fault: str, argument: float, rank: int) -> None:
+        """End a simulated fault."""
 
 
 def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:
     """Convert a change into a fact about this worker."""
+    about = {"worker": worker, "instance": instance, "device": device}
     if change.over:
-        return DeviceRecovered(
-            worker=worker, instance=instance, device=device, fault_class=change.fault_class, code=change.code
-        )
-    return DeviceFaulted(
-        worker=worker,
-        instance=instance,
-        device=device,
-        fault_class=change.fault_class,
-        code=change.code,
-        fatal=change.fatal,
-        weight=change.weight,
-    )
+        return DeviceRecovered(**about, fault_class=change.fault_class, code=change.code)
+    fault = {"fault_class": change.fault_class, "code": change.code}
+    return DeviceFaulted(**about, **fault, fatal=change.fatal, weight=change.weight)
 
 
 def report(
-    watch: ReportedDevices,
+    watch: Devices,
     journal: Journal,
     worker: str,
     instance: str,
@@ -72,7 +77,7 @@ def report(
 
 
 def listen(
-    watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
+    watch: Devices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
     """Start the watch, and call `told` with each change on the caller's event loop, until the watch is stopped."""
     loop = asyncio.get_running_loop()

@@ -6,7 +6,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 from waits import turns
@@ -133,7 +132,7 @@ async def test_blocks_of_a_convicted_worker_are_never_used_even_after_the_convic
         running(engine, connection) as (worker, joined),
         following(nats_server.url, joined) as frontend,
     ):
-        convicted = partial(worker.commands.on_distrust, "")
+        convicted = worker.commands.on_distrust
 
         async def found(key: int) -> int:
             """Return how many prompt tokens the engine has cached, once a frontend knows the whole prompt."""
