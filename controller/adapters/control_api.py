@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import structlog
 from faststream import ExceptionMiddleware
@@ -39,6 +39,11 @@ LogProb = Annotated[float, Field(allow_inf_nan=False)]
 OperatorName = Annotated[str, Field(max_length=NAME_MAX)]
 
 log = structlog.get_logger(__name__)
+
+
+Act = Awaitable[object]
+B = TypeVar("B", bound="OperatorBody")
+F = TypeVar("F", bound="FleetBody")
 
 
 class OperatorControl(Control, Protocol):
@@ -191,88 +196,49 @@ class ChaosBody(CommandBody):
 def declare(broker: NatsBroker, operations: OperatorControl | None, gate: CommandGate | None) -> None:
     """Register the control subjects on `broker`. Without operations they only provide documentation."""
 
-    def subscribe(verb: str, body: type[OperatorBody]) -> Any:
-        return broker.subscriber(
-            f"{CONTROL}.{verb}",
-            title=f"{CONTROL}.{verb}",
-            description=body.__doc__ or "",
-            no_reply=False,
-            max_workers=AT_ONCE,
-        )
+    def ready() -> tuple[OperatorControl, CommandGate]:
+        assert operations is not None and gate is not None, "a broker for documentation only was started"
+        return operations, gate
 
-    def ready() -> OperatorControl:
-        assert operations is not None, "a broker for documentation only was started"
-        return operations
+    def subscribe(verb: str, body: type[B], handle: Callable[[B], Awaitable[Answer]]) -> None:
+        handle.__annotations__["body"] = body  # FastStream parses the body accordingly, and documents it
+        subject = f"{CONTROL}.{verb}"
+        broker.subscriber(
+            subject, title=subject, description=body.__doc__ or "", no_reply=False, max_workers=AT_ONCE
+        )(handle)
 
-    async def carry_out(command: Command, act: Callable[[], Awaitable[object]]) -> Answer:
-        assert gate is not None, "a broker for documentation only was started"
-        answer = await gate.carry_out(command, act)
-        if answer is None:
-            raise SkipMessage  # no answer: another controller gives it, or the outcome is unknown
-        return answer
+    def command(verb: str, kind: type[F], act: Callable[[OperatorControl, F, Command], Act]) -> None:
+        async def handle(body: F) -> Answer:
+            (ours, gate), order = ready(), body.command(verb)
+            answer = await gate.carry_out(order, lambda: act(ours, body, order))
+            if answer is None:
+                raise SkipMessage  # no answer: another controller gives it, or the outcome is unknown
+            return answer
 
-    @subscribe("drain", DrainBody)  # type: ignore[untyped-decorator]
-    async def drain(body: DrainBody) -> Answer:
-        command = body.command("drain")
-        return await carry_out(command, lambda: ready().drain(body.worker, body.deadline_s, body.by, command))
+        subscribe(verb, kind, handle)
 
-    @subscribe("resume", ResumeBody)  # type: ignore[untyped-decorator]
-    async def resume(body: ResumeBody) -> Answer:
-        command = body.command("resume")
-        return await carry_out(command, lambda: ready().resume(body.worker, body.by, command))
+    def query(verb: str, kind: type[B], ask: Callable[[OperatorControl], Awaitable[Answer]]) -> None:
+        async def handle(body: B) -> Answer:
+            ours, gate = ready()
+            if not await gate.ours_to_answer():
+                raise SkipMessage
+            return await ask(ours)
 
-    @subscribe("move", MoveBody)  # type: ignore[untyped-decorator]
-    async def move(body: MoveBody) -> Answer:
-        command = body.command("move")
-        return await carry_out(command, lambda: ready().move(body.worker, body.to, body.by, command))
+        subscribe(verb, kind, handle)
 
-    @subscribe("restart", RestartBody)  # type: ignore[untyped-decorator]
-    async def restart(body: RestartBody) -> Answer:
-        command = body.command("restart")
-        return await carry_out(command, lambda: ready().restart(body.worker, body.by, command))
-
-    @subscribe("status", StatusBody)  # type: ignore[untyped-decorator]
-    async def status(body: StatusBody) -> dict[str, Any]:
-        assert gate is not None, "a broker for documentation only was started"
-        if not await gate.ours_to_answer():
-            raise SkipMessage
-        return await ready().status()
-
-    _declare_fleet_wide(subscribe, ready, gate, carry_out)
-
-    @subscribe("chaos", ChaosBody)  # type: ignore[untyped-decorator]
-    async def chaos(body: ChaosBody) -> Answer:
-        b, command = body, body.command("chaos")
-        return await carry_out(
-            command,
-            lambda: ready().chaos(b.worker, b.fault, b.argument, b.duration_s, b.by, b.rank, command),
-        )
-
-
-def _declare_fleet_wide(
-    subscribe: Callable[[str, type[OperatorBody]], Any],
-    ready: Callable[[], OperatorControl],
-    gate: CommandGate | None,
-    carry_out: Callable[[Command, Callable[[], Awaitable[object]]], Awaitable[Answer]],
-) -> None:
-    """Register the subjects of `holdfast fleet` and `holdfast golden`."""
-
-    @subscribe("versions", VersionsBody)  # type: ignore[untyped-decorator]
-    async def versions(body: VersionsBody) -> dict[str, Any]:
-        assert gate is not None, "a broker for documentation only was started"
-        if not await gate.ours_to_answer():
-            raise SkipMessage
-        return await ready().versions()
-
-    @subscribe("golden", GoldenBody)  # type: ignore[untyped-decorator]
-    async def golden(body: GoldenBody) -> Answer:
-        command = body.command("golden")
-        return await carry_out(command, lambda: ready().golden(body.wish(), body.by, command))
-
-    @subscribe("allow", AllowBody)  # type: ignore[untyped-decorator]
-    async def allow(body: AllowBody) -> Answer:
-        command = body.command("allow")
-        return await carry_out(command, lambda: ready().allow(body.by, command))
+    command("drain", DrainBody, lambda ours, b, order: ours.drain(b.worker, b.deadline_s, b.by, order))
+    command("resume", ResumeBody, lambda ours, b, order: ours.resume(b.worker, b.by, order))
+    command("move", MoveBody, lambda ours, b, order: ours.move(b.worker, b.to, b.by, order))
+    command("restart", RestartBody, lambda ours, b, order: ours.restart(b.worker, b.by, order))
+    query("status", StatusBody, lambda ours: ours.status())
+    query("versions", VersionsBody, lambda ours: ours.versions())
+    command("golden", GoldenBody, lambda ours, b, order: ours.golden(b.wish(), b.by, order))
+    command("allow", AllowBody, lambda ours, b, order: ours.allow(b.by, order))
+    command(
+        "chaos",
+        ChaosBody,
+        lambda ours, b, order: ours.chaos(b.worker, b.fault, b.argument, b.duration_s, b.by, b.rank, order),
+    )
 
 
 class ControlApi:

@@ -231,7 +231,7 @@ class FrontendProcess:
     def _director(self, observe: Observe) -> Director:
         director = Director(World(self._name, self._plane, observe, SystemClock()), self._settings)
         self._plane.listen(director.changed)
-        self._plane.links.flooded = director.intrusions.flooded_by
+        self._plane.flooded = director.intrusions.flooded_by
         return director
 
     # --- services -----------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class FrontendProcess:
             director.tick()
             faults.hangs.set(self._plane.watch.hangs)
             faults.late_ticks.set(self._plane.watch.late_ticks)
-            faults.late_chunks.set(self._plane.links.late_chunks)
+            faults.late_chunks.set(self._plane.late_chunks)
 
 
 async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:

@@ -56,6 +56,17 @@ FORBIDDEN = (asyncpg.InsufficientPrivilegeError,)
 LOGIN = (asyncpg.InvalidAuthorizationSpecificationError,)  # no such account, or a wrong password
 READ_ONLY = (asyncpg.ReadOnlySQLTransactionError,)  # SQLSTATE 25006: a standby, or a reader's account
 _TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
+_TRANSLATIONS: tuple[tuple[tuple[type[BaseException], ...], type[HoldfastError]], ...] = (
+    ((asyncpg.InvalidCatalogNameError,), StoreGone),
+    (READ_ONLY, StoreReadOnly),  # the next connection may reach the new primary
+    (LOGIN, StoreLogin),
+    (FORBIDDEN, StoreForbidden),
+    # a value that no column can hold; asyncpg's own is an InterfaceError too
+    ((ValueError, OverflowError, TypeError), StoreCannotKeep),
+    (AWAY, StoreUnavailable),
+    ((asyncpg.PostgresError,), StoreCannotKeep),
+)
+"""Our own error for each kind of error that ends a connection; the first that matches."""
 
 
 def plain(url: str) -> str:
@@ -92,38 +103,16 @@ class Link:
             try:
                 yield await self._open()
             except _TABLES_MISSING as error:
-                raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
-            except asyncpg.InvalidCatalogNameError as error:
-                self._drop()
-                raise StoreGone(f"{masked(self._url)}: {error}. {StoreGone.__doc__}") from error
-            except READ_ONLY as error:
-                self._drop()  # the next connection may reach the new primary
-                raise StoreReadOnly(f"{masked(self._url)}: {error}. {StoreReadOnly.__doc__}") from error
-            except LOGIN as error:
-                self._drop()
-                raise StoreLogin(f"{masked(self._url)}: {error}. {StoreLogin.__doc__}") from error
-            except FORBIDDEN as error:
-                self._drop()
-                raise StoreForbidden(f"{masked(self._url)}: {error}. {StoreForbidden.__doc__}") from error
-            except (
-                ValueError,
-                OverflowError,
-                TypeError,
-            ) as error:  # a value that no column can hold; asyncpg's own is an InterfaceError too
-                self._drop()
-                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
-            except AWAY as error:
-                self._drop()
-                reason = str(error) or type(error).__name__
-                raise StoreUnavailable(
-                    f"{masked(self._url)}: {reason}. {StoreUnavailable.__doc__}"
-                ) from error
-            except asyncpg.PostgresError as error:
-                self._drop()
-                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
-            except BaseException:
+                raise self._translated(StoreRefused, error) from error
+            except BaseException as error:
                 self._drop()  # cancelled in the middle of a statement, or a bug: start with a new connection
-                raise
+                kind = next((kind for kinds, kind in _TRANSLATIONS if isinstance(error, kinds)), None)
+                if kind is None:
+                    raise
+                raise self._translated(kind, error) from error
+
+    def _translated(self, kind: type[HoldfastError], error: BaseException) -> HoldfastError:
+        return kind(f"{masked(self._url)}: {str(error) or type(error).__name__}. {kind.__doc__}")
 
     async def _open(self) -> Connection:
         if self._connection is None or self._connection.is_closed():
@@ -132,7 +121,7 @@ class Link:
                     self._url, timeout=CONNECT_S, command_timeout=COMMAND_S, server_settings=self._settings
                 )
             except ValueError as error:  # asyncpg cannot read the URL
-                raise BadStoreUrl(f"{masked(self._url)}: {error}. {BadStoreUrl.__doc__}") from error
+                raise self._translated(BadStoreUrl, error) from error
         return self._connection
 
     def _drop(self) -> None:
@@ -148,3 +137,14 @@ class Link:
                 await connection.close(timeout=2.0)
             except AWAY:
                 connection.terminate()
+
+
+@asynccontextmanager
+async def connected(url: str, schema: str = SCHEMA) -> AsyncIterator[Connection]:
+    """Yield a connection that is closed after the block. Raise the errors of `Link.use`."""
+    link = Link(url, schema)
+    try:
+        async with link.use() as connection:
+            yield connection
+    finally:
+        await link.close()

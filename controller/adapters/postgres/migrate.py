@@ -23,7 +23,7 @@ from controller.adapters.postgres.link import (
     SCHEMA,
     WRITES,
     Connection,
-    Link,
+    connected,
     masked,
     plain,
 )
@@ -107,56 +107,40 @@ def _revisions() -> list[str]:
 
 async def _writers(url: str) -> int:
     """Return the number of projectors that are connected to a database."""
-    link = Link(url)
-    try:
-        async with link.use() as connection:
-            asked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = $1"
-            return int(await connection.fetchval(asked, WRITES))
-    finally:
-        await link.close()
+    asked = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = $1"
+    )
+    async with connected(url) as connection:
+        return int(await connection.fetchval(asked, WRITES))
 
 
 async def version(url: str, *, schema: str = SCHEMA) -> str | None:
     """Return the database's current migration; None if none was ever applied."""
-    link = Link(url, schema)
-    try:
-        async with link.use() as connection:
-            if await connection.fetchval("SELECT to_regclass($1)", f'"{schema}".alembic_version') is None:
-                return None
-            found: str | None = await connection.fetchval(
-                f'SELECT max(version_num) FROM "{schema}".alembic_version'
-            )
-            return found
-    finally:
-        await link.close()
+    table = f'"{schema}".alembic_version'
+    async with connected(url, schema) as connection:
+        if await connection.fetchval("SELECT to_regclass($1)", table) is None:
+            return None
+        found: str | None = await connection.fetchval(f"SELECT max(version_num) FROM {table}")
+        return found
 
 
 async def _runs_with(url: str, schema: str) -> str:
     """Return the oldest migration of a release that is compatible with a database; "9999" if the database names none."""
-    link = Link(url, schema)
-    try:
-        async with link.use() as connection:
-            said = await connection.fetchval(
-                "SELECT obj_description(to_regclass($1), 'pg_class')", f'"{schema}".alembic_version'
-            )
-        return str(said).removeprefix(RUNS_WITH) if str(said).startswith(RUNS_WITH) else "9999"
-    finally:
-        await link.close()
+    asked = "SELECT obj_description(to_regclass($1), 'pg_class')"
+    async with connected(url, schema) as connection:
+        said = str(await connection.fetchval(asked, f'"{schema}".alembic_version'))
+    return said.removeprefix(RUNS_WITH) if said.startswith(RUNS_WITH) else "9999"
 
 
 async def place(url: str) -> tuple[int, str] | None:
     """Return a migrated database's position on the journal, and the ce-id of that event; None: nothing is folded, or lost."""
-    link = Link(url)
+    asked = "SELECT shown_seq, shown_id FROM projection WHERE name = 'fleet' AND shown_seq > 0"
     try:
-        async with link.use() as connection:
-            row = await connection.fetchrow(
-                "SELECT shown_seq, shown_id FROM projection WHERE name = 'fleet' AND shown_seq > 0"
-            )
-            return (row["shown_seq"], row["shown_id"]) if row is not None else None
+        async with connected(url) as connection:
+            row = await connection.fetchrow(asked)
     except StoreRefused:
         return None
-    finally:
-        await link.close()
+    return (row["shown_seq"], row["shown_id"]) if row is not None else None
 
 
 def _refuse_newer(found: str | None) -> None:
@@ -168,12 +152,8 @@ def _refuse_newer(found: str | None) -> None:
 
 async def rename(url: str, name: str) -> None:
     """Rename the schema of a projection, to preserve it although its journal is lost. Raise StoreUnavailable or StoreRefused."""
-    link = Link(url)
-    try:
-        async with link.use() as connection:
-            await connection.execute(f'ALTER SCHEMA "{SCHEMA}" RENAME TO "{name}"')
-    finally:
-        await link.close()
+    async with connected(url) as connection:
+        await connection.execute(f'ALTER SCHEMA "{SCHEMA}" RENAME TO "{name}"')
 
 
 _OF_TABLES = """SELECT relname AS name, privilege_type AS what, rolname AS account, is_grantable

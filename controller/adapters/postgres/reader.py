@@ -9,7 +9,7 @@ import asyncpg
 import msgspec
 import structlog
 
-from controller.adapters.postgres.link import SCHEMA, Connection, Link
+from controller.adapters.postgres.link import SCHEMA, Connection, Link, connected
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST
 from controller.ports import LATEST, PLANNED_BY, PlanningRead, ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
@@ -147,12 +147,8 @@ class RowReader:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["PostgresSnapshot"]:
         """Hold one REPEATABLE READ transaction open: rows, position and events as of one instant."""
-        link = Link(self.url, self.schema)
-        try:
-            async with link.use() as connection, _frozen(connection):
-                yield PostgresSnapshot(await _reading(connection, _all(projection.COLUMNS)), connection)
-        finally:
-            await link.close()
+        async with connected(self.url, self.schema) as connection, _frozen(connection):
+            yield PostgresSnapshot(await _reading(connection, _all(projection.COLUMNS)), connection)
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
         """Return the planner's input, as of one instant."""

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 from msgspec.structs import replace
@@ -18,11 +18,11 @@ from controller.adapters.request_plane.worker_links import Address, PlaneLimits,
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events.fleet_key import FleetKey
-from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
+from events.wire import Chunk, Generate, Load, Reserved, Why
 
 
-class RequestPlaneClient:
-    """All streams of one frontend or prober."""
+class RequestPlaneClient(WorkerLinks):
+    """All streams of one frontend or prober, over the connections that `WorkerLinks` maintains."""
 
     def __init__(
         self,
@@ -33,52 +33,16 @@ class RequestPlaneClient:
     ) -> None:
         """`dialers`: by URL scheme; `tcp:` is always included. `key`: the fleet key that workers must prove; None: no proof is
         required."""
-        self._limits = limits or PlaneLimits()
-        self.links = WorkerLinks(client, self._limits, dialers or {}, key)
-        self._by_worker = self.links.by_worker
+        super().__init__(client, limits or PlaneLimits(), dialers or {}, key)
         self._numbers = itertools.count(1)  # stream numbers; unique over all connections
-        self.watch = self.links.watch
-
-    # --- connections: see `WorkerLinks` ---------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Maintain the wanted connections until cancelled."""
-        await self.links.run()
-
-    def want(self, addresses: Mapping[str, Address]) -> None:
-        """Set the workers to be connected to; connections to all others are closed."""
-        self.links.want(addresses)
-
-    def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection is opened, is closed, or changes its state."""
-        self.links.listen(changed)
-
-    @property
-    def connected(self) -> dict[str, str]:
-        """The workers with a live connection, and their instances."""
-        return self.links.connected
-
-    @property
-    def heard(self) -> dict[str, str]:
-        """The connected workers that recently sent a frame: the content of the link report."""
-        return self.links.heard
-
-    @property
-    def welcomes(self) -> dict[str, Welcome]:
-        """The Welcome of each connected worker."""
-        return self.links.welcomes
 
     # --- state of a worker ----------------------------------------------------------------------------------
 
     def _connection(self, worker: str, instance: str | None = None) -> WorkerConnection | None:
         """Return the connection to a worker, or to this instance of it. Called per worker for each request that is routed."""
-        link = self._by_worker.get(worker)
+        link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
-        if (
-            connection is None
-            or not connection.live
-            or (instance is not None and connection.instance != instance)
-        ):
+        if connection is None or not connection.live or instance not in (None, connection.instance):
             return None
         return connection
 
@@ -91,7 +55,7 @@ class RequestPlaneClient:
         """Return whether this instance is reachable, and has sent a frame as recently as a live instance does. While our loop is
         blocked it reads no frames, so time beyond the watch's next check does not count."""
         # `_connection` inlined: called per worker and request, like `external_load`; saves 1 % of a request
-        link = self._by_worker.get(worker)
+        link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
         if (
             connection is None
@@ -108,7 +72,7 @@ class RequestPlaneClient:
 
     def why(self, worker: str) -> str:
         """Return why the last attempt to connect to a worker failed; empty if none has failed since its last connection."""
-        link = self._by_worker.get(worker)
+        link = self.by_worker.get(worker)
         return "" if link is None else link.why
 
     def load(self, worker: str) -> Load | None:
@@ -123,7 +87,7 @@ class RequestPlaneClient:
 
     def external_load(self, worker: str) -> Load | None:
         """Return the worker's load by other clients' requests; None if it is not connected."""
-        link = self._by_worker.get(worker)
+        link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
         return connection.load.external if connection is not None and connection.live else None
 
@@ -137,10 +101,10 @@ class RequestPlaneClient:
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number. Raise WorkerUnreachable."""
         stream = next(self._numbers)
-        self._standing(worker, instance).open(stream, request, sink)
+        self._connected_to(worker, instance).open(stream, request, sink)
         return stream
 
-    def _standing(self, worker: str, instance: str) -> WorkerConnection:
+    def _connected_to(self, worker: str, instance: str) -> WorkerConnection:
         connection = self._connection(worker, instance)
         if connection is None:
             raise WorkerUnreachable(f"{worker} ({instance}) is not connected")
@@ -160,12 +124,12 @@ class RequestPlaneClient:
     def reserve(self, worker: str, instance: str, request: Generate, room: int, sink: TransferSink) -> int:
         """Ask a worker to reserve room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
         stream = next(self._numbers)
-        self._standing(worker, instance).reserve(stream, request, room, sink)
+        self._connected_to(worker, instance).reserve(stream, request, room, sink)
         return stream
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, sink: TransferSink) -> None:
         """Command a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
-        connection = self._standing(source.worker, source.instance)
+        connection = self._connected_to(source.worker, source.instance)
         connection.ship(stream, offer.grants, sink)
 
     def stay(self, worker: str, stream: int) -> None:
@@ -182,7 +146,7 @@ class RequestPlaneClient:
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
         """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
-        link = await self.links.awaited(worker)
+        link = await self.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)
         stream = self.open(worker, link.instance, request, reader)
         try:
@@ -256,5 +220,5 @@ class ProbePlanes:
 
     @staticmethod
     def _alike(plane: RequestPlaneClient, worker: str) -> bool:
-        welcomes = plane.links.welcomes
+        welcomes = plane.welcomes
         return worker in welcomes and welcomes[worker].alike

@@ -9,6 +9,7 @@ import select
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -22,22 +23,29 @@ from events.intrusion.reported_load import impossible_beat
 from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
 from events.wire import Beat, Load
 
+FRAMES = TrafficLimit(
+    # a step is one frame; those of one millisecond leave together
+    messages=Rate(per_s=20_000.0, burst=100_000.0),
+    size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
+)
+SHARE = 0.01  # share of a burst that is counted before the budget is checked
+WRITE_BYTES_MAX = 8 * 1024 * 1024  # requests queued towards a worker that does not read
+BROKEN = "Stream ended before generation completed"
 
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
 class ReportedLoad:
     """The load in a worker's last beat, and the part of it that other clients cause."""
 
-    __slots__ = ("by_rank", "external", "external_by_rank", "ranks", "total")
-
-    def __init__(self) -> None:
-        self.total = Load()
-        self.by_rank: Sequence[Load] = ()  # per DP rank, once reported
-        self.external = Load()  # load by other clients' requests
-        self.external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
-        self.ranks: dict[int, int] = {}  # by stream or reservation of ours: its rank, if not 0
-
-    def place(self, stream: int, rank: int) -> None:
-        """Record the rank of a request, if it is not 0."""
-        self.ranks[stream] = rank
+    total: Load = field(default_factory=Load)
+    by_rank: Sequence[Load] = ()  # per DP rank, once reported
+    external: Load = field(default_factory=Load)  # load by other clients' requests
+    external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
+    ranks: dict[int, int] = field(
+        default_factory=dict
+    )  # by stream or reservation of ours: its rank, if not 0
 
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
         """Record a beat while `own` requests of ours are open (`streams`); drop the ranks of streams that have ended."""
@@ -59,16 +67,6 @@ def without(load: Load, own: int) -> Load:
     others = max(0, whole - own)
     tokens = load.active_tokens * others // whole if whole > 0 else 0
     return Load(running=others, active_tokens=tokens, closed_s=load.closed_s)
-
-
-FRAMES = TrafficLimit(
-    # a step is one frame; those of one millisecond leave together
-    messages=Rate(per_s=20_000.0, burst=100_000.0),
-    size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
-)
-
-
-SHARE = 0.01  # share of a burst that is counted before the budget is checked
 
 
 class FrameBudget:
@@ -126,12 +124,6 @@ class StreamReservations:
         return reserved
 
 
-log = structlog.get_logger(__name__)
-
-WRITE_BYTES_MAX = 8 * 1024 * 1024  # requests queued towards a worker that does not read
-BROKEN = "Stream ended before generation completed"
-
-
 class WorkerConnection(asyncio.Protocol):
     """A connection from its Hello to its end."""
 
@@ -147,6 +139,7 @@ class WorkerConnection(asyncio.Protocol):
         self._frontend = frontend
         self._changed = changed
         self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
         self._split = wire.Splitter()
         self._handshake = FrontendHandshake(key)
         self._transport: asyncio.Transport | None = None
@@ -154,14 +147,14 @@ class WorkerConnection(asyncio.Protocol):
         self._reservations = StreamReservations()
         self._reason = BROKEN
         self._cause: LostCause = "disconnected"
-        self.detector = HangDetector(policy, self._loop.time(), process)
+        self.detector = HangDetector(policy, now, process or Process(now))
         self.load = ReportedLoad()
         self.draining = False
         self.live = False  # the worker has sent its Welcome, and the connection is open
         self.instance = ""  # of the worker, after its Welcome
         self.stranger = ""  # why the worker failed the handshake
         self.late = 0  # chunks of streams without a sink
-        self.budget = FrameBudget(self._loop.time(), frames)
+        self.budget = FrameBudget(now, frames)
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -193,16 +186,7 @@ class WorkerConnection(asyncio.Protocol):
                 if steps:  # the steps precede this frame
                     self._stepped(steps, chunks)
                     steps = 0
-                if type(frame) is wire.Beat:
-                    self._beat(frame)
-                elif type(frame) is wire.Welcome:
-                    self.welcomed(frame)
-                elif type(frame) is wire.Committed:
-                    self._committed(frame)
-                elif type(frame) is wire.Challenge:
-                    self._send(self._handshake.answer(frame))
-                else:
-                    self._reservations.take(frame)
+                self._handle(frame)
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             wrong = f"the worker sent an invalid frame: {error}"
         except UnknownPeer as error:
@@ -227,6 +211,19 @@ class WorkerConnection(asyncio.Protocol):
         self._changed()
 
     # --- incoming frames ----------------------------------------------------------------------------------
+
+    def _handle(self, frame: wire.ToFrontend) -> None:
+        """Handle a frame that is not a step. Raise BadFrame or UnknownPeer."""
+        if type(frame) is wire.Beat:
+            self._beat(frame)
+        elif type(frame) is wire.Welcome:
+            self.welcomed(frame)
+        elif type(frame) is wire.Committed:
+            self._committed(frame)
+        elif type(frame) is wire.Challenge:
+            self._send(self._handshake.answer(frame))
+        else:
+            self._reservations.take(frame)
 
     def welcomed(self, frame: wire.Welcome) -> None:
         """Handle the worker's Welcome: from now on it accepts requests. Raise UnknownPeer if it has not proven the fleet key
@@ -299,7 +296,7 @@ class WorkerConnection(asyncio.Protocol):
         frame = wire.encode(request)
         self._sinks[stream] = sink
         if request.rank:
-            self.load.place(stream, request.rank)
+            self.load.ranks[stream] = request.rank
         self.detector.opened(self._loop.time())
         if len(frame) > wire.FRAME_BYTES_MAX:  # it would break the connection, with all streams on it
             self._loop.call_soon(self._refuse, stream, len(frame))
@@ -339,7 +336,7 @@ class WorkerConnection(asyncio.Protocol):
             raise WorkerUnreachable(f"the request takes {len(frame)} bytes, more than a worker reads")
         self._reservations.reserved[stream] = sink
         if request.rank:
-            self.load.place(stream, request.rank)
+            self.load.ranks[stream] = request.rank
         transport.write(frame)
 
     def ship(self, stream: int, grants: list[bytes], sink: TransferSink) -> None:

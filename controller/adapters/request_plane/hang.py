@@ -44,18 +44,16 @@ class HangPolicy:
     step_memory_s_max: float = 10.0
 
 
+@dataclass(slots=True, eq=False)
 class Process:
     """The lateness of one worker process, derived from its workers' frames. Without effect if it has a single worker."""
 
-    __slots__ = ("_heard_at", "_late_at", "_worst_s", "late_s", "look_due", "shared")
-
-    def __init__(self, now: float) -> None:
-        self.shared = False  # whether more than one worker runs in it: see `house`
-        self.late_s = 0.0  # total time in which all workers owed a frame and none sent one
-        self.look_due = inf  # our next look: time beyond it is our own loop's lag
-        self._heard_at = now
-        self._worst_s = 0.0  # the longest recent lateness
-        self._late_at = -inf  # time of the longest recent lateness
+    _heard_at: float
+    shared: bool = False  # whether more than one worker runs in it: see `house`
+    late_s: float = 0.0  # total time in which all workers owed a frame and none sent one
+    look_due: float = inf  # our next look: time beyond it is our own loop's lag
+    _worst_s: float = 0.0  # the longest recent lateness
+    _late_at: float = -inf  # time of the longest recent lateness
 
     def house(self, workers: int) -> None:
         """Set the number of workers in this process."""
@@ -83,47 +81,37 @@ class Process:
         return min(now - self._heard_at, max(LATE_S_BORNE, LATE_FACTOR * worst_s), most_s)
 
 
+@dataclass(slots=True, eq=False)
 class HangDetector:
     """The hang detector of one connection."""
 
-    __slots__ = (
-        "_late_s",
-        "_policy",
-        "_process",
-        "_recent_s",
-        "_stepped_at",
-        "age_s",
-        "heard_at",
-        "open_streams",
-        "phase",
-        "prefill_tokens",
-    )
+    policy: HangPolicy
+    heard_at: float
+    process: Process
+    age_s: float = 0.0
+    phase: str = "idle"
+    prefill_tokens: int = 0
+    open_streams: int = 0
+    _late_s: float = 0.0  # the process's `late_s` at this worker's last frame
+    _recent_s: float = 0.0  # the slowest recent step, decaying
+    _stepped_at: float | None = None
 
-    def __init__(self, policy: HangPolicy, now: float, process: Process | None = None) -> None:
-        self._policy = policy
-        self._process = process or Process(now)
-        self._late_s = self._process.late_s  # the process's `late_s` at this worker's last frame
-        self._recent_s = 0.0  # the slowest recent step, decaying
-        self._stepped_at: float | None = None
-        self.heard_at = now
-        self.age_s = 0.0
-        self.phase = "idle"
-        self.prefill_tokens = 0
-        self.open_streams = 0
+    def __post_init__(self) -> None:
+        self._late_s = self.process.late_s
 
     def opened(self, now: float) -> None:
         """Record the opening of a stream. Silence counts from the opening of the first one."""
         if not self.open_streams:
             self.heard_at = max(self.heard_at, now)
-            self._late_s = self._process.late_s
+            self._late_s = self.process.late_s
             self._stepped_at = None
         self.open_streams += 1
 
     def hear(self, now: float) -> None:
         """Record a frame of any kind."""
-        if self._process.shared:
-            self._process.hear(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
-            self._late_s = self._process.late_s
+        if self.process.shared:
+            self.process.hear(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
+            self._late_s = self.process.late_s
         self.heard_at = now
 
     def closed(self) -> None:
@@ -133,7 +121,7 @@ class HangDetector:
     def stepped(self, now: float, steps: int = 1) -> None:
         """Record the output of `steps` steps that arrived together: the engine makes progress."""
         if self._stepped_at is not None:
-            took = min(now - self._stepped_at, self._policy.step_memory_s_max)
+            took = min(now - self._stepped_at, self.policy.step_memory_s_max)
             self._recent_s = max(took, self._recent_s * 0.98)
         self._recent_s *= 0.98 ** (steps - 1)
         self._stepped_at = now
@@ -153,34 +141,34 @@ class HangDetector:
         """Return the worker's silence, without its process's lateness; 0 when no frame is owed."""
         if not self.open_streams:
             return 0.0
-        process = self._process
-        late_s = process.late_s - self._late_s + process.excused_s(now, self._policy.all_silent_s)
+        process = self.process
+        late_s = process.late_s - self._late_s + process.excused_s(now, self.policy.all_silent_s)
         return now - self.heard_at - late_s
 
     def step_limit_s(self) -> float:
         """Return the maximum age of the current step."""
-        policy = self._policy
+        policy = self.policy
         usual = max(policy.step_floor_s, policy.step_factor * self._recent_s)
         return usual + policy.prefill_s_per_token * self.prefill_tokens
 
     @property
     def stuck(self) -> bool:
         """Whether the engine's step is older than the limit."""
-        return self.age_s > self._policy.step_floor_s and self.age_s > self.step_limit_s()
+        return self.age_s > self.policy.step_floor_s and self.age_s > self.step_limit_s()
 
     def gets_on(self, now: float, own_tokens: int) -> bool:
         """Whether the engine is known to make progress: its step is young, or old because of another request's prompt, longer
         than our `own_tokens` tokens."""
-        if self.silent_s(now) > self._policy.silence_s or self.stuck:
+        if self.silent_s(now) > self.policy.silence_s or self.stuck:
             return False
-        return self.age_s <= self._policy.step_floor_s or self.prefill_tokens > own_tokens
+        return self.age_s <= self.policy.step_floor_s or self.prefill_tokens > own_tokens
 
     def suspect(self, now: float) -> str:
         """Return what is wrong with this worker; empty if nothing is."""
         if not self.open_streams:
             return ""
         silent = self.silent_s(now)
-        if silent > self._policy.silence_s:
+        if silent > self.policy.silence_s:
             return f"no frame for {(now - self.heard_at) * 1000:.0f} ms"
         if self.stuck:
             return f"its engine's step is {self.age_s:.1f} s old, the limit is {self.step_limit_s():.1f} s"

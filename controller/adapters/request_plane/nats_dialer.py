@@ -7,16 +7,13 @@ read has found no responder, and counts as not sent. And all channels share one 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from controller.adapters.request_plane.connection import FRAMES, WorkerConnection
+from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer, Make
-from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.ports import Sink, WorkerUnreachable
 from events import subjects
-from events.fleet_key import FleetKey
-from events.intrusion.send_budget import TrafficLimit
 from events.nats.channel import Channel, NoResponders
 from events.nats.channels import Channels
 from events.wire import Generate
@@ -29,24 +26,14 @@ NO_RESPONDERS = "no responders: the worker has gone from the broker"
 class ChannelConnection(WorkerConnection):
     """A connection over a channel."""
 
-    def __init__(
-        self,
-        frontend: str,
-        policy: HangPolicy,
-        changed: Callable[[], None],
-        process: Process | None = None,
-        key: FleetKey | None = None,
-        frames: TrafficLimit = FRAMES,
-    ) -> None:
-        super().__init__(frontend, policy, changed, process, key, frames)
-        self._channel: Channel | None = None
-        self._unread: deque[tuple[int, int]] = deque()  # per request: end in our byte stream, stream
-        self._read_to = 0  # end of the broker's bytes unread at the first call in this silence
-        self._asked_at = float("-inf")
+    _channel: Channel | None = None
+    _read_to = 0  # end of the broker's bytes unread at the first call in this silence
+    _asked_at = float("-inf")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, Channel)
         self._channel = transport
+        self._unread: deque[tuple[int, int]] = deque()  # per request: end in our byte stream, stream
         super().connection_made(transport)
 
     def open(self, stream: int, request: Generate, sink: Sink) -> None:

@@ -14,7 +14,7 @@ from waits import turns, until
 
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import TcpDialer
-from controller.adapters.request_plane.hang import HangDetector, HangPolicy
+from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.worker_links import Address, PlaneLimits
 from controller.ports import WorkerUnreachable
 from controller.processes.controller import PROBER
@@ -250,7 +250,7 @@ async def test_a_probe_gets_its_answer_and_its_errors(road: Road) -> None:
 
 
 def test_a_long_prefill_gets_a_longer_limit() -> None:
-    detector = HangDetector(HangPolicy(), 0.0)
+    detector = HangDetector(HangPolicy(), 0.0, Process(0.0))
     detector.opened(0.0)
     detector.heard_at = 30.0
     detector.beat(Beat(phase="prefill", step_age_ms=30_000, prefill_tokens=3000))
@@ -260,7 +260,7 @@ def test_a_long_prefill_gets_a_longer_limit() -> None:
 
 
 def test_the_step_limit_follows_the_recent_step_time() -> None:
-    detector = HangDetector(HangPolicy(), 0.0)
+    detector = HangDetector(HangPolicy(), 0.0, Process(0.0))
     detector.opened(0.0)
     for at in range(5):
         detector.stepped(float(at))
@@ -272,7 +272,7 @@ def test_the_step_limit_follows_the_recent_step_time() -> None:
 
 
 def test_our_own_lag_is_subtracted_before_a_worker_is_judged() -> None:
-    detector = HangDetector(HangPolicy(), 0.0)
+    detector = HangDetector(HangPolicy(), 0.0, Process(0.0))
     detector.opened(0.0)
     assert detector.suspect(0.5)
     detector.excuse(0.45, 0.5)
