@@ -24,7 +24,6 @@ import select
 import signal
 import struct
 import sys
-from typing import Any
 
 import structlog
 
@@ -59,7 +58,7 @@ class _Context(ctypes.Structure):
     )
 
 
-def keep(libc: Any = None) -> int | None:
+def keep(libc: ctypes.CDLL | None = None) -> int | None:
     """Start this process's keeper if possible, and return its pid.
 
     Call it once, before there are other threads or sockets. A keeper that is killed is therefore not replaced.
@@ -79,7 +78,7 @@ def ended(pid: int) -> bool:
         return False
 
 
-def start(libc: Any = None) -> int:
+def start(libc: ctypes.CDLL | None = None) -> int:
     """Start a keeper with the functions of `libc` (this process's by default); return its pid. Raise NoKeeper."""
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         raise NoKeeper(f"not supported on {sys.platform} ({os.uname().machine})")
@@ -96,7 +95,7 @@ def start(libc: Any = None) -> int:
         raise NoKeeper(str(error)) from error
 
 
-def _start(libc: Any, worker: int) -> int:
+def _start(libc: ctypes.CDLL, worker: int) -> int:
     # needs kernel 5.9
     _check(libc.close_range(ctypes.c_uint(1 << 30), ctypes.c_uint(1 << 30), 0), "close_range")
     ready, unready = os.pipe()
@@ -117,7 +116,7 @@ def _start(libc: Any, worker: int) -> int:
     raise NoKeeper("the keeper process did not start")
 
 
-def _clone(libc: Any, worker: int) -> int:
+def _clone(libc: ctypes.CDLL, worker: int) -> int:
     """Start the process with all signals blocked, which it inherits; return its pid."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -127,21 +126,21 @@ def _clone(libc: Any, worker: int) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _write_calls(libc: Any, worker: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+def _write_calls(libc: ctypes.CDLL, worker: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """Write the keeper's sequence of calls into memory that is never freed; return its address and the top of a first stack."""
     libc.calloc.restype = ctypes.c_void_p
     name = _copy(libc, NAME + b"\0")
     pollfd = _copy(libc, struct.pack("ihh", 0, select.POLLIN, 0))
     calls = (
-        (libc.prctl, _PR_SET_NAME, name),
-        (libc.dup2, worker, 0),
-        (libc.close_range, 1, 0xFFFFFFFF, 0),
-        (libc.poll, pollfd, 1, -1),  # until the worker has ended
-        (libc.usleep, FREED_AFTER_US),
-        (libc._exit, 0),
+        (libc.prctl, (_PR_SET_NAME, name)),
+        (libc.dup2, (worker, 0)),
+        (libc.close_range, (1, 0xFFFFFFFF, 0)),
+        (libc.poll, (pollfd, 1, -1)),  # until the worker has ended
+        (libc.usleep, (FREED_AFTER_US,)),
+        (libc._exit, (0,)),
     )
     start = _allocate(libc, (len(calls) + 1) * _CALL_BYTES)
-    for number, (function, *arguments) in enumerate(calls):
+    for number, (function, arguments) in enumerate(calls):
         address = start + number * _CALL_BYTES
         context = _Context.from_address(address)
         _check(libc.getcontext(ctypes.byref(context)), "getcontext")
@@ -153,13 +152,13 @@ def _write_calls(libc: Any, worker: int) -> tuple[ctypes.c_void_p, ctypes.c_void
     return ctypes.c_void_p(start), ctypes.c_void_p(start + (len(calls) + 1) * _CALL_BYTES)
 
 
-def _copy(libc: Any, text: bytes) -> int:
+def _copy(libc: ctypes.CDLL, text: bytes) -> int:
     address = _allocate(libc, len(text))
     ctypes.memmove(address, text, len(text))
     return address
 
 
-def _allocate(libc: Any, size: int) -> int:
+def _allocate(libc: ctypes.CDLL, size: int) -> int:
     address = libc.calloc(1, ctypes.c_size_t(size))
     if not address:
         raise OSError("cannot allocate memory for the keeper")

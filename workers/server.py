@@ -16,7 +16,7 @@ from events import wire
 from events.fleet_key import FleetKey, UnknownPeer, WorkerHandshake
 from events.nats.channels import Channels
 from events.wire import Cancel, Chunk, Declined, Generate, Hello, Proof, Reserve, Ship, Stay, Welcome
-from workers.counters import DrainState, Ends, Refusal, WorkerCounters
+from workers.counters import DrainState, Refusal, WorkerCounters
 from workers.engines.engine import Engine
 from workers.frontends import (
     BufferLimits,
@@ -150,8 +150,8 @@ class WorkerServer:
         self.counters = WorkerCounters()
         self.connections = FrontendConnections(worker, self.counters, limits or FrontendLimits(), key)
         self.engine = engine
-        self._drain = DrainState(self.counters)
-        self._heartbeats = Heartbeats(engine, self.connections, self._drain)
+        self.drain = DrainState(self.counters)
+        self._heartbeats = Heartbeats(engine, self.connections, self.drain)
         self.streams = StreamTable(self._heartbeats)
         self.moves = WorkerMigrations(engine, instance, self.streams, self.counters, kv_moves)
         self.output = StreamOutput(
@@ -231,12 +231,12 @@ class WorkerServer:
         if key is None:
             return
         if frame.why == "drained":
-            self._drain.taken_away_by(connection.frontend)
+            self.drain.taken_away_by(connection.frontend)
         self.output.drop(key, frame.why)
 
     def generate(self, connection: FrontendConnection, request: Generate) -> None:
         """Submit a request to the engine, or answer at once why it is refused."""
-        self._drain.asked_by(connection.frontend)
+        self.drain.asked_by(connection.frontend)
         if error := self._refusal_reason(connection, request, request.stream):
             connection.batch.append(Chunk(request.stream, [], error=error))
             connection.flush()
@@ -250,7 +250,7 @@ class WorkerServer:
 
     def _refusal_reason(self, connection: FrontendConnection, request: Generate, number: int) -> str:
         """Return why a request for stream `number` of this connection is refused; empty: it is accepted."""
-        if refused := self._drain.refuses(request.canary):
+        if refused := self.drain.refuses(request.canary):
             return refused
         if number in connection.streams:
             return f"invalid_request: stream {number} is already open on this connection"
@@ -263,7 +263,7 @@ class WorkerServer:
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
         """Reserve room for a stream that will arrive with its KV cache, or answer why not."""
         error = self._refusal_reason(connection, frame.request, frame.stream)
-        if not error and self._drain.deregistered:
+        if not error and self.drain.deregistered:
             error = LEAVES
         if not error:
             self.output.take_in(next(self._keys), connection, frame)
@@ -292,41 +292,16 @@ class WorkerServer:
         """Number of users' open streams; canaries do not count."""
         return self.streams.users
 
-    @property
-    def refusal(self) -> Refusal | None:
-        """Why new requests are refused; None: they are accepted."""
-        return self._drain.refusal
-
-    @property
-    def draining(self) -> bool:
-        """Whether frontends are notified to send no new requests."""
-        return self._drain.draining
-
     def deregister(self) -> None:
         """Notify every frontend to send no new requests. Requests already in transit are still accepted."""
-        self._drain.deregister()
+        self.drain.deregister()
         self._incoming.drop_all(LEAVES)  # these streams can keep decoding at their sources
         self._heartbeats.beat_all()
 
     def refuse(self, refusal: Refusal | None, *, tell: bool = True) -> None:
         """Refuse new requests from now on (None: no longer); with `tell`, notify every frontend at once."""
-        self._drain.refuse(refusal)
+        self.drain.refuse(refusal)
         if refusal is not None:
             self._incoming.drop_all(refusal.reason)
         if tell:
             self._heartbeats.beat_all()
-
-    def drained(self) -> Ends:
-        """Return the counts of streams that ended since the drain began, or since the last call."""
-        return self._drain.drained()
-
-    # --- rehearsals
-
-    def blackhole(self, on: bool) -> None:
-        """Drop all traffic in both directions without closing; when healed, abort the connections that lost data."""
-        self.connections.blackhole(on)
-
-    @property
-    def blackholed(self) -> bool:
-        """Whether all traffic is dropped."""
-        return self.connections.blackholed

@@ -90,7 +90,7 @@ async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> En
             await streams.all_ended.wait()
     except TimeoutError:
         server.output.end_all(TIME_UP)
-    return server.drained()
+    return server.drain.drained()
 
 
 async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
@@ -110,14 +110,14 @@ async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hur
     server.refuse(LEAVING)
     # canaries too: their end must not look like a failure
     server.output.end_all(TIME_UP if cut else LEAVING.reason)
-    return server.drained()
+    return server.drain.drained()
 
 
 async def _wait(server: WorkerServer, graceful: bool) -> None:
     """Deregister, and wait until both endpoints are empty."""
     active, streams = 2 if graceful else 1, server.streams
     _log_active(server, active)
-    waits = server.refusal is None and server.connections.any_greeted
+    waits = server.drain.refusal is None and server.connections.any_greeted
     server.deregister()
     if not graceful and not (waits and server.moves.possible):
         server.output.send_elsewhere(SENT_ELSEWHERE)

@@ -231,7 +231,7 @@ class InferenceWorker:
                 raise
             url = await self._accept_frontends()
         if self.kv is not None:
-            self.kv.start(self.engine.identity.dp, muted=lambda: self.server.blackholed)
+            self.kv.start(self.engine.identity.dp, muted=lambda: self.server.connections.blackholed)
         gpus = self._gpus.uuids
         self._journal.observe(
             registration(self.config, self.engine, url, gpus, kv_events=self.kv is not None)
@@ -345,7 +345,7 @@ class InferenceWorker:
         server, output = self.server, self.server.output
         server.refuse(LEAVING, tell=False)  # its connections end now
         output.end_all(f"engine_shutdown: {reason}")
-        self._journal.observe(DrainFinished(**self._about, **asdict(server.drained())))
+        self._journal.observe(DrainFinished(**self._about, **asdict(server.drain.drained())))
         await self._end()
         self._journal.observe(WorkerLeft(**self._about, mode=mode, exit=code))
 

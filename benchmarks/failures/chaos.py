@@ -200,10 +200,10 @@ class Chaos:
                 await asyncio.sleep(fault.lasts_s)
                 await member.start()
             case "hang":
-                server.blackhole(True)
+                server.connections.blackhole(True)
                 await asyncio.sleep(fault.lasts_s)
                 if member.life is life:
-                    server.blackhole(False)
+                    server.connections.blackhole(False)
             case "drain":
                 commands.on_drain({"deadline_s": fault.lasts_s / 2})
                 await asyncio.sleep(fault.lasts_s)

@@ -108,7 +108,7 @@ class Life:
     async def end(self) -> None:
         """Publish nothing more, then free everything."""
         self._inside = None
-        self.worker.server.blackhole(True)
+        self.worker.server.connections.blackhole(True)
         await self.worker.server.close(0.0)
         self.worker.fail(EngineDead("killed"))
         await self._running

@@ -22,6 +22,7 @@ from controller.ports import Answer, Command, CommandGate, Control, GoldenWish
 from events.chaos import Fault
 from events.dead_letters import DeadLetter
 from events.errors import HoldfastError
+from events.nats.bus import Body
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
 from events.nats.urls import account, addresses, inbox, masked
 from events.observations import GoldenAnswer
@@ -200,7 +201,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
         assert operations is not None and gate is not None, "a broker for documentation only was started"
         return operations, gate
 
-    def subscribe(verb: str, body: type[B], handle: Callable[[B], Awaitable[Answer]]) -> None:
+    def subscribe(verb: str, body: type[B], handle: Callable[[B], Awaitable[Body]]) -> None:
         handle.__annotations__["body"] = body  # FastStream parses the body accordingly, and documents it
         subject = f"{CONTROL}.{verb}"
         broker.subscriber(
@@ -217,8 +218,8 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
 
         subscribe(verb, kind, handle)
 
-    def query(verb: str, kind: type[B], ask: Callable[[OperatorControl], Awaitable[Answer]]) -> None:
-        async def handle(body: B) -> Answer:
+    def query(verb: str, kind: type[B], ask: Callable[[OperatorControl], Awaitable[Body]]) -> None:
+        async def handle(body: B) -> Body:
             ours, gate = ready()
             if not await gate.ours_to_answer():
                 raise SkipMessage

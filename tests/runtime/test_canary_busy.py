@@ -120,7 +120,7 @@ async def test_a_long_prefill_raises_no_alarm_but_a_hang_during_one_does() -> No
 
         made.ask(int(STUCK_S * TOKENS_PER_S))
         await asyncio.sleep(TIMEOUT_S / 2)  # the worker is busy, and a canary waits
-        made.worker.server.blackhole(True)
+        made.worker.server.connections.blackhole(True)
         assert await made.until(lambda: made.world.facts(CanaryFailed), 20) < STUCK_S - TIMEOUT_S
         assert made.world.facts(CanaryFailed)[0].reason == "no_response"
 

@@ -86,7 +86,7 @@ async def test_of_two_workers_that_load_at_the_same_time_the_second_does_not_reg
 async def test_a_silent_worker_does_not_hold_its_name(begin: Begin) -> None:
     """A life that hangs or is cut off sends no heartbeats: its successor may start."""
     life = await begin()
-    life.worker.server.blackhole(True)
+    life.worker.server.connections.blackhole(True)
     second, stop = newcomer(life, "w0", 0.2), asyncio.Event()
     running = asyncio.ensure_future(second.run(stop))
     async with asyncio.timeout(20):

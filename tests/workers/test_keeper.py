@@ -203,17 +203,17 @@ def test_the_keeper_is_not_a_child_that_its_process_waits_for(start: Start) -> N
     assert start("kept", 1, then).connection.recv(4) == b"none"
 
 
-class LimitedLibc:
+class LimitedLibc(ctypes.CDLL):
     """A libc that refuses `clone`, or lacks the named functions."""
 
     def __init__(self, *missing: str) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        super().__init__(None, use_errno=True)
         self._missing = missing
 
     def __getattr__(self, name: str) -> Any:
         if name in self._missing:
             raise AttributeError(name)
-        return getattr(self._libc, name)
+        return super().__getattr__(name)
 
     def clone(self, *arguments: Any) -> int:
         ctypes.set_errno(errno.EPERM)

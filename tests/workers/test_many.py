@@ -146,13 +146,13 @@ async def test_a_hang_and_a_blackhole_each_end_after_their_own_duration(
     await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
     await shared.bus.request(subjects.chaos("w0"), {"fault": "hang", "duration": 0.05})
     await eventually(lambda: not shared.many.workers[0].faults.hung)
-    assert server.blackholed
+    assert server.connections.blackholed
     await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
     await shared.chaos("w0", "hang")
     await asyncio.sleep(0.1)
-    assert server.blackholed, "a hung worker sends nothing, whatever else has healed"
+    assert server.connections.blackholed, "a hung worker sends nothing, whatever else has healed"
     await shared.chaos("w0", "unhang")
-    assert not server.blackholed
+    assert not server.connections.blackholed
 
 
 async def test_a_hung_worker_can_be_killed(shared: SharedProcess, eventually: Eventually) -> None:
@@ -178,7 +178,7 @@ async def test_a_hung_worker_can_be_healed(shared: SharedProcess) -> None:
     await shared.chaos("w0", "hang")
     await shared.chaos("w0", "heal")
     assert not shared.many.workers[0].faults.hung
-    assert not shared.many.workers[0].server.blackholed
+    assert not shared.many.workers[0].server.connections.blackholed
 
 
 async def test_a_worker_with_a_dead_engine_fails_alone(shared: SharedProcess, eventually: Eventually) -> None:

@@ -316,7 +316,7 @@ async def test_a_drain_counts_how_every_stream_ended(
     await eventually(lambda: server.in_flight == 1)
     engine_of(server).chaos("error", 1)
     assert await draining == Ends(completed=1, migrated=2, cancelled=2, failed=1)
-    assert server.drained() == Ends(), "each is reported once"
+    assert server.drain.drained() == Ends(), "each is reported once"
 
 
 async def test_a_drain_that_runs_out_of_time_sends_the_rest_elsewhere(serve: Serve, dial: Dial) -> None:
@@ -357,7 +357,7 @@ async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_hea
     frontend = await dial(server)
     stream = frontend.ask(prompt(), max_tokens=10_000)
     await frontend.until(lambda: len(frontend.tokens(stream)) > 3)
-    server.blackhole(True)
+    server.connections.blackhole(True)
     await asyncio.sleep(0)
     newcomer = await dial(server)
     await asyncio.sleep(0.05)  # frames under way arrive
@@ -366,7 +366,7 @@ async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_hea
     await eventually(lambda: server.counters.tokens > len(frontend.tokens(stream)) + 50)
     assert (len(frontend.frames), steps, frontend.closed.is_set()) == (heard, 1, False)
     assert newcomer.frames == []
-    server.blackhole(False)
+    server.connections.blackhole(False)
     await frontend.lost()
     await newcomer.lost()
     after = await dial(server)

@@ -177,7 +177,7 @@ async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
     life = await begin()
     answer = await life.bus.request(subjects.drain("w0"), {"instance": "i0", "deadline_s": 5})
     assert answer == {"error": "i0 is gone; worker w0 is i1 now"}
-    assert life.worker.server.refusal is None
+    assert life.worker.server.drain.refusal is None
 
 
 @pytest.mark.parametrize("deadline_s", [-1, "soon", True, float("inf")])
@@ -185,7 +185,7 @@ async def test_an_invalid_deadline_is_refused_with_a_message(begin: Begin, deadl
     life = await begin()
     with pytest.raises(HoldfastError, match=r"deadline_s = .*: expected a finite number of at least 0"):
         life.worker.commands.on_drain({"deadline_s": deadline_s})
-    assert life.worker.server.refusal is None
+    assert life.worker.server.drain.refusal is None
 
 
 # --- leaving
@@ -321,8 +321,8 @@ async def test_a_raising_engine_causes_one_fact_for_many_requests(begin: Begin) 
 async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
-    assert life.worker.server.blackholed
-    await eventually(lambda: not life.worker.server.blackholed)
+    assert life.worker.server.connections.blackholed
+    await eventually(lambda: not life.worker.server.connections.blackholed)
 
 
 def faults_of(life: Life) -> EngineFaults:
@@ -342,9 +342,9 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
     await play("corrupt", argument=5)
     await play("blackhole")
     await eventually(lambda: faults.slow == 1.0)
-    assert faults.corrupt_one_in == 5 and life.worker.server.blackholed, "until it is healed"
+    assert faults.corrupt_one_in == 5 and life.worker.server.connections.blackholed, "until it is healed"
     await play("blackhole", duration=0.05)  # the same fault again, from now on
-    await eventually(lambda: not life.worker.server.blackholed)
+    await eventually(lambda: not life.worker.server.connections.blackholed)
     assert faults.corrupt_one_in == 5
     await play("heal")
     assert faults == EngineFaults()

@@ -7,7 +7,6 @@ from functools import cache
 from http import HTTPStatus
 from itertools import accumulate, product
 from operator import attrgetter
-from typing import Any
 
 import msgspec
 from prometheus_client.core import (
@@ -24,7 +23,14 @@ from events.journal.counters import ObservedJournal
 from events.process.admin_guard import own_hosts, refusal
 from events.process.exposition import LARGE_BYTES, LabelSets, packed, written
 from events.wire import ERRORS, Load
-from workers.counters import CONNECTION_BOUNDS, DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
+from workers.counters import (
+    CONNECTION_BOUNDS,
+    DIRECTIONS,
+    DURATION_BOUNDS_S,
+    OUTCOMES,
+    STOP_BOUNDS_S,
+    WorkerCounters,
+)
 from workers.engines.admission import LimitedEngine, RequestLimit
 from workers.listen_socket import listening
 from workers.worker import InferenceWorker
@@ -155,6 +161,7 @@ def _encode(answer: PageAnswer, body: bytes, coded: Mapping[str, str], head_only
 
 
 Read = Callable[[InferenceWorker], float]
+Labels = tuple[str, ...]
 LABELS = ("worker_id", "model")
 INLINE_SAMPLES_MAX = 1000  # samples of one family, two milliseconds of work: above that, a thread is cheaper
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
@@ -214,19 +221,66 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         "Streams arriving from another worker.",
         lambda w: len(w.server.moves.target),
     ),
-    ("holdfast_worker_draining", "1 while the worker accepts no new requests.", lambda w: w.server.draining),
-)
-# The worker's own admission (`--engine-request-limit`), under Dynamo's names. All are 0 without a limit.
-ADMISSION = (
+    (
+        "holdfast_worker_draining",
+        "1 while the worker accepts no new requests.",
+        lambda w: w.server.drain.draining,
+    ),
+    # the worker's own admission (`--engine-request-limit`), under Dynamo's names: 0 without a limit
     (
         "dynamo_engine_request",
         "Requests inside the engine, if their number is limited.",
         lambda w: len(_requests(w).inside),
     ),
+    ("dynamo_request_queue", "Requests that wait to enter the engine.", lambda w: _requests(w).waiting),
+)
+COUNTS: tuple[tuple[str, str, tuple[str, ...], Callable[[InferenceWorker], Mapping[Labels, int]]], ...] = (
     (
-        "dynamo_request_queue",
-        "Requests that wait to enter the engine.",
-        lambda w: _requests(w).waiting,
+        "dynamo_component_errors",
+        "Streams that ended with an error.",
+        ("error_type",),
+        lambda w: _from_zero(ERRORS, w.server.counters.errors),  # an alert needs the zeros
+    ),
+    (
+        "holdfast_worker_connection_refusals",
+        "Connections closed at a limit: `connections`, `connections_of_address`, the same with `_unused` for a "
+        "frontend without a stream, `hello_wait`.",
+        ("bound",),
+        lambda w: _from_zero(CONNECTION_BOUNDS, w.server.counters.connections_refused),
+    ),
+    (
+        "holdfast_worker_moves",
+        "Planned moves of streams with their KV cache: declined at once, failed later, or committed.",
+        ("direction", "outcome"),
+        lambda w: {key: w.server.counters.moves.get(key, 0) for key in product(DIRECTIONS, OUTCOMES)},
+    ),
+    (
+        "holdfast_worker_moved_bytes",
+        "KV cache bytes of committed moves, over all shards.",
+        ("direction",),
+        lambda w: _from_zero(DIRECTIONS, w.server.counters.moved_bytes),
+    ),
+    (
+        "holdfast_worker_upstream_kv_events",
+        "KV events received from an upstream, by outcome (openai engine).",
+        ("outcome",),
+        lambda w: _from_zero((), getattr(w.engine, "kv_event_counts", {})),
+    ),
+)
+HISTOGRAMS: tuple[
+    tuple[str, str, tuple[float, ...], Callable[[WorkerCounters], tuple[list[int], float]]], ...
+] = (
+    (
+        "dynamo_component_request_duration_seconds",
+        "Duration of a request, in seconds.",
+        DURATION_BOUNDS_S,
+        lambda counters: (counters.durations, counters.duration_sum_s),
+    ),
+    (
+        "holdfast_worker_move_stopped_seconds",
+        "Pause of an arriving stream, from its source's last step until it decoded here.",
+        STOP_BOUNDS_S,
+        lambda counters: (counters.stops, counters.stop_sum_s),
     ),
 )
 # Load of each DP rank of a simulated engine, under the names that real engines use for it.
@@ -279,71 +333,32 @@ class WorkerMetrics(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.samples += [Sample(f"{name}_total", labels, read(worker)) for labels, worker in labelled]
             yield counter
-        for name, text, read in (*GAUGES, *ADMISSION):
+        for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.samples += [Sample(name, labels, read(worker)) for labels, worker in labelled]
             yield gauge
-        yield self._errors()
-        yield self._refusals()
-        yield self._durations()
-        yield from self._moves()
-        yield self._upstream_kv_events()
+        for name, text, more, counts in COUNTS:
+            family = CounterMetricFamily(name, text, labels=(*LABELS, *more))
+            for worker in self._workers:
+                for values, count in counts(worker).items():
+                    family.add_metric([*_labels(worker), *values], count)
+            yield family
+        for name, text, bounds, read_buckets in HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for worker in self._workers:
+                buckets, total = read_buckets(worker.server.counters)
+                histogram.add_metric(_labels(worker), _buckets(bounds, buckets), total)
+            yield histogram
         if self._journal is not None:
             yield from _journal_metrics(self._journal)
         yield from self.ranks()
 
-    def _errors(self) -> Metric:
-        text = "Streams that ended with an error."
-        family = CounterMetricFamily("dynamo_component_errors", text, labels=(*LABELS, "error_type"))
-        for worker in self._workers:
-            counted = dict.fromkeys(ERRORS, 0) | worker.server.counters.errors  # an alert needs the zeros
-            for reason, count in counted.items():
-                family.add_metric([*_labels(worker), reason], count)
-        return family
-
-    def _moves(self) -> Iterable[Metric]:
-        moves = CounterMetricFamily(
-            "holdfast_worker_moves",
-            "Planned moves of streams with their KV cache: declined at once, failed later, or committed.",
-            labels=(*LABELS, "direction", "outcome"),
-        )
-        size = CounterMetricFamily(
-            "holdfast_worker_moved_bytes",
-            "KV cache bytes of committed moves, over all shards.",
-            labels=(*LABELS, "direction"),
-        )
-        stops = HistogramMetricFamily(
-            "holdfast_worker_move_stopped_seconds",
-            "Pause of an arriving stream, from its source's last step until it decoded here.",
-            labels=LABELS,
-        )
-        for worker in self._workers:
-            labels, counters = _labels(worker), worker.server.counters
-            for direction, outcome in product(DIRECTIONS, OUTCOMES):
-                moves.add_metric([*labels, direction, outcome], counters.moves.get((direction, outcome), 0))
-            for direction in DIRECTIONS:
-                size.add_metric([*labels, direction], counters.moved_bytes.get(direction, 0))
-            stops.add_metric(labels, _buckets(STOP_BOUNDS_S, counters.stops), counters.stop_sum_s)
-        return moves, size, stops
-
-    def _upstream_kv_events(self) -> Metric:
-        family = CounterMetricFamily(
-            "holdfast_worker_upstream_kv_events",
-            "KV events received from an upstream, by outcome (openai engine).",
-            labels=(*LABELS, "outcome"),
-        )
-        for worker in self._workers:
-            counts: Mapping[str, int] = getattr(worker.engine, "kv_event_counts", {})
-            for outcome, count in counts.items():
-                family.add_metric([*_labels(worker), outcome], count)
-        return family
-
     def ranks(self) -> Iterable[Metric]:
         """Yield the load metrics of each DP rank."""
         names = (*LABELS, "dp_rank")
-        reported: list[tuple[dict[str, str], Any]] = []
+        reported: list[tuple[dict[str, str], object]] = []
         for worker in self._workers:
-            stats: Callable[[], Sequence[Any]] = getattr(worker.engine, "stats", list)
+            stats: Callable[[], Sequence[object]] = getattr(worker.engine, "stats", list)
             labels = _labels(worker)
             reported += [
                 (dict(zip(names, (*labels, str(rank)), strict=True)), one) for rank, one in enumerate(stats())
@@ -353,28 +368,6 @@ class WorkerMetrics(Collector):
             family = GaugeMetricFamily(name, text, labels=names)
             family.samples += [Sample(name, rank, read(one)) for rank, one in reported]
             yield family
-
-    def _refusals(self) -> Metric:
-        text = (
-            "Connections closed at a limit: `connections`, `connections_of_address`, the same with `_unused` for a "
-            "frontend without a stream, `hello_wait`."
-        )
-        family = CounterMetricFamily("holdfast_worker_connection_refusals", text, labels=(*LABELS, "bound"))
-        for worker in self._workers:
-            counted = dict.fromkeys(CONNECTION_BOUNDS, 0) | worker.server.counters.connections_refused
-            for bound, count in counted.items():
-                family.add_metric([*_labels(worker), bound], count)
-        return family
-
-    def _durations(self) -> Metric:
-        name, text = "dynamo_component_request_duration_seconds", "Duration of a request, in seconds."
-        family = HistogramMetricFamily(name, text, labels=LABELS)
-        for worker in self._workers:
-            counters = worker.server.counters
-            family.add_metric(
-                _labels(worker), _buckets(DURATION_BOUNDS_S, counters.durations), counters.duration_sum_s
-            )
-        return family
 
 
 def _journal_metrics(journal: ObservedJournal) -> Iterable[Metric]:
@@ -397,6 +390,11 @@ _UNLIMITED = RequestLimit(0, 0)
 def _requests(worker: InferenceWorker) -> RequestLimit:
     """Return the request limit of a worker's engine; an empty one if requests are not limited."""
     return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
+
+
+def _from_zero(known: Iterable[str], counts: Mapping[str, int]) -> dict[Labels, int]:
+    """Return the counts by one label, with a zero for each known value that has none."""
+    return {(value,): count for value, count in (dict.fromkeys(known, 0) | dict(counts)).items()}
 
 
 def _labels(worker: InferenceWorker) -> list[str]:
@@ -434,7 +432,7 @@ def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
 def _state(worker: InferenceWorker, stopping: bool) -> str:
     if not (stopping or worker.serving.is_set()):
         return "restarting"
-    return "draining" if worker.server.draining else "serving"
+    return "draining" if worker.server.drain.draining else "serving"
 
 
 async def serve(
@@ -450,9 +448,6 @@ async def serve(
     `stopping` returns whether the process is shutting down; `generate` renders a family of metrics.
     """
 
-    def live() -> PageAnswer:
-        return PageAnswer(b'{"status":"live"}')
-
     async def metrics() -> PageAnswer:
         parts, known = [], LabelSets()
         for family in WorkerMetrics(
@@ -465,6 +460,9 @@ async def serve(
                 await asyncio.sleep(0)
         return PageAnswer(b"".join(parts), CONTENT_TYPE_LATEST)
 
-    pages = Pages({"/health": lambda: health(workers, stopping()), "/live": live, "/metrics": metrics})
+    live = PageAnswer(b'{"status":"live"}')
+    pages = Pages(
+        {"/health": lambda: health(workers, stopping()), "/live": lambda: live, "/metrics": metrics}
+    )
     bound = await pages.start(host, port)
     return pages, f"http://{host}:{bound}"

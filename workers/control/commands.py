@@ -153,7 +153,7 @@ class RehearsedFaults:
     def _blackhole(self, fault: str, on: bool) -> None:
         """Make the server drop all traffic as long as any fault requires it."""
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
-        self.server.blackhole(bool(self._blackhole_causes))
+        self.server.connections.blackhole(bool(self._blackhole_causes))
 
     def _inject(self, fault: str, argument: float, rank: int) -> bool:
         if fault in PROCESS_FAULTS:
@@ -283,7 +283,7 @@ class WorkerCommands:
     def on_drain(self, body: Body) -> Body:
         """Start a drain, or return its progress. Repeating the request changes nothing."""
         self._check_instance(body)
-        if not self._server.draining:
+        if not self._server.drain.draining:
             deadline_s = number(body, "deadline_s", DRAIN_S)
             self._server.refuse(DRAINING)
             self._drain = asyncio.ensure_future(self._drain_until(deadline_s))
@@ -301,12 +301,12 @@ class WorkerCommands:
     def on_resume(self, body: Body) -> Body:
         """Accept requests again, unless the process is shutting down."""
         self._check_instance(body)
-        if self._server.refusal is DRAINING:
+        if self._server.drain.refusal is DRAINING:
             if self._drain is not None:
                 self._drain.cancel()
             self._server.refuse(None)
             self._log.info("resumed")
-        return {"draining": self._server.draining, "in_flight": self._server.in_flight}
+        return {"draining": self._server.drain.draining, "in_flight": self._server.in_flight}
 
     def on_retire(self, body: Body) -> Body:
         """End this process: the fleet considers this instance dead, and only a new one can rejoin."""

@@ -213,7 +213,7 @@ class FleetBeats:
     async def beat(self) -> None:
         """Send one heartbeat, unless a rehearsal blocks it."""
         server = self.server
-        if self.bus is None or server.blackholed:
+        if self.bus is None or server.connections.blackholed:
             return
         self._sent += 1
         trust = server.moves.trust
@@ -222,7 +222,7 @@ class FleetBeats:
             "instance": self.config.instance,
             "seq": self._sent,
             "load": msgspec.structs.asdict(self.engine.load()),
-            "draining": server.draining,
+            "draining": server.drain.draining,
             "convicted": CONVICTED in trust.doubts,
             "batch": self.batch_share,
             "at": datetime.now(UTC).isoformat(),

@@ -236,31 +236,35 @@ class DeviceFaults:
         """Yield each readable class with its code, or with None if it has no fault."""
         if new.ecc is not None and new.ecc > self._ecc:
             yield "ecc", "volatile"
-        if new.remap_failed is not None:
-            yield "row_remap_failure", "" if new.remap_failed else None
-        if new.remap_pending is not None:
-            yield "row_remap_pending", "" if new.remap_pending else None
+        for remap, pending in (
+            ("row_remap_failure", new.remap_failed),
+            ("row_remap_pending", new.remap_pending),
+        ):
+            if pending is not None:
+                yield remap, "" if pending else None
         if new.recovery is not None:
             yield "recovery", RESETS.get(new.recovery)
         if new.links:
-            self._up |= {number for number, up in enumerate(new.links) if up}
-            down = [str(n) for n in sorted(self._up) if n < len(new.links) and new.links[n] is False]
-            yield "nvlink_down", ",".join(down) or None
+            yield "nvlink_down", self._links_down(new.links) or None
         if any(count is not None for count in new.link_errors):
-            before = self._last.link_errors if self._last else ()
-            grew = any(
-                b is not None and n is not None and n > b
-                for n, b in zip(new.link_errors, before, strict=False)
-            )
-            self._grew_at = now if grew else self._grew_at
-            yield "nvlink_errors", "" if now - self._grew_at < QUIET_S else None
-        if new.pcie_width and new.pcie_width_max:
-            narrow = new.pcie_width < new.pcie_width_max
-            if not (narrow and new.idle):  # an idle GPU may narrow its link to save power
-                yield "pcie_width", f"x{new.pcie_width} of x{new.pcie_width_max}" if narrow else None
+            yield "nvlink_errors", "" if self._link_errors_grow(new, now) else None
+        yield from _pcie_levels(new)
         if (margin := new.until_slow) is not None:
             hot = margin <= (COOL_BY_C if "temperature" in self.standing else 0)
             yield "temperature", "" if hot else None
+
+    def _links_down(self, links: Sequence[bool | None]) -> str:
+        """Return the numbers of the links that are down and have ever been up."""
+        self._up |= {number for number, up in enumerate(links) if up}
+        return ",".join(str(n) for n in sorted(self._up) if n < len(links) and links[n] is False)
+
+    def _link_errors_grow(self, new: DeviceReading, now: float) -> bool:
+        """Return whether the errors of any link have increased lately."""
+        before = self._last.link_errors if self._last else ()
+        counts = zip(new.link_errors, before, strict=False)
+        if any(b is not None and n is not None and n > b for n, b in counts):
+            self._grew_at = now
+        return now - self._grew_at < QUIET_S
 
     def _throttling(self, new: DeviceReading, peers: tuple[int, ...], now: float) -> Iterator[FaultChange]:
         if new.reasons is None:
@@ -288,3 +292,10 @@ class DeviceFaults:
         self._restored.discard(fault_class)
         if active is not None:
             yield FaultChange(fault_class=fault_class, code=active.code, over=True)
+
+
+def _pcie_levels(new: DeviceReading) -> Iterator[tuple[str, str | None]]:
+    if new.pcie_width and new.pcie_width_max:
+        narrow = new.pcie_width < new.pcie_width_max
+        if not (narrow and new.idle):  # an idle GPU may narrow its link to save power
+            yield "pcie_width", f"x{new.pcie_width} of x{new.pcie_width_max}" if narrow else None

@@ -64,9 +64,9 @@ class Nvml:
         import pynvml
 
         self._api: Any = pynvml
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, object] = {}
         self._names: dict[int, str] = {}  # by handle address, which is how events identify their device
-        self._events: Any = None
+        self._events: object = None
         # Xids that arrived while no call waited for them
         self._pending_xids: deque[tuple[str, int]] = deque()
         # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
@@ -117,7 +117,7 @@ class Nvml:
             self._end_events()
         return bool(registered or self._pending_xids)
 
-    def _register(self, uuid: str, events: Any) -> bool:
+    def _register(self, uuid: str, events: object) -> bool:
         try:
             xids = self._api.nvmlEventTypeXidCriticalError
             self._api.nvmlDeviceRegisterEvents(self._handles[uuid], xids, events)
@@ -176,11 +176,11 @@ class Nvml:
             found = None
         return frozenset(process.pid for process in found or ())
 
-    def _read(self, handle: Any) -> DeviceReading:
+    def _read(self, handle: object) -> DeviceReading:
         n = self._api
         self._unspecific_error = False
 
-        def call(name: str | tuple[str, ...], *arguments: Any) -> Any:
+        def call(name: str | tuple[str, ...], *arguments: object) -> Any:
             return self._call((name,) if isinstance(name, str) else name, handle, *arguments)
 
         reasons = call(REASONS)
@@ -209,7 +209,7 @@ class Nvml:
             link_errors=tuple(self._link_errors(handle, link, up) for link, up in enumerate(links)),
         )
 
-    def _links(self, handle: Any) -> tuple[bool | None, ...]:
+    def _links(self, handle: object) -> tuple[bool | None, ...]:
         links: list[bool | None] = []
         for link in range(self._api.NVML_NVLINK_MAX_LINKS):
             up = self._call(("nvmlDeviceGetNvLinkState",), handle, link)
@@ -218,7 +218,7 @@ class Nvml:
             links.append(None if up is None else bool(up))
         return tuple(links)
 
-    def _link_errors(self, handle: Any, link: int, up: bool | None) -> int | None:
+    def _link_errors(self, handle: object, link: int, up: bool | None) -> int | None:
         """Return the number of errors that a link has counted so far."""
         if not up:
             return None
@@ -231,7 +231,7 @@ class Nvml:
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    def _field(self, handle: Any, name: str, scope: int = 0) -> int | None:
+    def _field(self, handle: object, name: str, scope: int = 0) -> int | None:
         """Return a field's value; None if the device, the driver or `pynvml` does not support it."""
         field = getattr(self._api, name, None)
         values = field and self._call(("nvmlDeviceGetFieldValues",), handle, [(field, scope)])
@@ -240,7 +240,7 @@ class Nvml:
         value = values[0].value
         return int(value.ullVal if values[0].valueType in WIDE_TYPES else value.uiVal)
 
-    def _call(self, names: tuple[str, ...], *arguments: Any) -> Any:
+    def _call(self, names: tuple[str, ...], *arguments: object) -> Any:
         """Return the result of the first of these calls that is supported; None if the device cannot report the value.
 
         Raise _Lost if the device does not answer at all.
@@ -257,7 +257,7 @@ class Nvml:
                 self._unspecific_error = self._unspecific_error or error.value in UNSPECIFIC_ERRORS
         return None
 
-    def _or_none(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _or_none(self, call: Callable[..., Any], *arguments: object) -> Any:
         try:
             return call(*arguments)
         except self._api.NVMLError:

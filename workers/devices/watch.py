@@ -391,9 +391,7 @@ class DeviceWatch:
     # --- the reader
 
     def _read_all(self, nvml: Nvml) -> None:
-        search_due = not self.gpus or time.monotonic() - self._searched_at >= self._policy.look_s
-        if not self._configured and search_due and (used := self._used(nvml)) and self._add(nvml, used):
-            self._report(nvml)
+        self._search(nvml)
         readings = {uuid: nvml.read(uuid) for uuid in self.gpus}
         present = frozenset(uuid for uuid, reading in readings.items() if not reading.lost)
         if present - self._xids.gpus:  # a GPU that is reported as recovered must already be subscribed to
@@ -408,6 +406,12 @@ class DeviceWatch:
         if (self._xids.deafened or len(present) < len(readings)) and reopen_due:
             self._reopened_at = time.monotonic()
             self._reopen(nvml)
+
+    def _search(self, nvml: Nvml) -> None:
+        """Add the GPUs that the worker's processes have begun to use, unless its GPUs are configured."""
+        due = not self.gpus or time.monotonic() - self._searched_at >= self._policy.look_s
+        if not self._configured and due and (used := self._used(nvml)) and self._add(nvml, used):
+            self._report(nvml)
 
     def _resubscribe(self, nvml: Nvml, present: frozenset[str]) -> None:
         """Keep listening to the GPUs that are present: with a lost one among them, the driver reports nothing."""

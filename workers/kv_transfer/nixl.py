@@ -47,7 +47,7 @@ class Nixl:
             raise NoNixl(f"{error}. {NoNixl.__doc__}") from error
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = nixl_agent(worker, nixl_agent_config(sync_mode=strict))
-        self._registered: dict[int, Any] = {}  # by address
+        self._registered: dict[int, object] = {}  # by address
         # Addresses that a source may still write to. A source that is later than this many others is assumed gone.
         self._still_writable: deque[memoryview] = deque(maxlen=STILL_WRITABLE_MAX)
         self._unfinished: list[NixlRemote] = []  # aborted transfers that may still read their buffers
@@ -90,11 +90,11 @@ class Nixl:
         self.deregister(remote.registered)
         return True
 
-    def register(self, address: int, size: int) -> Any:
+    def register(self, address: int, size: int) -> object:
         """Let the library read and write this memory. Propagates the library's errors."""
         return self._agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
 
-    def deregister(self, registered: Any) -> None:
+    def deregister(self, registered: object) -> None:
         """Undo `register`."""
         self._agent.deregister_memory(registered)
 
@@ -102,7 +102,7 @@ class Nixl:
         """Deregister a region's buffer later, when its transfer, which is still running, has ended."""
         self._unfinished.append(remote)
 
-    def begin_write(self, source: int, peer: Any, target: int, size: int) -> Any:
+    def begin_write(self, source: int, peer: object, target: int, size: int) -> object:
         """Start a transfer to this address of that agent, and return its handle. Raise TransferFailed."""
         with self.lock, _failing():
             ours = self._agent.get_xfer_descs([(source, size, 0)], mem_type="DRAM")
@@ -111,7 +111,7 @@ class Nixl:
             self._agent.transfer(handle)
             return handle
 
-    def state(self, handle: Any) -> str:
+    def state(self, handle: object) -> str:
         """Return PROC, DONE or ERR, and release a transfer that is over."""
         with self.lock:
             try:
@@ -127,7 +127,7 @@ class Nixl:
 class NixlRemote:
     """A `Remote`: a region of another agent, written through a buffer that is registered here."""
 
-    def __init__(self, nixl: Nixl, peer: Any, address: int, deadline_s: float) -> None:
+    def __init__(self, nixl: Nixl, peer: object, address: int, deadline_s: float) -> None:
         """Write at this address of that agent, until `deadline_s` (time.monotonic)."""
         self._nixl = nixl
         self._peer = peer
@@ -137,9 +137,9 @@ class NixlRemote:
         self._own = self._buffer.ctypes.data
         self._broken = False
         self._lock = threading.Lock()
-        self.handle: Any = None  # of the running transfer
+        self.handle: object = None  # of the running transfer
         with nixl.lock, _failing():
-            self.registered: Any = nixl.register(self._own, CHUNK_BYTES)
+            self.registered: object = nixl.register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write the data, and return when it has arrived. Raise TransferFailed."""

@@ -9,8 +9,10 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
+from urllib.parse import urlsplit
 
 from controller.adapters.embedded.nats_log import LogTail
 from controller.adapters.embedded.server import (
@@ -18,6 +20,7 @@ from controller.adapters.embedded.server import (
     ServerFailed,
     check_port,
     directory_errors,
+    end,
     spawn,
     start_on_free_port,
     wait_until_ready,
@@ -74,25 +77,21 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
     with directory_errors(directory):
         process, log = await _launch(directory, port, options)
     ports = directory / f"nats-server_{process.pid}.ports"
-    try:
-        await wait_until_ready(lambda: _addresses(ports) is not None, process, log, "nats-server")
-        found = _addresses(ports)
-        assert found is not None
-        url = found["nats"][0]
-        server = EmbeddedServer("nats", url, int(url.rsplit(":", 1)[1]), directory, log, process)
-        if options.monitor is None:
-            return server
+    await wait_until_ready(lambda: _addresses(ports) is not None, process, log, "nats-server")
+    found = _addresses(ports) or {}
+    url = found["nats"][0]
+    server = EmbeddedServer("nats", url, int(url.rsplit(":", 1)[1]), directory, log, process)
+    if options.monitor is not None:
         server.monitor = found["monitoring"][0]
-        with directory_errors(directory):
-            server.effective = await effective(server.monitor)
-        if options.sync_interval == "always" != server.effective["sync_interval"]:
-            raise ServerFailed(
-                f"nats-server syncs every {server.effective['sync_interval']} although configured to sync always"
-            )
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+        try:
+            with directory_errors(directory):
+                server.effective = await effective(server.monitor)
+            synced = server.effective["sync_interval"]
+            if options.sync_interval == "always" != synced:
+                raise ServerFailed(f"nats-server syncs every {synced} although configured to sync always")
+        except BaseException:
+            end(process)
+            raise
     return server
 
 
@@ -195,15 +194,11 @@ async def effective(monitor: str) -> dict[str, Any]:
 
 async def page(url: str, path: str, deadline_s: float = 5.0) -> dict[str, Any]:
     """Return one JSON page of nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
-    host, port = url.removeprefix("http://").rstrip("/").split(":")
-    async with asyncio.timeout(deadline_s):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
-            answer = await reader.read()
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-    decoded: dict[str, Any] = json.loads(answer.split(b"\r\n\r\n", 1)[1])
-    return decoded
+
+    def read() -> dict[str, Any]:
+        with contextlib.closing(HTTPConnection(urlsplit(url).netloc, timeout=deadline_s)) as connection:
+            connection.request("GET", path)
+            decoded: dict[str, Any] = json.load(connection.getresponse())
+            return decoded
+
+    return await asyncio.to_thread(read)

@@ -110,14 +110,7 @@ async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServe
         fds=(place.held,),
         dies_by=signal.SIGQUIT,  # ends at once, like SIGKILL, but also frees its few bytes of System V shared memory
     )
-    try:
-        await wait_until_ready(
-            lambda: _ready(place.directory / "data", process.pid), process, log, "postgres"
-        )
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+    await wait_until_ready(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
     url = f"postgresql://127.0.0.1:{port}/{database}"
     return EmbeddedServer("postgres", url, port, place.directory, log, process)
 

@@ -58,12 +58,7 @@ async def _start(directory: Path, config: str, port: int) -> EmbeddedServer:
             directory,
             log,
         )  # fmt: skip
-    try:
-        await wait_until_ready(lambda: _listens(port), process, log, "prometheus")
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+    await wait_until_ready(lambda: _listens(port), process, log, "prometheus")
     return EmbeddedServer("prometheus", f"http://{LOOPBACK}:{port}", port, directory, log, process)
 
 

@@ -168,15 +168,25 @@ def environment() -> dict[str, str]:
 async def wait_until_ready(
     ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str
 ) -> None:
-    """Wait until `ready()`. Raise ServerFailed or PortInUse, with the server's own message."""
+    """Wait until `ready()`, or end the process. Raise ServerFailed or PortInUse, with the server's own message."""
     try:
         async with asyncio.timeout(START_DEADLINE_S):
             while not ready():
                 if process.poll() is not None:
                     raise _diagnosis(what, process.returncode, log)
                 await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise ServerFailed(f"{what} was not ready within {START_DEADLINE_S:g} s; its log is {log}") from None
+    except BaseException as error:
+        end(process)
+        if isinstance(error, TimeoutError):
+            late = f"{what} was not ready within {START_DEADLINE_S:g} s; its log is {log}"
+            raise ServerFailed(late) from None
+        raise
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that must not run, and reap it."""
+    process.kill()
+    process.wait()
 
 
 def _diagnosis(what: str, status: int, log: Path) -> ServerFailed:

@@ -14,10 +14,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import asyncpg
 import msgspec
@@ -109,10 +108,9 @@ class AuditHelper:
             return
         await self._send(b"")
         assert self._process.stdout is not None
-        with _within(self._policy.answer_s):
-            async with asyncio.timeout(self._policy.answer_s):
-                if (said := await self._process.stdout.readline()) != DONE:
-                    raise await self._failure(said)
+        async with _within(self._policy.answer_s):
+            if (said := await self._process.stdout.readline()) != DONE:
+                raise await self._failure(said)
 
     async def close(self) -> None:
         """End the helper at once: batches that are not committed are lost."""
@@ -139,13 +137,12 @@ class AuditHelper:
 
     async def _send(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with _within(self._policy.answer_s):
-            async with asyncio.timeout(self._policy.answer_s):
-                try:
-                    self._process.stdin.writelines((len(frame).to_bytes(_LENGTH), frame))
-                    await self._process.stdin.drain()
-                except ConnectionError:
-                    raise await self._failure() from None
+        async with _within(self._policy.answer_s):
+            try:
+                self._process.stdin.writelines((len(frame).to_bytes(_LENGTH), frame))
+                await self._process.stdin.drain()
+            except ConnectionError:
+                raise await self._failure() from None
 
     async def _failure(self, said: bytes = b"") -> AuditFailed:
         """Return why the helper has ended: its message, or its exit status."""
@@ -155,10 +152,11 @@ class AuditHelper:
         return AuditFailed(said.decode().strip() or f"exit status {status}. {AuditFailed.__doc__}")
 
 
-@contextlib.contextmanager
-def _within(seconds: float) -> Any:
+@contextlib.asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
     try:
-        yield
+        async with asyncio.timeout(seconds):
+            yield
     except TimeoutError:
         raise AuditFailed(f"silent for {seconds:g} s. {AuditFailed.__doc__}") from None
 

@@ -22,14 +22,19 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 
 metadata = MetaData()
+_Kind = type[Text] | type[BigInteger]
 _instant = DateTime(timezone=True)
 
 
-def _key(name: str, kind: type[Text] | type[BigInteger] = Text) -> "Column[object]":
+def _key(name: str, kind: _Kind = Text) -> "Column[object]":
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
-def _text(name: str) -> "Column[str]":
+def _all(kind: _Kind, *names: str, nullable: bool = False) -> "list[Column[object]]":
+    return [Column(name, kind, nullable=nullable) for name in names]
+
+
+def _text(name: str) -> "Column[object]":
     return Column(name, Text, nullable=False)
 
 
@@ -37,14 +42,7 @@ workers = Table(
     "workers",
     metadata,
     _key("worker"),
-    _text("instance"),
-    _text("model"),
-    _text("revision"),
-    _text("url"),
-    _text("engine"),
-    _text("engine_version"),
-    _text("device"),
-    _text("canary_key"),
+    *_all(Text, "instance", "model", "revision", "url", "engine", "engine_version", "device", "canary_key"),
     Column("pid", BigInteger, nullable=False),
     _text("health"),
     Column("health_value", SmallInteger, nullable=False),  # 0 healthy … 4 dead
@@ -64,8 +62,7 @@ breakers = Table(
     "breakers",
     metadata,
     _key("worker"),
-    _text("instance"),
-    _text("position"),
+    *_all(Text, "instance", "position"),
     Column("position_value", SmallInteger, nullable=False),  # 0 closed, 1 open, 2 half-open
     Column("failures", Integer, nullable=False),  # in a row
     Column("trials_failed", Integer, nullable=False),  # in a row
@@ -98,8 +95,7 @@ incidents = Table(
     "incidents",
     metadata,
     _key("incident"),
-    _text("subject"),
-    _text("symptom"),
+    *_all(Text, "subject", "symptom"),
     Column("opened_at", _instant, nullable=False),
     Column("opened_by", BigInteger, nullable=False),  # the number of the decision
     Column("closed_at", _instant),
@@ -112,15 +108,18 @@ migrations = Table(
     _key("id"),
     Column("seq", BigInteger, nullable=False),
     Column("at", _instant, nullable=False),
-    _text("frontend"),
-    _text("request"),
-    _text("model"),
-    _text("source"),
-    _text("source_instance"),
-    _text("target"),
-    _text("target_instance"),
-    _text("cause"),
-    _text("method"),
+    *_all(
+        Text,
+        "frontend",
+        "request",
+        "model",
+        "source",
+        "source_instance",
+        "target",
+        "target_instance",
+        "cause",
+        "method",
+    ),
     Column("tokens", BigInteger, nullable=False),
     Column("gap_ms", Double, nullable=False),
     Column("attempt", Integer, nullable=False),
@@ -134,9 +133,7 @@ exposures = Table(
     _key("id"),
     Column("seq", BigInteger, nullable=False),
     Column("at", _instant, nullable=False),
-    _text("frontend"),
-    _text("worker"),
-    _text("instance"),
+    *_all(Text, "frontend", "worker", "instance"),
     Column("request", Text),  # null: unknown; then since and until bound the time
     Column("model", Text),
     Column("first", BigInteger),
@@ -154,19 +151,12 @@ fleet_events = Table(
     _key("seq", BigInteger),
     Column("at", _instant, nullable=False),
     _text("id"),  # ce-id
-    _text("kind"),
-    _text("source"),
+    *_all(Text, "kind", "source"),
     Column("source_number", BigInteger, nullable=False),
     Column("number", BigInteger),  # of a decision
     Column("through", BigInteger),  # the decider's read position
-    Column("worker", Text),
-    Column("instance", Text),
-    Column("request", Text),
-    Column("model", Text),
-    Column("frontend", Text),
-    Column("incident", Text),
-    _text("causation"),
-    _text("correlation"),
+    *_all(Text, "worker", "instance", "request", "model", "frontend", "incident", nullable=True),
+    *_all(Text, "causation", "correlation"),
     Column("said_at", _instant),  # the source's own clock
     Column("body", JSONB, nullable=False),
     Index("fleet_events_id", "id", unique=True),
@@ -182,9 +172,7 @@ snapshots = Table(
     metadata,
     _key("reach", BigInteger),  # the last stream sequence that the settled fold contains
     Column("at", _instant, nullable=False),  # the stream's time of that event
-    Column("through", BigInteger, nullable=False),
-    Column("decided", BigInteger, nullable=False),
-    Column("number", BigInteger, nullable=False),
+    *_all(BigInteger, "through", "decided", "number"),
     Column("deciders_version", Integer, nullable=False),
     Column("codec_version", Integer, nullable=False),
     Column("fleet", LargeBinary, nullable=False),
@@ -199,8 +187,7 @@ projection = Table(
     _text("shown_id"),  # ce-id of that event: a recreated stream has another one there
     Column("shown_at", _instant),
     Column("through", BigInteger, nullable=False),  # the settled position
-    Column("decided", BigInteger, nullable=False),
-    Column("number", BigInteger, nullable=False),
+    *_all(BigInteger, "decided", "number"),
     Column("deciders_version", Integer, nullable=False),
     Column("written_at", _instant, nullable=False, server_default=text("clock_timestamp()")),
 )

@@ -16,7 +16,6 @@ import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import IO
 
 from controller.adapters.scaling.one_line import last_line, one_line
@@ -109,9 +108,7 @@ class KeptOutput:
     def __enter__(self) -> "KeptOutput":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._read)
         self._close_end()
         os.close(self._read)
