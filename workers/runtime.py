@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -40,6 +40,10 @@ from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failur
 
 if TYPE_CHECKING:
     from workers.devices.report import Devices
+    from workers.worker_group import Many
+
+Workers: TypeAlias = "Alone | Many"
+"""The workers of one process."""
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -49,25 +53,12 @@ CLOSE_S = 1.5
 START_SPARE_S = 60.0  # longer than the engine's own deadline, because its error carries the reason
 SERVING_S = 0.5  # how long to wait for one worker before checking again which ones are not serving yet
 NO_FLEET = "no fleet runs on this data directory and no broker is configured: only frontends that have its address can find it"
+SHARED_FIELDS = ("name_check_s", "host", "advertise", "nvlink_domain", "rail", "kv_transport", "connections_max",
+                 "connections_per_address_max", "graceful_shutdown", "migration_limit", "spare", "chaos")  # fmt: skip
 KEEPER_S = 2.0  # how often the keeper is checked
 _PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
-
-
-class Workers(Protocol):
-    """The workers of one process: `Alone`, or `Many`."""
-
-    workers: list[InferenceWorker]
-
-    async def run(self) -> int:
-        """Run the workers until the process is told to stop or they fail; return the exit code."""
-
-    def stopping(self) -> bool:
-        """Return whether the process is shutting down."""
-
-    def fail(self, error: Exception) -> None:
-        """End all workers, because a callback of the event loop failed."""
 
 
 @dataclass
@@ -77,11 +68,6 @@ class FleetLinks:
     journal: Journal
     bus: NatsBus | None
     channels: Channels | None = None  # channels of the request plane, if it runs through the broker
-
-    @property
-    def fleet_journal(self) -> NatsJournal | None:
-        """The journal if it is the fleet's; None if only this process reads it."""
-        return self.journal if isinstance(self.journal, NatsJournal) else None
 
     async def close(self) -> None:
         """Flush the journal and close. Facts that the broker has not accepted in time stay in the spool."""
@@ -114,7 +100,7 @@ async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) ->
         await asyncio.to_thread(_sweep)
         workers = _workers(settings, instance, links, stop)
         asyncio.get_running_loop().set_exception_handler(lambda _, context: end_after(context, workers))
-        code = await _serve(settings, workers, keeper_pid, links)
+        code = await _serve(settings, workers, keeper_pid, links.journal)
     finally:
         await links.close()
     if code == 0:
@@ -192,25 +178,15 @@ def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | No
 
 
 def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> list[WorkerConfig]:
+    shared = {name: getattr(settings, name) for name in SHARED_FIELDS}
     return [
         WorkerConfig(
+            **shared,
             name=name,
             instance=instance if settings.count == 1 else f"{instance}-{number}",
-            name_check_s=settings.name_check_s,
-            host=settings.host,
             port=settings.port + number if settings.port else 0,
-            advertise=settings.advertise,
-            nvlink_domain=settings.nvlink_domain,
-            rail=settings.rail,
-            kv_transport=settings.kv_transport,
-            connections_max=settings.connections_max,
-            connections_per_address_max=settings.connections_per_address_max,
             grace_s=budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop),
-            graceful_shutdown=settings.graceful_shutdown,
-            migration_limit=settings.migration_limit,
-            spare=settings.spare,
             account=urls.user(settings.nats_url),
-            chaos=settings.chaos,
             shares_process=settings.count > 1,
             computes_on_gpus=settings.engine != "openai",
             key=key,
@@ -281,12 +257,11 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-async def _serve(
-    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, links: FleetLinks
-) -> int:
+async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: Journal) -> int:
     """Run the workers, together with the process's admin port and the check on its keeper."""
+    fleet_journal = journal if isinstance(journal, NatsJournal) else None  # None: only this process reads it
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_serve_admin(settings, workers, links.fleet_journal))]
+        beside = [group.create_task(_serve_admin(settings, workers, fleet_journal))]
         if keeper_pid is not None:
             beside.append(group.create_task(_watch_keeper(keeper_pid)))
         code = await workers.run()
@@ -321,9 +296,9 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
     announced: Path | None = None
     try:
-        announced = await asyncio.to_thread(
-            presence.announce, settings.data, "worker", _process_name(settings), url
-        )
+        names = settings.names
+        name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        announced = await asyncio.to_thread(presence.announce, settings.data, "worker", name, url)
         await asyncio.Event().wait()
     except OSError as error:
         log.error("presence_unwritable", data=str(settings.data), error=error.strerror)
@@ -332,12 +307,6 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
             presence.withdraw(announced)
         if pages is not None:
             pages.close()
-
-
-def _process_name(settings: WorkerSettings) -> str:
-    """Return the process's name: that of its worker, or the first and last of many."""
-    names = settings.names
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _die_with_parent() -> None:

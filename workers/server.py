@@ -7,14 +7,13 @@ Everything here runs on one event loop; only `deliver` may be called from anothe
 import asyncio
 import contextlib
 import itertools
-from typing import Protocol
 
 import msgspec
 import structlog
 
 from events import wire
 from events.fleet_key import FleetKey, UnknownPeer, WorkerHandshake
-from events.nats.channels import Channels
+from events.nats.channels import ChannelListener, Channels
 from events.wire import Cancel, Chunk, Declined, Generate, Hello, Proof, Reserve, Ship, Stay, Welcome
 from workers.counters import DrainState, Refusal, WorkerCounters
 from workers.engines.engine import Engine
@@ -37,13 +36,6 @@ HELLO_BYTES_MAX = 4096  # limit of a frame on a connection that has sent no hell
 LEAVES = "engine_shutdown: this worker is leaving"
 
 log = structlog.get_logger(__name__)
-
-
-class FrontendListener(Protocol):
-    """Accepts connections."""
-
-    def close(self) -> None:
-        """Stop accepting connections."""
 
 
 class FrontendProtocol(asyncio.Protocol):
@@ -160,7 +152,7 @@ class WorkerServer:
         self.deliver = self.output.deliver  # for the engine
         self._outgoing, self._incoming = self.moves.source, self.moves.target
         self._keys = itertools.count(1)
-        self._listener: FrontendListener | None = None
+        self._listener: asyncio.Server | ChannelListener | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen, and return the address. Raise OSError if the port cannot be bound."""

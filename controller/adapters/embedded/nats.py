@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import shutil
 import signal
-import subprocess
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection
@@ -74,8 +73,18 @@ async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenO
 
 
 async def _start(directory: Path, options: BrokerOptions, port: int) -> EmbeddedServer:
+    check_port(port, "nats")
     with directory_errors(directory):
-        process, log = await _launch(directory, port, options)
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory / USERS, options.users)
+        config, log = directory.resolve() / "nats-server.conf", directory / "nats-server.log"
+        _write(config, _config(directory.resolve(), port, options))
+        process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
+        for stale in directory.glob(
+            "nats-server_*.ports"
+        ):  # of killed servers; ours is not written yet, or has our pid
+            if stale.name != f"nats-server_{process.pid}.ports":
+                stale.unlink(missing_ok=True)
     ports = directory / f"nats-server_{process.pid}.ports"
     await wait_until_ready(lambda: _addresses(ports) is not None, process, log, "nats-server")
     found = _addresses(ports) or {}
@@ -99,29 +108,6 @@ def reload_users(server: EmbeddedServer, users: str) -> None:
     """Make a running server apply other users from now on. Connections of users that remain are kept. Raise OSError."""
     _write(server.directory / USERS, users)
     server.process.send_signal(signal.SIGHUP)
-
-
-async def _launch(directory: Path, port: int, options: BrokerOptions) -> tuple[subprocess.Popen[bytes], Path]:
-    check_port(port, "nats")
-    config, log = _configured(directory, port, options)
-    process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
-    _forget(directory, process.pid)
-    return process, log
-
-
-def _forget(directory: Path, pid: int) -> None:
-    """Remove the files of killed servers; ours is not written yet, or has our pid in its name."""
-    for stale in directory.glob("nats-server_*.ports"):
-        if stale.name != f"nats-server_{pid}.ports":
-            stale.unlink(missing_ok=True)
-
-
-def _configured(directory: Path, port: int, options: BrokerOptions) -> tuple[Path, Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / USERS, options.users)
-    config = directory.resolve() / "nats-server.conf"
-    _write(config, _config(directory.resolve(), port, options))
-    return config, directory / "nats-server.log"
 
 
 def _write(path: Path, text: str) -> None:
