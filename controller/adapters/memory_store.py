@@ -46,7 +46,7 @@ class MemoryTables:
 
     reachable: bool = True
     position: ReadPosition = field(default_factory=ReadPosition)
-    rows: dict[str, dict[tuple[Any, ...], projection.Row]] = field(
+    rows: dict[str, dict[projection.Row, projection.Row]] = field(
         default_factory=lambda: {name: {} for name in projection.COLUMNS}
     )
     events: dict[str, projection.Row] = field(default_factory=dict)  # by ce-id
@@ -225,7 +225,7 @@ class MemoryFrozen:
         """Return the sequence under which an event is kept, by its ce-id; None if it is not."""
         return next((int(row[0]) for row in self._events if row[2] == id), None)
 
-    async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+    async def events(self, after: int) -> AsyncIterator[Sequence[projection.Row]]:
         """Yield the rows of `fleet_events` above a sequence."""
         if found := [row for row in self._events if row[0] > after]:
             yield found

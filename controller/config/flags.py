@@ -72,7 +72,7 @@ def canonical(section: str, path: Sequence[str]) -> list[str]:
     return [*path[:-1], _own((section, *path))]
 
 
-def fixed(section: str, path: Sequence[str], value: Any) -> bool:
+def fixed(section: str, path: Sequence[str], value: object) -> bool:
     """Return whether a setting is a fixed one of the seeds. Raise BadSetting if it is given another value."""
     place = ".".join((section, *path))
     if place not in FIXED:
@@ -83,10 +83,10 @@ def fixed(section: str, path: Sequence[str], value: Any) -> bool:
     return True
 
 
-def renamed(section: str, values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+def renamed(section: str, values: Mapping[str, object], path: tuple[str, ...] = ()) -> dict[str, object]:
     """Return a section's values (those below `path`) under their own names, at every depth. Raise BadSetting if a setting is
     given under both names."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
         here = (*path, name)
         if fixed(section, here, value):
@@ -117,7 +117,7 @@ def fields_of(model: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(model)}
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(annotation: object) -> bool:
     """Return whether a field contains settings of its own."""
     if not isinstance(annotation, type) or get_origin(annotation) is not None:
         return False
@@ -160,7 +160,7 @@ def _extra(field: FieldInfo, name: str, default: Any) -> Any:
     return extra.get(name, default) if isinstance(extra, dict) else default
 
 
-def _as_given(default: Any) -> str:
+def _as_given(default: object) -> str:
     """Return a default as it would be written on the command line."""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
@@ -188,14 +188,14 @@ def add_flags(
 
 
 def gather(
-    model: type[M], section: str, args: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    model: type[M], section: str, args: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> M:
     """Build one section of the settings. Raise BadSetting with the setting, its value and what is expected."""
     values = from_environment(model, section, os.environ if environment is None else environment)
     for place, _, field in flagged(model):
         if args.get(place) is not None:
             *inner, name = place.split(".")
-            where: Any = values
+            where: object = values
             for part in inner:
                 where = where.setdefault(part, {}) if isinstance(where, dict) else None
             # otherwise the environment sets the whole section: validation rejects it
@@ -208,7 +208,7 @@ def gather(
         raise BadSetting(describe(error, section, model)) from error
 
 
-def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) -> dict[str, str]:
+def as_variables(section: str, model: type[BaseModel], args: Mapping[str, object]) -> dict[str, str]:
     """Return the given flags as the equivalent environment variables, for a process of that role."""
     start = f"{PREFIX}{section.upper()}__"
     return {
@@ -218,10 +218,10 @@ def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) 
     }
 
 
-def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, object]:
     """Return the fields that the environment sets, nested like the model. Raise BadSetting for an unknown name."""
     start = f"{PREFIX}{section.upper()}__"
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for variable, text in environment.items():
         if variable.startswith(start):
             path = variable[len(start) :].lower().split("__")
@@ -247,7 +247,7 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
             raise BadSetting(f"{variable} is not a setting: {part} has no settings of its own")
 
 
-def _value(annotation: Any, text: Any) -> Any:
+def _value(annotation: object, text: object) -> object:
     """Parse text for a field: seconds as a duration, JSON or comma-separated values as a collection."""
     if not isinstance(text, str):
         return text
@@ -271,7 +271,7 @@ def describe(
     error: ValidationError,
     section: str,
     model: type[BaseModel] | None = None,
-    only: Callable[[Mapping[str, Any]], bool] = lambda one: True,
+    only: Callable[[Mapping[str, object]], bool] = lambda one: True,
 ) -> str:
     """Return one sentence that names the wrong settings, their values and what is expected. `model` adds their flags. `only`:
     restrict to these errors."""
@@ -290,7 +290,7 @@ def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) 
     return f"{name}: {message[0].lower()}{message[1:]}{flag}"
 
 
-def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
     """Yield every setting below `value` as (dotted name, effective value)."""
     for name in fields_of(type(value)):
         below = getattr(value, name)

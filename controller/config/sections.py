@@ -5,7 +5,6 @@ Each section is a model next to the code that uses it. This module only locates 
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -41,10 +40,10 @@ def section(role: str) -> type[BaseModel]:
     raise KeyError(role)
 
 
-def effective(environment: Mapping[str, str]) -> dict[str, Any]:
+def effective(environment: Mapping[str, str]) -> dict[str, object]:
     """Return every setting's effective value by dotted name, with secrets masked. Raise BadSetting."""
     refuse_unknown(environment)
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for place in PLACES:
         found[place.removeprefix(PREFIX).lower()] = masked(environment.get(place, ""))
     for role in SECTIONS:

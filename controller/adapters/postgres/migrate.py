@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import asyncpg
 
@@ -36,6 +36,9 @@ from controller.read_model.errors import (
 )
 from controller.read_model.grants import READER, WRITER, grants, quoted
 from events.errors import HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
 LOCK_S = 60  # to wait for another migration, or for a locked table
@@ -184,7 +187,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     settings = {"search_path": schema, "lock_timeout": f"{LOCK_S}s"}
     late: asyncio.TimerHandle | None = None
 
-    async def connect() -> Any:
+    async def connect() -> Connection:
         """Connect with a time limit: a server that hangs during a migration would block even the rollback."""
         nonlocal late
         connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
@@ -216,7 +219,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         await engine.dispose()
 
 
-async def _set_aside(connection: Any, schema: str) -> bool:
+async def _set_aside(connection: "AsyncConnection", schema: str) -> bool:
     """Rename the schema if its version is lost, and return whether it was renamed.
 
     The tables are rebuilt from the journal, and the next rebuild drops the renamed schema."""
@@ -234,7 +237,7 @@ async def _set_aside(connection: Any, schema: str) -> bool:
     return False
 
 
-async def _own_grants(connection: Any, schema: str) -> list[str]:
+async def _own_grants(connection: "AsyncConnection", schema: str) -> list[str]:
     """Return the grants for our own accounts; none on a server that does not have them."""
     from sqlalchemy import text
 
@@ -259,7 +262,7 @@ def _translate(url: str, error: Exception, why: str) -> None:
         ) from error
 
 
-def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:
+def _alembic(connection: object, schema: str, to: str, up: bool) -> None:
     from alembic import command
     from alembic.config import Config
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any
 
 import asyncpg
 import structlog
@@ -21,7 +20,7 @@ from events import codec
 from events.fact import Decision, Recorded
 
 STATE = tuple(table.name for table in tables.STATE)
-Rows = Sequence[tuple[Any, ...]]
+Rows = Sequence[projection.Row]
 _dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
 _STILL = "EXISTS (SELECT FROM moved)"
 _MOVE = """moved AS (UPDATE projection SET shown_seq = $2, shown_id = $3, shown_at = $4, through = $5, decided = $6,
@@ -35,7 +34,7 @@ def columns(table: Table) -> tuple[str, ...]:
     return tuple(column.name for column in table.columns)
 
 
-def build(move: Sequence[Any], writes: Mapping[str, Rows]) -> tuple[str, list[Any]]:
+def build(move: Sequence[object], writes: Mapping[str, Rows]) -> tuple[str, list[object]]:
     """Return the single statement of a transaction, and its parameters.
 
     `writes` maps a part ("workers", "delete goldens" …) to its rows. If the position is not the expected one, nothing changes.
@@ -47,7 +46,7 @@ def build(move: Sequence[Any], writes: Mapping[str, Rows]) -> tuple[str, list[An
     text is assembled from parts; asyncpg keeps each combination prepared.
     """
     parts = tuple(part for part, rows in writes.items() if rows)
-    parameters: list[Any] = list(move)
+    parameters: list[object] = list(move)
     for part in parts:
         parameters.extend(list(column) for column in zip(*writes[part], strict=True))
     return _text(parts), parameters
@@ -187,7 +186,9 @@ class Writer:
         row = (position.decided, self._decided[1], position.through, position.decided, position.number)
         return [(*row, DECIDERS_VERSION, fleet_codec.VERSION, fleet, sources)]
 
-    async def _write(self, move: Sequence[Any], writes: Mapping[str, Rows], audit: Rows, whole: bool) -> None:
+    async def _write(
+        self, move: Sequence[object], writes: Mapping[str, Rows], audit: Rows, whole: bool
+    ) -> None:
         everything = {**writes, "append fleet_events": audit}
         if len(audit) >= COPY_FROM:
             try:
@@ -200,7 +201,7 @@ class Writer:
             await _move(connection, move, everything)
 
     async def _transaction(
-        self, move: Sequence[Any], writes: Mapping[str, Rows], whole: bool, copied: Rows = ()
+        self, move: Sequence[object], writes: Mapping[str, Rows], whole: bool, copied: Rows = ()
     ) -> None:
         async with self._link.use() as connection, connection.transaction():
             if whole:
@@ -211,7 +212,7 @@ class Writer:
                 await copy(connection, copied)
 
 
-async def _move(connection: Connection, move: Sequence[Any], writes: Mapping[str, Rows]) -> None:
+async def _move(connection: Connection, move: Sequence[object], writes: Mapping[str, Rows]) -> None:
     text, parameters = build(move, writes)
     try:
         moved = await connection.fetchval(text, *parameters)

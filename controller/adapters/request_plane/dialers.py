@@ -43,11 +43,11 @@ class CoalescingTransport(asyncio.Transport):
         self._loop = asyncio.get_running_loop()
         self._writes = 0  # writes in this turn
         self._busy = False  # the last turn with writes had several
-        self._gathered: list[bytes] = []
+        self._gathered: list[bytes | bytearray | memoryview] = []
         self._bytes = 0  # in `_gathered`
         self.is_closing = transport.is_closing  # type: ignore[method-assign]  # called for every request
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         self._writes += 1
         if self._writes == 1:
             self._loop.call_soon(self._end_turn)
@@ -71,7 +71,7 @@ class CoalescingTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self._bytes + self._transport.get_write_buffer_size()
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
+    def get_extra_info(self, name: str, default: object = None) -> Any:
         return self._transport.get_extra_info(name, default)
 
     def close(self) -> None:

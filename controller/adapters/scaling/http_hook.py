@@ -102,7 +102,7 @@ class HttpScaleHook:
             seen = _scale(await _request(session, "GET", url))
             if seen.replicas == wanted.after:
                 return HookResult(True, f"already {_replicas(wanted.after)}")
-            change: dict[str, Any] = {"spec": {"replicas": wanted.after}}
+            change: dict[str, object] = {"spec": {"replicas": wanted.after}}
             if seen.version:
                 change["metadata"] = {"resourceVersion": seen.version}
             await _request(session, "PATCH", url, change)
