@@ -1,6 +1,5 @@
 """A command as a scale hook: its input, its output, and its end."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from scale_world import WANTED, command
+from waits import until
 
 from controller.adapters.scaling.command_hook import OUTPUT_KEPT, CommandScaleHook, without_secrets
 from controller.ports import HookResult
@@ -58,10 +58,8 @@ async def test_a_command_is_killed_at_its_deadline_with_all_that_it_has_started(
     )
     result = await command(program, 3.0).scale(WANTED)
     assert result == HookResult(False, "it did not end within 3 s")
-    for pid in map(int, pids.read_text().split()):
-        async with asyncio.timeout(20):
-            while lives(pid):  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.01)
+    started = [int(pid) for pid in pids.read_text().split()]
+    await until(lambda: not any(map(lives, started)))
 
 
 async def test_a_command_has_ended_even_if_another_process_holds_its_output(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ PROGRAMS = {
 
 
 async def slow(_: web.Request) -> web.Response:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return web.Response()
 
 

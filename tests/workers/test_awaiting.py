@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from waits import turns
 from worker_life import ABOUT, Begin, begin
 
 from events.fact import Fact
@@ -45,7 +46,7 @@ async def test_a_worker_records_what_it_waits_for_until_it_joins(
     engine = DelayedEngine()
     starting = asyncio.ensure_future(begin(engine=engine))
     await eventually(lambda: engine.may_start is not None, 5)
-    await asyncio.sleep(0)
+    await turns()
     engine.may_start.set()
     life = await starting
     assert waits(life.facts) == [("cannot connect to http://u", "")]

@@ -66,7 +66,7 @@ from controller.processes.roles import _run
 
 async def role():
     asyncio.ensure_future(asyncio.to_thread(time.sleep, 60))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # the thread begins to hang
     return 0
 
 raise SystemExit(_run(role()))

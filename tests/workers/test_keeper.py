@@ -158,7 +158,7 @@ def _killed_while_starting(after_s: float) -> int:
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)
-    time.sleep(after_s)
+    time.sleep(after_s)  # the moment of the kill is what is tested
     process.kill()
     process.communicate()
     return process.pid

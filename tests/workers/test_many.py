@@ -149,7 +149,7 @@ async def test_a_hang_and_a_blackhole_each_end_after_their_own_duration(
     assert server.connections.blackholed
     await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
     await shared.chaos("w0", "hang")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # longer than the blackhole lasts
     assert server.connections.blackholed, "a hung worker sends nothing, whatever else has healed"
     await shared.chaos("w0", "unhang")
     assert not server.connections.blackholed

@@ -11,6 +11,7 @@ from frontend_routes import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
 from recording_transport import Line
 from simulated_kit import generate, run
+from waits import turns
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
 from workers.counters import Ends
@@ -268,7 +269,7 @@ async def test_the_backlog_is_sent_before_the_connection_closes(
     streams = [frontend.ask(prompt(salt=n), max_tokens=4_000) for n in range(60)]
     await eventually(lambda: server.counters.completed > 50, 20)
     closing = asyncio.ensure_future(server.close(10.0))
-    await asyncio.sleep(0)
+    await turns()
     frontend.transport.resume_reading()
     await closing
     await frontend.lost()
@@ -358,7 +359,7 @@ async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_hea
     stream = frontend.ask(prompt(), max_tokens=10_000)
     await frontend.until(lambda: len(frontend.tokens(stream)) > 3)
     server.connections.blackhole(True)
-    await asyncio.sleep(0)
+    await turns()
     newcomer = await dial(server)
     await asyncio.sleep(0.05)  # frames under way arrive
     heard = len(frontend.frames)

@@ -75,7 +75,7 @@ class Life:
         elif roll < 0.95:
             self.pause(self.dice.choice(self.frontends))
         else:
-            await asyncio.sleep(self.dice.random() * 0.01)
+            await asyncio.sleep(self.dice.random() * 0.01)  # real sockets and threads run on
         self.frontends = [frontend for frontend in self.frontends if not frontend.closed.is_set()]
 
     def ask(self, frontend: PlainFrontend) -> None:

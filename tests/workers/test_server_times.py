@@ -11,6 +11,7 @@ import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 from recording_transport import Line
+from waits import turns, virtual
 
 from benchmarks.virtual_loop import VirtualLoop
 from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend
@@ -72,7 +73,7 @@ async def test_beats_are_rare_while_steps_are_sent() -> None:
 
 async def test_an_idle_worker_sends_one_beat_a_second_to_all_frontends_at_once() -> None:
     async with serving() as server, entered(server) as frontend:
-        await asyncio.sleep(0.4)
+        await virtual(0.4)
         async with entered(server) as other:
             await frontend.until(lambda: len(frontend.beats) >= 4)
             await other.until(lambda: len(other.beats) >= 3)
@@ -87,7 +88,7 @@ async def test_a_cancelled_stream_is_removed_within_a_tenth_of_a_second() -> Non
         await frontend.until(lambda: frontend.tokens(stream))
         frontend.cancel(stream)
         began = now()
-        await asyncio.sleep(0)
+        await turns()
         await frontend.until(lambda: server.in_flight == 0)
         assert now() - began < 0.1
 
@@ -115,13 +116,13 @@ async def test_steps_of_a_burst_are_sent_together_and_begins_and_ends_at_once() 
 
     say(Chunk(1, [300], cached_tokens=0))
     assert sent() == [Step([Chunk(1, [300], cached_tokens=0)])]
-    await asyncio.sleep(0.4)
+    await virtual(0.4)
     say(Chunk(1, [301]))
     assert sent() == [Step([Chunk(1, [301])])], "the last step was long ago"
     say(Chunk(1, [302]))
     say(Chunk(1, [303]))
     assert sent() == []
-    await asyncio.sleep(0.4)
+    await virtual(0.4)
     assert sent() == [Step([Chunk(1, [302, 303])])]
     say(Chunk(1, [304]))
     say(Chunk(1, [305]))
@@ -141,7 +142,7 @@ async def test_steps_of_a_burst_are_sent_together_and_begins_and_ends_at_once() 
     assert sent() == [Step([Chunk(4, [601, 602], "stop")])]
     say(Chunk(1, [307]))
     protocol.pause_writing()
-    await asyncio.sleep(0.4)
+    await virtual(0.4)
     assert sent() == [], "the frontend has stopped reading meanwhile"
     say(Chunk(1, [308], "stop"))
     assert sent() == []
@@ -152,5 +153,5 @@ async def test_steps_of_a_burst_are_sent_together_and_begins_and_ends_at_once() 
     assert sent() == [Step([Chunk(3, [500])])]
     say(Chunk(3, [501]))
     protocol.connection_lost(None)
-    await asyncio.sleep(0.4)
+    await virtual(0.4)
     assert sent() == []

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 from plain_frontend import PlainFrontend
+from waits import until
 
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
@@ -92,7 +93,8 @@ async def test_the_frontend_that_is_idle_for_longest_is_closed_to_make_room(limi
     async with serving(limits) as server, AsyncExitStack() as stack:
         first = await greeted(server, stack)
         second = await greeted(server, stack)
-        await asyncio.sleep(0.01)  # the loop's clock counts milliseconds
+        began = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > began + 0.001)  # it counts milliseconds
         third = await greeted(server, stack)
         await first.answer(first.ask([300, 301], max_tokens=2))
         async with stranger(server), stranger(server):
@@ -110,8 +112,7 @@ async def test_the_newcomer_is_refused_if_all_frontends_have_streams() -> None:
         frontends = [await greeted(server, stack) for _ in range(2)]
         for frontend in frontends:
             frontend.ask([300, 301], max_tokens=100_000)
-        while any(not one.streams for one in server.connections.open):  # noqa: ASYNC110 (the worker has to read)
-            await asyncio.sleep(0.01)
+        await until(lambda: all(one.streams for one in server.connections.open))
         newcomer = await PlainFrontend.connect(server.address[1])
         async with asyncio.timeout(SECONDS):
             await newcomer.closed.wait()

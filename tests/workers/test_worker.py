@@ -8,6 +8,7 @@ import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 from structlog.testing import capture_logs
+from waits import turns
 from worker_life import ABOUT, DIED, Begin, Eventually, Life
 
 from events import subjects
@@ -290,7 +291,7 @@ async def test_a_worker_can_be_stopped_while_its_engine_loads(begin: Begin) -> N
         None,
     )
     running = asyncio.ensure_future(worker.run(stop))
-    await asyncio.sleep(0)
+    await turns()
     stop.set()
     async with asyncio.timeout(20):
         assert await running == 0

@@ -288,7 +288,7 @@ class Upstream:
                     await self._misbehave(request, response, body, chunk)
                     return response
                 if self.token_s:
-                    await asyncio.sleep(self.token_s)
+                    await asyncio.sleep(self.token_s)  # the speed of the server
                 if self.manner != "llamacpp" or chunk.tokens[0] % 7 or chunk.finish:
                     await self._send(response, self._event(body, [chunk], chunk.finish))
             await response.write(b"data: [DONE]\n\n")
@@ -343,7 +343,7 @@ class Upstream:
                 while not self.release.is_set():
                     await response.write(b": keep-alive\n\n")
                     self.comments += 1
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.01)  # the interval of the pings
             case "stall":
                 await self.release.wait()
             case _:

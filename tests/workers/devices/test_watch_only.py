@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import shim
 from structlog.testing import capture_logs
-from waits import block_until
+from waits import block_until, until
 from watch_kit import QUICK
 from worker_process import START_S, Process, Spawn
 
@@ -84,8 +84,7 @@ async def watched(gpus: shim.State, tmp_path: Path) -> AsyncIterator[Watched]:
             run_watch(settings, MemoryJournal(stream, "watch:w0"), bus, stop, QUICK)
         )
         stops.append((stop, running))
-        while not bus.entries and not running.done():  # noqa: ASYNC110 (a thread opens the driver)
-            await asyncio.sleep(0.005)
+        await until(lambda: bus.entries or running.done())
         await bus.publish(subjects.beat("w0"), beat("i1"))
         if running.done():
             await running

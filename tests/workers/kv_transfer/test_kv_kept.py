@@ -2,12 +2,12 @@
 
 import os
 import threading
-import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from kv_kit import KV, TOKENS
+from waits import block_until
 
 from workers.kv_transfer.messages import Grant
 from workers.kv_transfer.receiver import ROOT as SHARED
@@ -63,10 +63,7 @@ def test_memory_is_returned_to_the_kernel_while_it_is_still_referenced(tmp_path:
         with Path(grant.region).open("rb") as file:
             assert os.fstat(file.fileno()).st_blocks * 512 >= MB
             receiver.abort(grant.ticket)
-            until = time.monotonic() + 10
-            while os.fstat(file.fileno()).st_blocks and time.monotonic() < until:
-                time.sleep(0.01)
-            assert os.fstat(file.fileno()).st_blocks == 0
+            block_until(lambda: os.fstat(file.fileno()).st_blocks == 0, 10)
         assert len(memory.obj) >= MB  # type: ignore[arg-type]
     finally:
         receiver.close()
