@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from events.errors import HoldfastError, UsageError
 from events.process.imports import without
@@ -59,7 +59,7 @@ def exit_code(run: Callable[[], int]) -> int:
         return BROKE
 
 
-def _run(flags: Mapping[str, Any]) -> int:
+def _run(flags: Mapping[str, object]) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     settings = with_broker_user(load_settings(flags))
     # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)

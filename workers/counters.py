@@ -6,7 +6,8 @@ Canaries are not users' requests and are not counted, but their tokens are.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import sub
 
 from events.wire import ERRORS
 
@@ -35,12 +36,7 @@ class Ends:
     failed: int = 0  # with an error
 
     def __sub__(self, earlier: "Ends") -> "Ends":
-        return Ends(
-            self.completed - earlier.completed,
-            self.migrated - earlier.migrated,
-            self.cancelled - earlier.cancelled,
-            self.failed - earlier.failed,
-        )
+        return Ends(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(slots=True)

@@ -11,16 +11,14 @@ then.
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import structlog
 
 from events import subjects
 from events.errors import BadSetting, HoldfastError
 from events.journal.port import Journal
-from events.nats.bus import Bus
+from events.nats.bus import Body, Bus
 from events.nats.connection import DISCONNECTED
 from events.process import presence
 from workers.config.settings import WorkerSettings
@@ -56,7 +54,7 @@ class WatchedWorker:
         if self.instance:
             self._observe(device, change)
 
-    def on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+    def on_beat(self, subject: str, body: Body) -> None:
         """Detect the worker's next instance."""
         instance = str(body.get("instance") or "")
         if not instance or instance == self.instance or instance in self._past:

@@ -192,55 +192,47 @@ class HeardTooLate(HoldfastError):
     """The command arrived after its deadline: its sender was told that it failed."""
 
 
+@dataclass(eq=False)
 class WorkerCommands:
     """Subscribes to the controller's commands for one worker, and carries them out, through the server and the engine."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        engine: Engine,
-        server: WorkerServer,
-        journal: Journal,
-        bus: Bus | None,
-        beats: FleetBeats,
-        end: WorkerEnd,
-        faults: RehearsedFaults,
-    ) -> None:
-        """Build the commands; without a bus there are none to carry out."""
-        self._config = config
-        self._engine = engine
-        self._server = server
-        self._journal = journal
-        self._bus = bus
-        self._beats = beats
-        self._end = end
-        self._faults = faults
+    config: WorkerConfig
+    engine: Engine
+    server: WorkerServer
+    journal: Journal
+    bus: Bus | None  # without a bus there are no commands
+    beats: FleetBeats
+    end: WorkerEnd
+    faults: RehearsedFaults
+    foreign: int = 0  # number of messages on its subjects that are not control messages
+    _drain: asyncio.Task[None] | None = None
+    _subscription: Subscription | None = None
+    _strangers: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        name = self.config.name
         self._handlers = {
-            subjects.drain(config.name): self.on_drain,
-            subjects.resume(config.name): self.on_resume,
-            subjects.chaos(config.name): faults.play,
-            subjects.retire(config.name): self.on_retire,
-            subjects.stop(config.name): self.on_stop,
-            subjects.distrust(config.name): self.on_distrust,
-            subjects.batch(config.name): self.on_batch,
-            subjects.beat(config.name): self._on_beat,
+            subjects.drain(name): self.on_drain,
+            subjects.resume(name): self.on_resume,
+            subjects.chaos(name): self.faults.play,
+            subjects.retire(name): self.on_retire,
+            subjects.stop(name): self.on_stop,
+            subjects.distrust(name): self.on_distrust,
+            subjects.batch(name): self.on_batch,
+            subjects.beat(name): self._on_beat,
         }
-        self._while_hung = (subjects.chaos(config.name), subjects.retire(config.name))
-        self._drain: asyncio.Task[None] | None = None
-        self._subscription: Subscription | None = None
-        self._strangers: set[str] = set()
-        self.foreign = 0  # number of messages on its subjects that are not control messages
-        self._log = log.bind(worker=config.name, instance=config.instance)
+        self._while_hung = (subjects.chaos(name), subjects.retire(name))
+        self._log = log.bind(worker=name, instance=self.config.instance)
 
     async def run(self) -> None:
         """Subscribe to the controller's requests, as soon as the broker is connected.
 
         One subscription receives all of them: each costs a task and a queue, and a process may have a thousand workers.
         """
-        while self._bus is not None and self._subscription is None:
+        while self.bus is not None and self._subscription is None:
             try:
-                subject = subjects.live(self._config.name)
-                self._subscription = await self._bus.subscribe(subject, self._on_request)
+                subject = subjects.live(self.config.name)
+                self._subscription = await self.bus.subscribe(subject, self._on_request)
             except DISCONNECTED:  # the broker is disconnected
                 await asyncio.sleep(LISTEN_RETRY_S)
 
@@ -252,9 +244,9 @@ class WorkerCommands:
     def _on_request(self, subject: str, body: Body) -> Answer | Awaitable[Answer]:
         handler = self._handlers.get(subject)
         # a hung worker handles only faults, and the command to retire, which ends it as SIGKILL ends a stopped process
-        if handler is None or (self._faults.hung and subject not in self._while_hung):
+        if handler is None or (self.faults.hung and subject not in self._while_hung):
             return None
-        if handler != self._on_beat and (why := foreign(subject.split(".")[1], self._config.name, body)):
+        if handler != self._on_beat and (why := foreign(subject.split(".")[1], self.config.name, body)):
             return self._ignore(subject, why)
         return self._in_time(handler, body) if "until" in body else handler(body)
 
@@ -270,7 +262,7 @@ class WorkerCommands:
 
         Raise HeardTooLate after the deadline, and JournalUnavailable if that clock cannot be read.
         """
-        if (await self._journal.end()).at > datetime.fromisoformat(str(body["until"])):
+        if (await self.journal.end()).at > datetime.fromisoformat(str(body["until"])):
             raise HeardTooLate
         return handler(body)
 
@@ -278,47 +270,47 @@ class WorkerCommands:
         """Cancel a running drain and all fault timers: the worker is ending now."""
         if self._drain is not None:
             self._drain.cancel()
-        self._faults.stop()
+        self.faults.stop()
 
     def on_drain(self, body: Body) -> Body:
         """Start a drain, or return its progress. Repeating the request changes nothing."""
         self._check_instance(body)
-        if not self._server.drain.draining:
+        if not self.server.drain.draining:
             deadline_s = number(body, "deadline_s", DRAIN_S)
-            self._server.refuse(DRAINING)
+            self.server.refuse(DRAINING)
             self._drain = asyncio.ensure_future(self._drain_until(deadline_s))
-        return {"draining": True, "in_flight": self._server.in_flight}
+        return {"draining": True, "in_flight": self.server.in_flight}
 
     async def _drain_until(self, deadline_s: float) -> None:
-        self._log.info("drain_began", deadline_s=deadline_s, in_flight=self._server.in_flight)
-        await self._beats.beat()
-        drained = await drain(self._server, DRAINING, deadline_s)
-        self._journal.observe(
-            DrainFinished(worker=self._config.name, instance=self._config.instance, **asdict(drained))
+        self._log.info("drain_began", deadline_s=deadline_s, in_flight=self.server.in_flight)
+        await self.beats.beat()
+        drained = await drain(self.server, DRAINING, deadline_s)
+        self.journal.observe(
+            DrainFinished(worker=self.config.name, instance=self.config.instance, **asdict(drained))
         )
         self._log.info("drain_finished", **asdict(drained))
 
     def on_resume(self, body: Body) -> Body:
         """Accept requests again, unless the process is shutting down."""
         self._check_instance(body)
-        if self._server.drain.refusal is DRAINING:
+        if self.server.drain.refusal is DRAINING:
             if self._drain is not None:
                 self._drain.cancel()
-            self._server.refuse(None)
+            self.server.refuse(None)
             self._log.info("resumed")
-        return {"draining": self._server.drain.draining, "in_flight": self._server.in_flight}
+        return {"draining": self.server.drain.draining, "in_flight": self.server.in_flight}
 
     def on_retire(self, body: Body) -> Body:
         """End this process: the fleet considers this instance dead, and only a new one can rejoin."""
         self._check_instance(body)
-        self._end.fail(Retired())
+        self.end.fail(Retired())
         return {"retired": True}
 
     def on_stop(self, body: Body) -> Body:
         """Shut down gracefully, as on SIGTERM: an operator restarts this worker."""
         self._check_instance(body)
-        self._end.stop_requested.set()
-        return {"stopping": True, "in_flight": self._server.in_flight}
+        self.end.stop_requested.set()
+        return {"stopping": True, "in_flight": self.server.in_flight}
 
     def on_distrust(self, body: Body) -> Body:
         """Stop shipping KV caches, and reuse no cached blocks: the fleet convicted this worker of wrong answers.
@@ -326,10 +318,10 @@ class WorkerCommands:
         Without a reason, trust the worker again: blocks computed from now on may be shipped and reused.
         """
         self._check_instance(body)
-        trust, output = self._server.moves.trust, self._server.output
+        trust, output = self.server.moves.trust, self.server.output
         reason = str(body.get("reason") or "")
         if bool(reason) is not (CONVICTED in trust.doubts):
-            self._engine.trust(not reason)
+            self.engine.trust(not reason)
         if reason:
             output.distrust(CONVICTED, f"the source is convicted: {reason}")
         else:
@@ -343,23 +335,23 @@ class WorkerCommands:
         """
         self._check_instance(body)
         batch_share = share(body, "share")
-        if batch_share != self._beats.batch_share:
-            self._engine.limit_batch(batch_share)
+        if batch_share != self.beats.batch_share:
+            self.engine.limit_batch(batch_share)
             self._log.info("batch_limited", share=batch_share)
-        self._beats.batch_share = batch_share
+        self.beats.batch_share = batch_share
         return {"batch": batch_share}
 
     def _check_instance(self, body: Body) -> None:
         instance = body.get("instance")
-        if instance not in (None, self._config.instance):
+        if instance not in (None, self.config.instance):
             raise WrongInstance(
-                f"{instance} is gone; worker {self._config.name} is {self._config.instance} now"
+                f"{instance} is gone; worker {self.config.name} is {self.config.instance} now"
             )
 
     def _on_beat(self, body: Body) -> None:
         """Detect another process under this name: the fleet believes the newer one, and the operator should know."""
         other = str(body.get("instance"))
-        if other != self._config.instance and other not in self._strangers:
+        if other != self.config.instance and other not in self._strangers:
             self._strangers.add(other)
             advice = "two live workers share this name; give each its own"
             self._log.error("name_taken", other=other, advice=advice)

@@ -217,7 +217,7 @@ class PostgresSnapshot:
         found: int | None = await self._connection.fetchval("SELECT seq FROM fleet_events WHERE id = $1", id)
         return found
 
-    async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+    async def events(self, after: int) -> AsyncIterator[Sequence[projection.Row]]:
         """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
         query = f"{_EVENTS} WHERE seq > $1 ORDER BY seq LIMIT {SELECT_BATCH}"
         while rows := await self._connection.fetch(query, after):

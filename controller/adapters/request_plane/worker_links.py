@@ -31,6 +31,7 @@ from events.wire import Welcome
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class HangWatch:
     """Judges the live connections twenty times a second, and ends the streams of those that hang.
 
@@ -38,27 +39,18 @@ class HangWatch:
     attributes a silence of all workers at once to this process for a while.
     """
 
-    def __init__(
-        self,
-        policy: HangPolicy,
-        connections: Callable[[], Mapping[str, WorkerConnection]],
-        processes: Callable[[], Iterable[Process]],
-        changed: Callable[[], None],
-    ) -> None:
-        """`connections`: the live ones, by worker; `processes`: the workers' processes; `changed` is called after a worker was
-        found hung."""
-        self._policy = policy
-        self._connections = connections
-        self._processes = processes
-        self._changed = changed
-        self._all_silent_since: float | None = None
-        self.look_due = inf  # our next look: time beyond it is our own loop's lag
-        self.hangs = 0
-        self.late_ticks = 0
+    policy: HangPolicy
+    connections: Callable[[], Mapping[str, WorkerConnection]]  # the live ones, by worker
+    processes: Callable[[], Iterable[Process]]  # of the workers
+    changed: Callable[[], None]  # called after a worker was found hung
+    look_due: float = inf  # our next look: time beyond it is our own loop's lag
+    hangs: int = 0
+    late_ticks: int = 0
+    _all_silent_since: float | None = None
 
     async def run(self) -> None:
         """Judge every connection at each tick, after excluding our own lag and reading our sockets."""
-        loop, policy = asyncio.get_running_loop(), self._policy
+        loop, policy = asyncio.get_running_loop(), self.policy
         due = self.look_due = loop.time() + policy.tick_s
         while True:
             await asyncio.sleep(max(0.0, due - loop.time()))
@@ -67,10 +59,10 @@ class HangWatch:
                 self.late_ticks += 1
                 self._excuse(now - due, now)
             due = self.look_due = now + policy.tick_s
-            for process in self._processes():
+            for process in self.processes():
                 process.look_due = due
             suspects = [
-                connection for connection in self._connections().values() if connection.detector.suspect(now)
+                connection for connection in self.connections().values() if connection.detector.suspect(now)
             ]
             if suspects:
                 await asyncio.sleep(policy.lag_s / 2)  # whole loop turns: bytes that have arrived are read
@@ -80,13 +72,13 @@ class HangWatch:
 
     def _excuse(self, lag_s: float, now: float) -> None:
         """Exclude our own lag from every worker's silence."""
-        for process in self._processes():
+        for process in self.processes():
             process.excuse(lag_s, now)
-        for connection in self._connections().values():
+        for connection in self.connections().values():
             connection.detector.excuse(lag_s, now)
 
     def _judge(self, suspects: list[WorkerConnection], now: float) -> None:
-        policy, connections = self._policy, self._connections()
+        policy, connections = self.policy, self.connections()
         guilty = [(connection, why) for connection in suspects if (why := connection.detector.suspect(now))]
         busy = [connection for connection in connections.values() if connection.detector.open_streams]
         if len(guilty) > 1 and len(guilty) == len(busy):
@@ -101,7 +93,7 @@ class HangWatch:
                 connection.drop("stalled", why)  # drop all before any stream is routed to another worker
         for connection, why in guilty:
             connection.lose("stalled", why)  # a live loop reports when the engine makes progress again
-        self._changed()
+        self.changed()
 
 
 LOOK_S = 0.25  # interval at which a waiting caller checks whether the link is still the wanted one
