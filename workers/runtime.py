@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -32,18 +31,13 @@ from events.process import descriptors, presence
 from events.versions import Known
 from workers import keeper
 from workers.config.settings import WorkerConfig, WorkerSettings
+from workers.control.commands import Devices
 from workers.engines.build import build_engine
 from workers.exits import FAILED, LINGER_S, RENEWED, exit_within
 from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, broken, budget_s
 from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
-
-if TYPE_CHECKING:
-    from workers.devices.report import Devices
-    from workers.worker_group import Many
-
-Workers: TypeAlias = "Alone | Many"
-"""The workers of one process."""
+from workers.worker_group import Many
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -78,6 +72,46 @@ class FleetLinks:
                     if link is not None:
                         await link.close()
                 await self.journal.close()
+
+
+class Alone:
+    """The only worker of a process, which ends with it."""
+
+    def __init__(
+        self,
+        worker: InferenceWorker,
+        stop: Stop,
+        make: Callable[[WorkerConfig], InferenceWorker] | None = None,
+    ) -> None:
+        """`make` builds the worker's next instance when its engine has changed; None: no further instance is started."""
+        self.workers = [worker]
+        self._stop = stop
+        self._make = make
+
+    async def run(self) -> int:
+        """Serve until told to stop or until the worker fails; return the exit code."""
+        while True:
+            try:
+                code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
+            except HoldfastError as error:
+                report_start_failure(self.workers[0], error)
+                return FAILED
+            if code != RENEWED:
+                return code
+            if self._make is None or self._stop.wanted.is_set():
+                return 0
+            self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
+
+    def stopping(self) -> bool:
+        """Return whether the process is shutting down."""
+        return not self.workers[0].serving.is_set()
+
+    def fail(self, error: Exception) -> None:
+        """End the worker: a callback of the event loop failed."""
+        self.workers[0].fail(broken("a callback of the event loop", error))
+
+
+Workers = Alone | Many
 
 
 async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) -> int:
@@ -139,8 +173,6 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
     configs = _configs(settings, instance, key)
     if len(configs) == 1:
         return Alone(make(configs[0]), stop, make)
-    from workers.worker_group import Many
-
     return Many(configs, make, links.journal, stop, settings.stagger_delay)
 
 
@@ -155,7 +187,7 @@ def end_after(context: dict[str, object], workers: Workers) -> None:
         workers.fail(error)
 
 
-def _devices(settings: WorkerSettings, worker: str) -> "Devices | None":
+def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
     """Return the devices of a worker, if it can have any. A single simulated rank avoids the imports."""
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
@@ -218,43 +250,6 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     if settings.request_plane == "nats":
         channels = await Channels.open(settings.nats_url, f"plane:{source}", wait_s=BROKER_S)
     return FleetLinks(journal, bus, channels)
-
-
-class Alone:
-    """The only worker of a process, which ends with it."""
-
-    def __init__(
-        self,
-        worker: InferenceWorker,
-        stop: Stop,
-        make: Callable[[WorkerConfig], InferenceWorker] | None = None,
-    ) -> None:
-        """`make` builds the worker's next instance when its engine has changed; None: no further instance is started."""
-        self.workers = [worker]
-        self._stop = stop
-        self._make = make
-
-    async def run(self) -> int:
-        """Serve until told to stop or until the worker fails; return the exit code."""
-        while True:
-            try:
-                code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
-            except HoldfastError as error:
-                report_start_failure(self.workers[0], error)
-                return FAILED
-            if code != RENEWED:
-                return code
-            if self._make is None or self._stop.wanted.is_set():
-                return 0
-            self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
-
-    def stopping(self) -> bool:
-        """Return whether the process is shutting down."""
-        return not self.workers[0].serving.is_set()
-
-    def fail(self, error: Exception) -> None:
-        """End the worker: a callback of the event loop failed."""
-        self.workers[0].fail(broken("a callback of the event loop", error))
 
 
 async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: Journal) -> int:

@@ -16,7 +16,7 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -27,7 +27,7 @@ from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from workers.config.settings import WorkerConfig
-from workers.control.commands import RehearsedFaults, WorkerCommands
+from workers.control.commands import Devices, RehearsedFaults, WorkerCommands
 from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
 from workers.engines.engine import Engine, EngineChanged, EngineDead, discard_events
 from workers.exits import BROKE, FAILED, KILLED, RENEWED
@@ -49,9 +49,6 @@ from workers.shutdown import (
     shut_down,
 )
 
-if TYPE_CHECKING:
-    from workers.devices.report import Devices
-
 DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 
 
@@ -60,7 +57,7 @@ class WorkerGpus:
     """The GPUs of one worker, if it has any."""
 
     config: WorkerConfig
-    devices: "Devices | None"
+    devices: Devices | None
     journal: Journal
     output: StreamOutput
     end: WorkerEnd
@@ -146,7 +143,7 @@ class InferenceWorker:
         engine: Engine,
         journal: Journal,
         bus: Bus | None,
-        devices: "Devices | None" = None,
+        devices: Devices | None = None,
         channels: Channels | None = None,
         kv: KvPublisher | None = None,
         deadlines: WorkerDeadlines | None = None,

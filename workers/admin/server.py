@@ -252,7 +252,7 @@ COUNTS: tuple[tuple[str, str, tuple[str, ...], Callable[[InferenceWorker], Mappi
         "holdfast_worker_moves",
         "Planned moves of streams with their KV cache: declined at once, failed later, or committed.",
         ("direction", "outcome"),
-        lambda w: {key: w.server.counters.moves.get(key, 0) for key in product(DIRECTIONS, OUTCOMES)},
+        lambda w: _moves(w.server.counters),
     ),
     (
         "holdfast_worker_moved_bytes",
@@ -395,6 +395,10 @@ def _requests(worker: InferenceWorker) -> RequestLimit:
 def _from_zero(known: Iterable[str], counts: Mapping[str, int]) -> dict[Labels, int]:
     """Return the counts by one label, with a zero for each known value that has none."""
     return {(value,): count for value, count in (dict.fromkeys(known, 0) | dict(counts)).items()}
+
+
+def _moves(counters: WorkerCounters) -> dict[Labels, int]:
+    return {key: counters.moves.get(key, 0) for key in product(DIRECTIONS, OUTCOMES)}
 
 
 def _labels(worker: InferenceWorker) -> list[str]:

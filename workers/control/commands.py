@@ -1,4 +1,4 @@
-"""Receives and carries out a worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
+"""A worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
 
 Requests may be repeated and may be late. A running drain is not started again, and a request for an earlier instance of this
 worker is refused. A command to stop or to inject a fault is also refused if a hung worker receives it after its deadline: its
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import structlog
 
@@ -26,9 +26,6 @@ from workers.engines.engine import Engine
 from workers.migration.trust import CONVICTED
 from workers.server import WorkerServer
 from workers.shutdown import DRAINING, Killed, Retired, WorkerEnd, drain
-
-if TYPE_CHECKING:
-    from workers.devices.report import Devices
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")
@@ -62,6 +59,30 @@ def share(body: Body, name: str) -> float:
     return value
 
 
+class Devices(Protocol):
+    """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
+
+    Declared here with untyped reported values, so that a single simulated rank avoids the imports.
+    """
+
+    @property
+    def named(self) -> bool: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+    def start(self, within_s: float) -> None: ...
+    def begin(self, say: Callable[[str, Any], None], broke: Callable[[Exception], None]) -> None: ...
+    def stop(self) -> None: ...
+
+    def play(self, fault: str, argument: float, rank: int) -> bool:
+        """Simulate a fault of one rank's device; return False if that is not possible."""
+        ...
+
+    def mend(self, fault: str, argument: float, rank: int) -> None:
+        """End a simulated fault."""
+
+
 @dataclass(eq=False)
 class RehearsedFaults:
     """Rehearses faults of one worker, through its engine, its server and its devices."""
@@ -70,7 +91,7 @@ class RehearsedFaults:
     engine: Engine
     server: WorkerServer
     end: WorkerEnd
-    devices: "Devices | None"
+    devices: Devices | None
     hung: bool = False  # the worker sends and handles nothing, like a stopped process
     _end_timers: dict[FaultTarget, asyncio.TimerHandle] = field(
         default_factory=dict
@@ -153,7 +174,8 @@ class RehearsedFaults:
     def _blackhole(self, fault: str, on: bool) -> None:
         """Make the server drop all traffic as long as any fault requires it."""
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
-        self.server.connections.blackhole(bool(self._blackhole_causes))
+        connections = self.server.connections
+        connections.blackhole(bool(self._blackhole_causes))
 
     def _inject(self, fault: str, argument: float, rank: int) -> bool:
         if fault in PROCESS_FAULTS:

@@ -12,25 +12,12 @@ from workers.devices.faults import FaultChange, OnFaultChange
 from workers.devices.taxonomy import meaning
 
 
-class Devices(Protocol):
-    """The devices of one worker, which report changes of their faults: a `DeviceWatch`, or `SimulatedDevices`."""
+class ReportedDevices(Protocol):
+    """Devices that report changes of their faults until they are stopped."""
 
-    @property
-    def named(self) -> bool: ...
     @property
     def stopped(self) -> bool: ...
-    @property
-    def gpus(self) -> tuple[str, ...]: ...
-    def start(self, within_s: float) -> None: ...
-    def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None: ...
-    def stop(self) -> None: ...
-
-    def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Simulate a fault of one rank's device; return False if that is not possible."""
-        ...
-
-    def mend(self, fault: str, argument: float, rank: int) -> None:
-        """End a simulated fault."""
+    def begin(self, say: OnFaultChange, broke: Callable[[Exception], None]) -> None: ...
 
 
 def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:
@@ -43,7 +30,7 @@ def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observ
 
 
 def report(
-    watch: Devices,
+    watch: ReportedDevices,
     journal: Journal,
     worker: str,
     instance: str,
@@ -77,7 +64,7 @@ def report(
 
 
 def listen(
-    watch: Devices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
+    watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
     """Start the watch, and call `told` with each change on the caller's event loop, until the watch is stopped."""
     loop = asyncio.get_running_loop()
