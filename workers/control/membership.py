@@ -16,7 +16,6 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 import structlog
@@ -37,6 +36,19 @@ POLL_S = 0.1
 CHANGE_INTERVAL_S = 10.0  # between two reasons, so that a flapping reason causes only a few facts a minute
 REPEAT_S = 120.0  # repetition interval: a worker is no longer awaited after ten minutes without a fact
 BEAT_S = 1.0
+# fields of an engine's identity: what the canary key depends on, and what else the registration contains
+KIND = ("model", "revision", "tokenizer", "engine", "engine_version", "dtype", "tp", "device", "lineage")
+DESCRIBED = (
+    "profile",
+    "context_tokens",
+    "exact",
+    "root",
+    "also_served",
+    "generation_config",
+    "dp",
+    "waiting_max",
+    "server",
+)
 
 log = structlog.get_logger(__name__)
 
@@ -48,38 +60,22 @@ def registration(
 
     It contains where frontends reach the worker, what it serves and how fast, and its topology.
     """
-    i = engine.identity
-    kind: dict[str, Any] = {
-        "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
-        "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
-        "lineage": i.lineage,
-    }  # fmt: skip
+    kind = {name: getattr(engine.identity, name) for name in KIND}
+    more = {name: getattr(engine.identity, name) for name in DESCRIBED}
+    host = socket.gethostname()
     return WorkerJoined(
         worker=config.name,
         instance=config.instance,
         **kind,
+        **more,
         url=url,
-        profile=i.profile,
         canary_key=canary_key(**kind),
         pid=os.getpid(),
-        topology=Topology(
-            host=socket.gethostname(),
-            nvlink_domain=config.nvlink_domain,
-            rail=config.rail,
-            gpus=gpus,
-        ),
+        topology=Topology(host=host, gpus=gpus, nvlink_domain=config.nvlink_domain, rail=config.rail),
         migration_limit=config.migration_limit,
-        context_tokens=i.context_tokens,
-        exact=i.exact,
-        root=i.root,
-        also_served=i.also_served,
-        generation_config=i.generation_config,
         kv=layout(engine.kv),
-        dp=i.dp,
         kv_events=kv_events,
-        waiting_max=i.waiting_max,
         spare=config.spare,
-        server=i.server,
         account=config.account,
     )
 

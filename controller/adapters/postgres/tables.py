@@ -34,13 +34,16 @@ def _all(kind: _Kind, *names: str, nullable: bool = False) -> "list[Column[objec
     return [Column(name, kind, nullable=nullable) for name in names]
 
 
+def _table(name: str, *parts: "Column[object] | Index") -> Table:
+    return Table(name, metadata, *parts)
+
+
 def _text(name: str) -> "Column[object]":
     return Column(name, Text, nullable=False)
 
 
-workers = Table(
+workers = _table(
     "workers",
-    metadata,
     _key("worker"),
     *_all(Text, "instance", "model", "revision", "url", "engine", "engine_version", "device", "canary_key"),
     Column("pid", BigInteger, nullable=False),
@@ -58,9 +61,8 @@ workers = Table(
     _text("place"),  # the worker that it replaces; "" if none
 )
 
-breakers = Table(
+breakers = _table(
     "breakers",
-    metadata,
     _key("worker"),
     *_all(Text, "instance", "position"),
     Column("position_value", SmallInteger, nullable=False),  # 0 closed, 1 open, 2 half-open
@@ -70,9 +72,8 @@ breakers = Table(
     Column("deadline", _instant),
 )
 
-goldens = Table(
+goldens = _table(
     "goldens",
-    metadata,
     _key("canary_key"),
     _key("canary"),
     _text("status"),
@@ -80,9 +81,8 @@ goldens = Table(
     Column("golden", JSONB, nullable=False),
 )
 
-levels = Table(
+levels = _table(
     "levels",
-    metadata,
     _key("model"),
     Column("level", SmallInteger, nullable=False),
     Column("ratio", Double),
@@ -91,9 +91,8 @@ levels = Table(
     Column("knobs", JSONB, nullable=False),
 )
 
-incidents = Table(
+incidents = _table(
     "incidents",
-    metadata,
     _key("incident"),
     *_all(Text, "subject", "symptom"),
     Column("opened_at", _instant, nullable=False),
@@ -102,9 +101,8 @@ incidents = Table(
     Column("outcome", Text),
 )
 
-migrations = Table(
+migrations = _table(
     "migrations",
-    metadata,
     _key("id"),
     Column("seq", BigInteger, nullable=False),
     Column("at", _instant, nullable=False),
@@ -127,9 +125,8 @@ migrations = Table(
     Index("migrations_at", "at"),
 )
 
-exposures = Table(
+exposures = _table(
     "exposures",
-    metadata,
     _key("id"),
     Column("seq", BigInteger, nullable=False),
     Column("at", _instant, nullable=False),
@@ -145,9 +142,8 @@ exposures = Table(
     Index("exposures_worker", "worker", "at"),
 )
 
-fleet_events = Table(
+fleet_events = _table(
     "fleet_events",
-    metadata,
     _key("seq", BigInteger),
     Column("at", _instant, nullable=False),
     _text("id"),  # ce-id
@@ -167,9 +163,8 @@ fleet_events = Table(
     Index("fleet_events_number", "number", postgresql_where=text("number IS NOT NULL")),
 )
 
-snapshots = Table(
+snapshots = _table(
     "snapshots",
-    metadata,
     _key("reach", BigInteger),  # the last stream sequence that the settled fold contains
     Column("at", _instant, nullable=False),  # the stream's time of that event
     *_all(BigInteger, "through", "decided", "number"),
@@ -179,9 +174,8 @@ snapshots = Table(
     Column("sources", JSONB, nullable=False),
 )
 
-projection = Table(
+projection = _table(
     "projection",
-    metadata,
     _key("name"),
     Column("shown_seq", BigInteger, nullable=False),  # the rows are the fold of everything up to here
     _text("shown_id"),  # ce-id of that event: a recreated stream has another one there

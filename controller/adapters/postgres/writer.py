@@ -81,22 +81,23 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
+def _insert(table: Table, names: tuple[str, ...], arrays: str, on_conflict: str) -> str:
+    return (
+        f"INSERT INTO {table.name} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "
+        f"ON CONFLICT {on_conflict}"
+    )
+
+
 def _upsert(table: Table, names: tuple[str, ...], arrays: str) -> str:
     keys = [column.name for column in table.primary_key]
     changes = ", ".join(f'"{n}" = excluded."{n}"' for n in names if n not in keys)
-    return (
-        f"INSERT INTO {table.name} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "
-        f"ON CONFLICT ({_quoted(keys)}) DO UPDATE SET {changes}"
-    )
+    return _insert(table, names, arrays, f"({_quoted(keys)}) DO UPDATE SET {changes}")
 
 
 def _append(table: Table, names: tuple[str, ...], arrays: str) -> str:
     """Return an insert that stores a repeated event (the same ce-id) once."""
     unique = "reach" if table is tables.snapshots else "incident" if table is tables.incidents else "id"
-    return (
-        f"INSERT INTO {table.name} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "
-        f"ON CONFLICT ({unique}) DO NOTHING"
-    )
+    return _insert(table, names, arrays, f"({unique}) DO NOTHING")
 
 
 def _delete(table: Table, names: tuple[str, ...], arrays: str) -> str:

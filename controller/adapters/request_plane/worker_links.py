@@ -336,20 +336,14 @@ class WorkerLinks:
             self._open -= own
 
     async def _dial(self, link: WorkerLink) -> WorkerConnection:
-        dialer = self._dialer(link.address.scheme)
+        dialer, limits = self._dialer(link.address.scheme), self._limits
+
+        def make(kind: type[WorkerConnection]) -> WorkerConnection:
+            return kind(self._client, limits.hang, self._changed, link.process, self._key, limits.frames)
+
         await dialer.ready()
         async with asyncio.timeout(self._limits.connect_s):
-            connection = await dialer.connect(
-                link.address.url,
-                lambda kind: kind(
-                    self._client,
-                    self._limits.hang,
-                    self._changed,
-                    link.process,
-                    self._key,
-                    self._limits.frames,
-                ),
-            )
+            connection = await dialer.connect(link.address.url, make)
         link.connection = connection
         try:
             async with asyncio.timeout(self._limits.welcome_s):
