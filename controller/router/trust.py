@@ -7,7 +7,6 @@ answers. Workers that drain, are throttled or slow, or lost an NVLink compute co
 
 from controller.deciders.fleet import Worker
 from controller.deciders.health_state import CORRUPT_REASONS
-from controller.router.endpoints import Key
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
 
@@ -29,13 +28,7 @@ class TrustedSource:
             raise SourceDistrusted("the source is unknown")
         if reason := _doubt(worker):
             raise SourceDistrusted(f"the source is not trusted: {reason}")
-        self.worker = worker.joined.worker
-        self.instance = worker.joined.instance
-
-    @property
-    def key(self) -> Key:
-        """The key of its endpoint: worker and instance."""
-        return self.worker, self.instance
+        self.worker, self.instance = worker.joined.worker, worker.joined.instance
 
 
 def _doubt(worker: Worker) -> str:

@@ -167,9 +167,8 @@ class Placer:
         unread = int(sum(monitor.unread_by_rank(endpoint)))
         free = load.kv_total - load.kv_used if load is not None and load.kv_total else BLOCKS_UNKNOWN
         rate = profile.prefill_tokens_per_s or self.policy.prefill_tokens_per_s
-        places = max(
-            1, profile.max_batch
-        )  # a worker that registers nonsense must not stop planning for others
+        # a worker that registers nonsense must not stop planning for others
+        places = max(1, profile.max_batch)
         in_flight = self._in_flight(endpoint)
         step_s = tpot_ms(profile, in_flight + newcomers) / 1000 / max(endpoint.weight, 0.1)
         return MigrationTarget(

@@ -125,9 +125,8 @@ class ServedSpans:
     frontend: str
     entries_max: int  # per worker
     clock: Clock
-    _unknown_until: dict[Key, datetime] = field(
-        default_factory=dict
-    )  # end of the period already reported as unknown
+    # end of the period already reported as unknown
+    _unknown_until: dict[Key, datetime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = self.clock.now()

@@ -389,9 +389,8 @@ class LocalBreakers:
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
-        if (
-            found.reports < self.limits.failures_per_s_max
-        ):  # the next report includes the number of those omitted
+        # the next report includes the number of those omitted
+        if found.reports < self.limits.failures_per_s_max:
             found.reports += 1
             self.observe(fact)
 

@@ -43,9 +43,8 @@ class Kind:
 
 
 FULL = "overloaded"  # the worker had no room; before the first token this does not count as a failure
-ERRORS = frozenset(
-    ("engine_error", "stream_incomplete", "non_finite")
-)  # errors that end one request, while its worker keeps running
+# errors that end one request, while its worker keeps running
+ERRORS = frozenset(("engine_error", "stream_incomplete", "non_finite"))
 KINDS = {
     "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
     "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),

@@ -123,9 +123,8 @@ class Peers:
     now: Callable[[], float]
     name: str = ""  # this frontend's
     any: bool = False  # another frontend has reported; it may be silent by now, which each choice checks
-    contenders: dict[str, int] = field(
-        default_factory=dict
-    )  # by model: frontends with requests waiting for its workers
+    # by model: frontends with requests waiting for its workers
+    contenders: dict[str, int] = field(default_factory=dict)
     _heard: dict[str, _LinksReport] = field(default_factory=dict)
     _names: Sequence[str] = ()
     _size: int = 1
@@ -333,9 +332,8 @@ class Scheduler:
         self._chooser, self._picker = Chooser(slots), Picker()
         self._others = None if router.replica_sync else plane  # None: the tracker counts them
         self._rules = Rules(plane, self.monitor, contenders=self.peers.contenders)
-        self.frontends = (
-            self.peers.frontends
-        )  # number of frontends that share the workers, including this one
+        # number of frontends that share the workers, including this one
+        self.frontends = self.peers.frontends
 
     # --- the filter -----------------------------------------------------------------------------------------
 

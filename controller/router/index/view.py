@@ -51,6 +51,7 @@ class Counts:
     failed: int = 0  # requests without a useful answer
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Feed:
     """Orders the events of one rank of a worker instance, detects gaps, and requests what is missing.
 
@@ -69,24 +70,20 @@ class Feed:
     `due`: when to send the next request; None: not now.
     """
 
-    __slots__ = (
-        "_ahead", "_asked", "_counts", "_dump", "_gap", "_tries", "_weight", "due", "next", "noted",
-        "rank", "seen",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, counts: Counts, due: float) -> None:
-        self.rank = rank
-        self.due: float | None = due
-        self.noted: float | None = None  # set by the caller: when it will check `due`
-        self.next: int | None = None  # the id of the next event; None: restoring
-        self.seen = 0  # one past the highest event id known to exist
-        self._counts = counts
-        self._asked: KvRequest | None = None  # the request in flight
-        self._dump: tuple[int, int] | None = None  # the dump being applied, and its next part
-        self._ahead: dict[int, Sequence[KvEvent]] = {}  # buffered events, by the id of the first
-        self._weight = 0  # of `_ahead`
-        self._tries = 0  # consecutive failed requests
-        self._gap = False
+    rank: int
+    _counts: Counts
+    due: float | None
+    noted: float | None = None  # set by the caller: when it will check `due`
+    next: int | None = None  # the id of the next event; None: restoring
+    seen: int = 0  # one past the highest event id known to exist
+    _asked: KvRequest | None = None  # the request in flight
+    _dump: tuple[int, int] | None = None  # the dump being applied, and its next part
+    _ahead: dict[int, Sequence[KvEvent]] = field(
+        default_factory=dict
+    )  # buffered events, by the id of the first
+    _weight: int = 0  # of `_ahead`
+    _tries: int = 0  # consecutive failed requests
+    _gap: bool = False
 
     @property
     def complete(self) -> bool:

@@ -94,9 +94,8 @@ class LoadMonitor:
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     asked: RequiredRoom = NOTHING  # the room needed by the current request: see `asking`
     beyond: float = 0.0  # share of a batch that may queue at the worker, for the current choice
-    _full_until: dict[str, float] = field(
-        default_factory=dict
-    )  # until when a model's workers are assumed to be busy
+    # until when a model's workers are assumed to be busy
+    _full_until: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limits = self.limits

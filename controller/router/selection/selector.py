@@ -147,9 +147,8 @@ class ScoringRequest(msgspec.Struct, eq=False):
     prompt: ScoredPrompt
     pricing: Pricing
     slots: ActiveSequences
-    others: (
-        ConnectedWorkers | None
-    )  # source of external load, which is not in the tracker; None: there is none
+    # source of external load, which is not in the tracker; None: there is none
+    others: ConnectedWorkers | None
     now: float
     draw: float
     among: Filter | None = None  # the filter to apply; None: all candidates fit
@@ -292,12 +291,6 @@ class Selection(msgspec.Struct, eq=False):
     request: ScoringRequest
     overlap_blocks: float  # blocks of its prompt cached there; those on slower tiers count in part
     index: int
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that are cached and need not be computed."""
-        prompt = self.request.prompt
-        return min(int(self.overlap_blocks * prompt.block_tokens), prompt.tokens)
 
     @property
     def prefill_tokens(self) -> int:

@@ -92,7 +92,8 @@ def fold(*facts: Fact) -> Fleet:
 
 @pytest.mark.parametrize("why", FINE)
 def test_a_healthy_worker_is_trusted_however_slow_it_is(why: str) -> None:
-    assert TrustedSource(fold(WELL, *FINE[why]).workers["w1"]).key == ("w1", "i1")
+    source = TrustedSource(fold(WELL, *FINE[why]).workers["w1"])
+    assert (source.worker, source.instance) == ("w1", "i1")
 
 
 @pytest.mark.parametrize("why", DOUBTFUL)
