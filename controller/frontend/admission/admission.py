@@ -121,8 +121,10 @@ class Admission:
             raise self.refusal(AllBusy(), model, tier)
         try:
             if not self._wakes_sent_back(model) and not self._queue.in_line(model):
-                with suppress(AllBusy):
+                try:
                     return Reservation(self, self._rooms.find(model))
+                except AllBusy:
+                    pass
             return await self._wait(QueuedRequest(model), self._queue_s * self.table.knobs(model).latency)
         except (NotAdmitted, NoWorker) as error:
             raise self.refusal(error, model, tier) from None

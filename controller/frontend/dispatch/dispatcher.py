@@ -158,7 +158,7 @@ class Dispatcher:
         """Count an attempt at a worker and its DP rank."""
         request, (endpoint, rank) = live.request, at
         self.poison.sent(request, endpoint, slot)
-        self.running.begin(live, endpoint, request.tokens_max)
+        self.running.begin(live, endpoint, len(request.prompt) + live.max_tokens)
         epoch, before = self.breakers.routed(endpoint.key), live.last_dispatch
         shown = rank if endpoint.ranks > 1 else None
         live.begin(Dispatch(endpoint, shown, stream, slot, self.table.number, epoch, before, claimed), now)

@@ -474,7 +474,8 @@ class Scheduler:
 
     def limit(self, model: str) -> int:
         """Return how many migrations a request of this model may have."""
-        return smallest_limit(self.settings.migration_limit, (self.table.migration_limit(model),))
+        own, registered = self.settings.migration_limit, self.table.migration_limit(model)
+        return own if registered is None else smallest_limit(own, (registered,))
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup:
         """Return the workers of a model and lineage, and their common values. Raise NotServed."""
