@@ -296,7 +296,6 @@ class Driver:
         return self._apply_rare(live, effect, now)
 
     def _apply_rare(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
-        metrics = self.request_metrics.of(live.request.model)
         match effect:
             case do.End(finish, error):
                 self._end(live, now, finish, error)
@@ -309,9 +308,9 @@ class Driver:
             case do.Reroute(planned):
                 self._reroute(live, planned=planned)
             case do.CountFailure(kind):
-                metrics.failed(kind)
+                self.request_metrics.of(live.request.model).failed(kind)
             case do.CountRestored(kind, outcome, seconds):
-                metrics.restored(kind, outcome, seconds)
+                self.request_metrics.of(live.request.model).restored(kind, outcome, seconds)
             case do.ReportMigrated():
                 self.reports.migrated(live, effect, now)
             case do.ReportAbandoned(reason):

@@ -174,7 +174,9 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         reachable = [
             one for one in self.all if one.weight > 0.0 and plane.reachable(one.worker, one.instance)
         ]
-        allowed = [one for one in reachable if self._allows(one)]
+        tried, tokens, barred = self.tried, self.tokens, self.rules.barred
+        fitting = [one for one in reachable if one.context_tokens >= tokens]
+        allowed = [one for one in fitting if one.key not in tried and one.key not in barred]
         if not allowed:
             raise self._why_none(reachable)
         free = allowed if self.room is _NONE else [one for one in allowed if self.has_room(one)]
@@ -184,19 +186,14 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
     def fits(self, endpoint: Endpoint) -> bool:
         """Return whether an endpoint may take the request, even if others are better."""
-        plane = self.rules.plane
+        rules, key = self.rules, endpoint.key
         return (
             endpoint.weight > 0.0
-            and plane.recently_heard(endpoint.worker, endpoint.instance)
-            and self._allows(endpoint)
+            and rules.plane.recently_heard(endpoint.worker, endpoint.instance)
+            and key not in self.tried
+            and endpoint.context_tokens >= self.tokens
+            and key not in rules.barred
             and (self.room is _NONE or self.has_room(endpoint))
-        )
-
-    def _allows(self, endpoint: Endpoint) -> bool:
-        """Return whether the request may be sent there, regardless of connections and room."""
-        key = endpoint.key
-        return (
-            key not in self.tried and endpoint.context_tokens >= self.tokens and key not in self.rules.barred
         )
 
     def has_room(self, endpoint: Endpoint) -> bool:
