@@ -9,7 +9,7 @@ round-robin's throughput when all requests arrive at once. Prints one JSON objec
 
     bound    blocks, and the hit rate of one cache with the whole fleet's blocks, read in the order of the trace
     run      one mode at one load (see `virtual.figures` for the columns)
-    best     the best balance at that load (`virtual.bounds`), with all possible hits, 90 % of them or none
+    best     the best balance at that load (`virtual.fleet.Ideal`), with all possible hits, 90 % of them or none
     result   the targets: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
     hour     the trace at its own speed, and how long that took
 
@@ -35,8 +35,8 @@ from tempfile import NamedTemporaryFile
 from typing import Any  # of matplotlib
 
 from benchmarks.plots import figure, needed, plot_file
-from benchmarks.router.virtual import bounds, trace
-from benchmarks.router.virtual.fleet import Fleet, figures
+from benchmarks.router.virtual import trace
+from benchmarks.router.virtual.fleet import Fleet, Ideal, figures, shortened
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.rows import Row, command_line, show
 from controller.router.selection.score import USUAL, Pricing
@@ -106,8 +106,8 @@ class Trial:
         """Return the best balance for several shares of the possible hits, and with all of them dealt out."""
         requests, ideals = list(self._requests(factor)), {}
         for share in HITS:
-            shorter = bounds.shortened(requests, [int(share * tokens) for tokens in self._found])
-            ideals[share] = bounds.Ideal(shorter, self._shape, self._timing, self.count)
+            shorter = shortened(requests, [int(share * tokens) for tokens in self._found])
+            ideals[share] = Ideal(shorter, self._shape, self._timing, self.count)
         return {
             "workers": self.count,
             "speed": self.speed,

@@ -11,8 +11,16 @@ import pytest
 
 from benchmarks.router.routing import FIRST, SPEEDS, main, shape
 from benchmarks.router.virtual import trace
-from benchmarks.router.virtual.bounds import Ideal, shortened
-from benchmarks.router.virtual.fleet import Fleet, Outcome, figures, hottest, spread, windows
+from benchmarks.router.virtual.fleet import (
+    Fleet,
+    Ideal,
+    Outcome,
+    figures,
+    hottest,
+    shortened,
+    spread,
+    windows,
+)
 from benchmarks.router.virtual.router import Router, workers
 from benchmarks.router.virtual.trace import Request
 from benchmarks.router.virtual_fleet import main as ten_thousand

@@ -13,13 +13,7 @@ from controller.frontend.errors import internal
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.failures import KINDS, PLANNED, Failure, Suspicion
-from controller.frontend.request.state import (
-    AnswerProgress,
-    Move,
-    OnCorruption,
-    RequestState,
-    RequestTerms,
-)
+from controller.frontend.request.state import AnswerProgress, Move, OnCorruption, RequestState, RequestTerms
 from controller.frontend.request.step import PAUSE_S, SUSPECT_PAUSE_S, Next, step
 from controller.migration import planned_move
 from controller.router.endpoints import Server

@@ -24,12 +24,7 @@ from controller.frontend.openai.text.segment_cache import (
     TEXT_MAX,
     SegmentCache,
 )
-from controller.frontend.openai.text.tokenizer import (
-    BUILTIN,
-    BUILTIN_FILE,
-    Tokens,
-    load_tokenizer,
-)
+from controller.frontend.openai.text.tokenizer import BUILTIN, BUILTIN_FILE, Tokens, load_tokenizer
 from controller.frontend.settings import FrontendSettings
 
 THREADS = Intake(FrontendSettings()).long_texts
