@@ -19,7 +19,7 @@ from events import subjects
 from events.errors import BadSetting, HoldfastError
 from events.journal.port import Journal
 from events.nats.bus import Body, Bus
-from events.nats.connection import DISCONNECTED
+from events.nats.connection import when_connected
 from events.process import presence
 from workers.config.settings import WorkerSettings
 from workers.devices.faults import FaultChange
@@ -28,7 +28,6 @@ from workers.devices.report import fact, listen
 from workers.devices.watch import DeviceWatch, Memory, WatchPolicy
 
 START_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
-RETRY_S = 0.2
 PAST_MAX = 16  # number of known former instances: a late heartbeat of one of them is no new instance
 
 log = structlog.get_logger(__name__)
@@ -93,7 +92,8 @@ async def run_watch(
         raise WatchOff(f"{WatchOff.__doc__} {watch.off}")
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     listen(watch, deputy.changed, failed.set_exception)
-    subscribing = asyncio.ensure_future(_subscribe(bus, settings.name, deputy))
+    subscribe = partial(bus.subscribe, subjects.beat(settings.name), deputy.on_beat)
+    subscribing = asyncio.ensure_future(when_connected(subscribe))
     stopped = asyncio.ensure_future(stop.wait())
     path = presence.announce(settings.data, "watch", f"{settings.name}-watch", "")
     log.info("watch_ready", worker=settings.name)
@@ -106,13 +106,3 @@ async def run_watch(
         presence.withdraw(path)
         for task in (subscribing, stopped):
             task.cancel()
-
-
-async def _subscribe(bus: Bus, worker: str, deputy: WatchedWorker) -> None:
-    """Subscribe to the worker's heartbeats, retrying while the broker is disconnected."""
-    while True:
-        try:
-            await bus.subscribe(subjects.beat(worker), deputy.on_beat)
-            return
-        except DISCONNECTED:
-            await asyncio.sleep(RETRY_S)

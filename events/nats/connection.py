@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from nats.aio.msg import Msg
@@ -30,10 +30,21 @@ PENDING_MSGS_MAX = 65536  # per subscription; nats-py drops messages beyond it, 
 FORBIDDEN = "permissions violation"
 TOLD_MAX = 64  # subjects
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
 """Errors that nats-py may raise when the broker is unreachable or does not respond in time."""
+
+
+async def when_connected(subscribe: Callable[[], Awaitable[T]], retry_s: float = 0.2) -> T:
+    """Subscribe and return the result; repeat it while the broker is unavailable or is reconnecting."""
+    while True:
+        try:
+            return await subscribe()
+        except DISCONNECTED:
+            await asyncio.sleep(retry_s)
 
 
 class NotPermitted(NatsError):

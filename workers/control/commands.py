@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -18,7 +19,7 @@ from events.errors import HoldfastError
 from events.intrusion.control_message import foreign
 from events.journal.port import Journal
 from events.nats.bus import Answer, Body, Bus, Subscription
-from events.nats.connection import DISCONNECTED
+from events.nats.connection import when_connected
 from events.observations import DrainFinished
 from workers.config.settings import WorkerConfig
 from workers.control.membership import FleetBeats
@@ -32,7 +33,6 @@ PROCESS_FAULTS = ("kill", "hang", "unhang")
 FaultTarget = tuple[str, int, int]  # fault, rank or group, and the argument of a device fault (0 for others)
 KILL_AFTER_S = 0.05  # delay before the kill, so that the journal records the cause before its effect
 DRAIN_S = 60.0  # if the request has no deadline
-LISTEN_RETRY_S = 0.2
 
 log = structlog.get_logger(__name__)
 
@@ -251,12 +251,9 @@ class WorkerCommands:
 
         One subscription receives all of them: each costs a task and a queue, and a process may have a thousand workers.
         """
-        while self.bus is not None and self._subscription is None:
-            try:
-                subject = subjects.live(self.config.name)
-                self._subscription = await self.bus.subscribe(subject, self._on_request)
-            except DISCONNECTED:  # the broker is disconnected
-                await asyncio.sleep(LISTEN_RETRY_S)
+        if self.bus is not None:
+            subject = subjects.live(self.config.name)
+            self._subscription = await when_connected(partial(self.bus.subscribe, subject, self._on_request))
 
     async def close(self) -> None:
         """Unsubscribe."""

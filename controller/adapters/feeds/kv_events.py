@@ -6,6 +6,7 @@ kv.ask.…     ◀── due queries, at most 16 at once, each with a deadline
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 import msgspec
@@ -16,13 +17,12 @@ from controller.router.index.index import KvIndex
 from controller.router.index.view import KvHealth, KvView
 from events import kv, subjects
 from events.intrusion.send_budget import Rate, SubjectBudgets, TrafficLimit
-from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.nats.connection import DISCONNECTED, BrokerConnection, when_connected
 from events.observations import WorkerJoined
 
 SENDERS_MAX = 65_536
 ASKS_MAX = 16  # concurrent queries
 ASK_S = 2.0
-RETRY_S = 0.2
 SWEEP_RUNS = 200  # of the index, freed per turn of the loop
 SWEEP_S = 0.005
 BATCHES = TrafficLimit(  # batches of one worker: an engine's step produces at most one
@@ -100,12 +100,7 @@ class KvEvents:
 
     async def run(self) -> None:
         """Receive events and send queries until cancelled."""
-        while True:
-            try:
-                await self._connection.subscribe_raw(subjects.KV_EVENTS, self._on_batch)
-                break
-            except DISCONNECTED:  # the broker is unavailable, or is reconnecting
-                await asyncio.sleep(RETRY_S)
+        await when_connected(partial(self._connection.subscribe_raw, subjects.KV_EVENTS, self._on_batch))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="kv-sweep")
             while True:

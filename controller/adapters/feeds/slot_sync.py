@@ -10,6 +10,7 @@ sends its whole state again.
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from uuid import uuid4
 
 import msgspec
@@ -19,11 +20,10 @@ from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.replicas import SILENT_S, Replicas
 from events import slot_messages as wire
 from events import subjects
-from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.nats.connection import BrokerConnection, when_connected
 
 WINDOW_S = 0.001
 BEAT_S = 1.0
-RETRY_S = 0.2
 UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond it the broker does not keep up: the whole state is sent later
 _ROUTE = f"{subjects.KV_SLOTS} ".encode()
 
@@ -79,12 +79,7 @@ class SlotSync:
 
     async def run(self) -> None:
         """Receive and send until cancelled."""
-        while True:
-            try:
-                await self._connection.subscribe_raw(subjects.KV_SLOTS, self._on_message)
-                break
-            except DISCONNECTED:  # the broker is unavailable, or is reconnecting
-                await asyncio.sleep(RETRY_S)
+        await when_connected(partial(self._connection.subscribe_raw, subjects.KV_SLOTS, self._on_message))
         if self._connection.connected:
             self._changed(True)
         while True:
