@@ -12,13 +12,16 @@ from vllm_events import Shape, cleared, packed, removed, stored
 
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
-from workers.engines.openai.kv_names import CANARY_SALT, Names, read_salt, salt_of
-from workers.engines.openai.kv_wire import (
+from workers.engines.openai.kv_names import (
+    CANARY_SALT,
     AllCleared,
     BlocksRemoved,
     BlocksStored,
     MalformedKvBatch,
+    Names,
     read_batch,
+    read_salt,
+    salt_of,
 )
 
 TOKENS = list(range(1, 13))  # three blocks of four

@@ -157,9 +157,9 @@ class OpenAIEngine:
         if not self._abilities.token_prompts and not prompt_text(request):
             return "invalid_request: this model's server takes text only, no token ids"
         count, most = len(request.tokens), self.identity.context_tokens
-        return (
-            f"invalid_request: {count} tokens leave no room in a context of {most}" if count >= most else None
-        )
+        if count >= most:
+            return f"invalid_request: {count} tokens leave no room in a context of {most}"
+        return None
 
     def _begin(self, key: int, request: Generate, handle: Handle | None = None) -> None:
         """Serve a request. `handle` locates the KV cache of a request from another server."""

@@ -19,8 +19,7 @@ from typing import Literal
 import structlog
 
 from events.kv import KvEvent
-from workers.engines.openai.kv_names import Names
-from workers.engines.openai.kv_wire import MalformedKvBatch, UpstreamBatch, read_batch
+from workers.engines.openai.kv_names import MalformedKvBatch, Names, UpstreamBatch, read_batch
 
 Verdict = Literal["follows", "heard", "restarted", "lost"]
 

@@ -66,7 +66,6 @@ class UpstreamStream:
 
     def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
         self.over = False
-        self.begun = False  # whether output was returned
         self._request = request
         self._ids_from = ids_from
         self._pending = bytearray()
@@ -167,7 +166,6 @@ class UpstreamStream:
             raise Fault("non_finite: nothing but token id 0, as from NaN logits")
 
     def _chunk(self, piece: StreamPiece, finish: str | None = None) -> Chunk:
-        self.begun = True
         text = piece.text if self._ids_from == "nowhere" else None
         return Chunk(0, piece.tokens, finish, None, piece.logprobs or None, text)
 
