@@ -116,66 +116,6 @@ class Prefill:
         self._batch.enter(sequence)
 
 
-class BlockGrowth:
-    """Extends and names the blocks of decoding sequences as they fill. Shares the scheduler's objects."""
-
-    def __init__(
-        self,
-        shape: EngineShape,
-        kv: KvManager,
-        batch: DecodeBatch,
-        prefill: Prefill,
-        transit: SimulatedTransit,
-        waiting: WaitingQueue,
-    ) -> None:
-        self.preemptions = 0
-        self._shape = shape
-        self._kv = kv
-        self._batch = batch
-        self._prefill = prefill
-        self._transit = transit
-        self._waiting = waiting
-
-    def name_full(self, sequence: SimulatedSequence) -> None:
-        """Name the last block of a sequence if all its tokens are computed; the last generated token is not."""
-        size, blocks = self._shape.block_tokens, sequence.blocks
-        if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
-            parent = sequence.names[-1] if sequence.names else None
-            name = sequence.name_next(size)
-            self._kv.promote(blocks[-1], name, parent)
-            blocks[-1] = name
-
-    def extend(self, sequence: SimulatedSequence) -> None:
-        """Allocate a sequence's next block. If no block is free, preempt a request.
-
-        Requests that are about to migrate are not preempted. If all are about to migrate, preempt this one, because the blocks
-        of the others are pinned and would not become free.
-        """
-        while sequence.batch is not None:
-            if partial := self._kv.take():
-                sequence.blocks.append(partial)
-                self._batch.schedule(sequence)
-                return
-            self._preempt(self._victim() or sequence)
-
-    def _victim(self) -> SimulatedSequence | None:
-        """Return the sequence to preempt next: by default the newest, as in real engines."""
-        running = self._batch.sequences.values()
-        late = self._prefill.begun.values()
-        newest = self._shape.preemption == "newest"
-        order = chain(reversed(late), reversed(running)) if newest else chain(running, late)
-        return next((one for one in order if not self._transit.leaving(one.key)), None)
-
-    def _preempt(self, sequence: SimulatedSequence) -> None:
-        if sequence.batch is not None:
-            self._batch.leave(sequence.key)
-        else:
-            del self._prefill.begun[sequence.key]
-        self._transit.release(sequence, "it has been preempted")
-        self._waiting.put_back(sequence)
-        self.preemptions += 1
-
-
 class Scheduler:
     """The requests of one rank, and the pure step over them."""
 
@@ -193,7 +133,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self._canaries: set[int] = set()  # keys; ended ones are dropped when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
-        self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
+        self.preemptions = 0  # so far, because KV blocks ran out
         # the state in which the last attempt to admit a request failed
         self._stalled: tuple[int, int, int, int] | None = None
 
@@ -280,11 +220,6 @@ class Scheduler:
             active, running = active + one.length, running + 1
         return Load(running, len(self.waiting), self.kv.used, self.kv.total, active, self._living_canaries())
 
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions so far because KV blocks ran out."""
-        return self._growth.preemptions
-
     def take_events(self) -> list[KvEvent]:
         """Return the cache's stored and removed events since the last call, in order. `kv.heard` must be set."""
         return self.kv.take_events()
@@ -368,12 +303,12 @@ class Scheduler:
         self.prefill.through.clear()
         batch.passes += 1
         for sequence in gone:
-            self._growth.name_full(sequence)
+            self._name_full(sequence)
             self.transit.release(batch.leave(sequence.key), "it has ended")
         for sequence in due:
             if sequence.batch is batch:
-                self._growth.name_full(sequence)
-                self._growth.extend(sequence)
+                self._name_full(sequence)
+                self._extend(sequence)
         return out
 
     def rush(self, tokens: int) -> Output:
@@ -416,8 +351,8 @@ class Scheduler:
             batch.passes += 1
             left -= ahead + 1
             for sequence in full:
-                self._growth.name_full(sequence)
-                self._growth.extend(sequence)
+                self._name_full(sequence)
+                self._extend(sequence)
         batch.passes += left
 
     def _alone(self) -> bool:
@@ -446,6 +381,47 @@ class Scheduler:
             self.cancel(sequence.key)
             out.append((sequence.key, Chunk(0, [], error=error)))
         return out
+
+    # --- blocks of decoding sequences, as they fill
+
+    def _name_full(self, sequence: SimulatedSequence) -> None:
+        """Name the last block of a sequence if all its tokens are computed; the last generated token is not."""
+        size, blocks = self.shape.block_tokens, sequence.blocks
+        if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
+            parent = sequence.names[-1] if sequence.names else None
+            name = sequence.name_next(size)
+            self.kv.promote(blocks[-1], name, parent)
+            blocks[-1] = name
+
+    def _extend(self, sequence: SimulatedSequence) -> None:
+        """Allocate a sequence's next block. If no block is free, preempt a request.
+
+        Requests that are about to migrate are not preempted. If all are about to migrate, preempt this one, because the blocks
+        of the others are pinned and would not become free.
+        """
+        while sequence.batch is not None:
+            if partial := self.kv.take():
+                sequence.blocks.append(partial)
+                self.batch.schedule(sequence)
+                return
+            self._preempt(self._victim() or sequence)
+
+    def _victim(self) -> SimulatedSequence | None:
+        """Return the sequence to preempt next: by default the newest, as in real engines."""
+        running = self.batch.sequences.values()
+        late = self.prefill.begun.values()
+        newest = self.shape.preemption == "newest"
+        order = chain(reversed(late), reversed(running)) if newest else chain(running, late)
+        return next((one for one in order if not self.transit.leaving(one.key)), None)
+
+    def _preempt(self, sequence: SimulatedSequence) -> None:
+        if sequence.batch is not None:
+            self.batch.leave(sequence.key)
+        else:
+            del self.prefill.begun[sequence.key]
+        self.transit.release(sequence, "it has been preempted")
+        self.waiting.put_back(sequence)
+        self.preemptions += 1
 
     # --- many passes at once
 

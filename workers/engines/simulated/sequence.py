@@ -188,9 +188,8 @@ class SampledSequence(SimulatedSequence):
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
-        super().__init__(
-            key, prompt, end, length=len(tokens), canary=request.canary, priority=request.priority
-        )
+        canary, priority = request.canary, request.priority
+        super().__init__(key, prompt, end, length=len(tokens), canary=canary, priority=priority)
         self.request = request
         self.use_hash(language.open_sequence(shape.model, tokens))
         # An arrived KV cache lacks the last token, so the block that this token completes is not full yet.

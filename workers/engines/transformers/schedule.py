@@ -109,9 +109,8 @@ class TorchTransit:
         if len(self._in) >= MOVES_MAX:
             return f"overloaded: {MOVES_MAX} requests are on their way here already"
         if needed > free:
-            return (
-                f"overloaded: {needed} KV blocks are needed, {max(0, free)} of {self._blocks.count} are free"
-            )
+            left = f"{max(0, free)} of {self._blocks.count} are free"
+            return f"overloaded: {needed} KV blocks are needed, {left}"
         blocks = [self._blocks.take() for _ in range(needed)]
         self._in[key] = made = TorchArrival(key, request, room_tokens, blocks)
         return made

@@ -120,9 +120,8 @@ class Stepper:
         with self.lock:
             self._sequences[arrival.key] = sequence
             self.schedule.settle(arrival, sequence)
-        self.pool.clear_end(
-            sequence.blocks[-1], sequence.cached - (len(sequence.blocks) - 1) * self.blocks.tokens
-        )
+        before = (len(sequence.blocks) - 1) * self.blocks.tokens  # tokens in all blocks but the last
+        self.pool.clear_end(sequence.blocks[-1], sequence.cached - before)
 
     def cancel(self, key: int) -> None:
         """Drop a request."""
