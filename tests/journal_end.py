@@ -1,6 +1,6 @@
 """Reads the end of a journal, also while its broker restarts."""
 
-import asyncio
+from waits import until
 
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
@@ -8,9 +8,9 @@ from events.journal.port import JournalUnavailable
 
 async def last_seq(journal: NatsJournal, deadline_s: float = 20.0) -> int:
     """Retry while the connection breaks. Right after the broker was killed it may still appear connected."""
-    async with asyncio.timeout(deadline_s):
-        while True:
-            try:
-                return await journal.last_seq()
-            except JournalUnavailable:
-                await asyncio.sleep(0.01)
+    (last,) = await until(lambda: _last(journal), deadline_s, failing=(JournalUnavailable,))
+    return last
+
+
+async def _last(journal: NatsJournal) -> tuple[int]:
+    return (await journal.last_seq(),)

@@ -1,12 +1,12 @@
 """A fleet of one worker with a rogue worker beside it, and the reports about that one."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fleet import running
+from waits import until
 
 from benchmarks.attack.rogue import RogueWorker
 from controller.demo.fleet import DemoFleet
@@ -36,23 +36,21 @@ async def refused(fleet: DemoFleet) -> list[IntrusionRefused]:
 
 async def reported(fleet: DemoFleet, words: str, within_s: float = 20.0) -> IntrusionRefused:
     """Wait for the report of an attempt with these words."""
-    async with asyncio.timeout(within_s):
-        while True:
-            for fact in await refused(fleet):
-                if words in fact.tried:
-                    return fact
-            await asyncio.sleep(0.1)
+
+    async def found() -> IntrusionRefused | None:
+        return next((fact for fact in await refused(fleet) if words in fact.tried), None)
+
+    return await until(found, within_s, words, every_s=0.1)
 
 
 async def ejected(fleet: DemoFleet, worker: str, within_s: float = 20.0) -> HealthChanged:
     """Wait until a worker is taken out of service for its attempts."""
-    async with asyncio.timeout(within_s):
-        while True:
-            for event in await fleet.events():
-                fact = event.fact
-                if isinstance(fact, HealthChanged) and fact.worker == worker and "intrusion" in fact.reason:
-                    return fact
-            await asyncio.sleep(0.1)
+
+    async def found() -> HealthChanged | None:
+        decided = [event.fact for event in await fleet.events() if isinstance(event.fact, HealthChanged)]
+        return next((one for one in decided if one.worker == worker and "intrusion" in one.reason), None)
+
+    return await until(found, within_s, every_s=0.1)
 
 
 async def instances(fleet: DemoFleet) -> dict[str, str]:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from closing_loop import ClosingLoop
+from waits import turns
 
 
 def test_a_server_that_was_left_open_is_closed_and_reported() -> None:
@@ -18,6 +19,6 @@ def test_a_server_that_was_left_open_is_closed_and_reported() -> None:
 
 def test_a_loop_with_nothing_open_closes_without_a_warning() -> None:
     loop = ClosingLoop()
-    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(turns())
     loop.close()
     assert loop.is_closed()

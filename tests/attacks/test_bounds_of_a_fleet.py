@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fleet import holdfast, running, streamed, undisturbed
 from store_databases import execute
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
@@ -29,9 +30,7 @@ FILLER = WorkerLeft(worker="filler", instance="x" * 200, mode="immediate", exit=
 async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(2)
-        async with asyncio.timeout(60):
-            while "the journal now keeps at most 8 MiB" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.1)
+        await until(lambda: "the journal now keeps at most 8 MiB" in fleet.log.read_text(), 60)
         status = await fleet.status()
         assert status["journal"]["bytes_max"] == 8 * KIB * KIB
 
@@ -54,9 +53,7 @@ async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -
         assert "journal      events " in await said(fleet, "status")
 
         await execute(find(fleet.data)["database_owner_url"], "DROP SCHEMA holdfast CASCADE")
-        async with asyncio.timeout(60):
-            while "the state store was rebuilt" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.1)
+        await until(lambda: "the state store was rebuilt" in fleet.log.read_text(), 60)
         back = await fleet.until(lambda s: s["projector"]["lag"] == 0, 60)
         assert back["journal"]["first_seq"] >= first
         assert "no difference" in await said(fleet, "replay", "verify")
@@ -81,11 +78,12 @@ async def fill(journal: NatsJournal) -> int:
 
 async def newer_than(journal: NatsJournal, kept: SnapshotPosition) -> SnapshotPosition:
     """Wait until the controller has written the next snapshot."""
-    while True:
+
+    async def newer() -> SnapshotPosition | None:
         found = await newest_kept(journal)
-        if found is not None and found.through > kept.through:
-            return found
-        await asyncio.sleep(0.2)
+        return found if found is not None and found.through > kept.through else None
+
+    return await until(newer, 60, every_s=0.2)
 
 
 async def said(fleet: DemoFleet, *command: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import nats
 from fleet import holdfast, running, streamed, undisturbed
+from waits import until
 
 from controller.adapters.embedded.nats_log import STRANGER, refusals
 from controller.adapters.embedded.nats_users import BrokerUsers
@@ -117,9 +118,7 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
         await forger.publish(subject, body, headers=about)
     for subject in ("fleet.>", "_INBOX.>", "answer.>", "plane.>", "live.>"):
         await forger.subscribe(subject)
-    async with asyncio.timeout(20):
-        while len(told) < len(forged) + 5:  # noqa: ASYNC110 (the broker reports asynchronously)
-            await asyncio.sleep(0.05)
+    await until(lambda: len(told) >= len(forged) + 5)
     await forger.close()
     assert all("permissions violation" in error for error in told)
     assert refused(fleet) == {"worker-w0": len(told)}
@@ -146,9 +145,12 @@ async def it_is_told(fleet: DemoFleet) -> None:
     status = await fleet.status()
     (controller,) = (p["url"] for p in status["processes"] if p["role"] == "controller")
     counted = f"holdfast_intrusions_refused_total {float(sum(tried.values()))}"
-    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-        while counted not in await page(session, f"{controller}/metrics"):  # noqa: ASYNC110 (the controller reads the journal)
-            await asyncio.sleep(0.1)
+    async with aiohttp.ClientSession() as session:
+
+        async def shown() -> bool:
+            return counted in await page(session, f"{controller}/metrics")
+
+        await until(shown, 60, counted, every_s=0.1)  # the controller reads the journal
 
 
 async def page(session: aiohttp.ClientSession, url: str) -> str:

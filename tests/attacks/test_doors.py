@@ -14,6 +14,7 @@ import psutil
 from fleet import files_holding, holdfast, running
 from release_before import OWNER, lay_database, lay_journal
 from store_databases import execute
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import read_all
@@ -65,9 +66,11 @@ async def test_a_fleets_ports_require_keys_and_answer_no_other_site(tmp_path: Pa
             fresh = keys.with_suffix(".new")
             fresh.write_text(f"team-a:{second}\n")
             fresh.replace(keys)
-            async with asyncio.timeout(30):
-                while await asked(session, fleet, first) == 200:  # noqa: ASYNC110 (it reads the file again)
-                    await asyncio.sleep(0.1)
+
+            async def revoked() -> bool:
+                return await asked(session, fleet, first) != 200
+
+            await until(revoked, 30, every_s=0.1)  # it reads the file again
             assert await asked(session, fleet, second) == 200
             shown = await no_other_site_is_answered(session, fleet)
         shown += [" ".join(process.cmdline()) for process in fleet.family() if process.is_running()]

@@ -9,6 +9,7 @@ import nats
 import nats.js.errors
 from fleet import holdfast, running, streamed, undisturbed
 from nats.aio.client import Client
+from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.demo.fleet import DemoFleet
@@ -89,8 +90,8 @@ async def quarantined(fleet: DemoFleet, broker: Client) -> None:
     ).seq
     looked = await asyncio.to_thread(holdfast, "journal", "inspect", *place)
     assert looked.returncode == 3 and f"holdfast journal quarantine {seq} --why" in looked.stdout
-    while f"event {seq}, on" not in (fleet.data / "logs" / "projector.log").read_text():  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
+    log = fleet.data / "logs" / "projector.log"
+    await until(lambda: f"event {seq}, on" in log.read_text(), 60)
     assert (await asyncio.to_thread(holdfast, "replay", "verify", *place)).returncode == 1
     decided = await asyncio.to_thread(holdfast, "journal", "quarantine", str(seq), "--why", "a slip", *place)
     assert decided.returncode == 0, decided.stderr
@@ -107,8 +108,7 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
     seq, number = await out_of_turn(fleet, broker)
     sentence = f"decision {number + 90}, at {seq}, is out of turn, {number + 1} is next"
     logs = [fleet.data / "logs" / f"{name}.log" for name in ("controller", "projector", "frontend-0")]
-    while not all(sentence in log.read_text() for log in logs):  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
+    await until(lambda: all(sentence in log.read_text() for log in logs), 60)
     looked = await asyncio.to_thread(holdfast, "journal", "inspect", "-o", "json", *place)
     told = json.loads(looked.stdout)
     assert looked.returncode == 3 and told["stops_at"] == seq
@@ -127,8 +127,11 @@ async def forged(fleet: DemoFleet, broker: Client) -> None:
         told_so = await asyncio.to_thread(holdfast, *command, *place)
         assert told_so.returncode == 0, told_so.stderr
     await fleet.until(lambda s: (s["projector"]["lag"], health(s, "w0")) == (0, "DRAINING"), 60)
-    while await asyncio.to_thread(chosen, fleet) != "w1":  # noqa: ASYNC110 (the frontend has to continue reading)
-        await asyncio.sleep(0.1)
+
+    async def reads_on() -> bool:
+        return await asyncio.to_thread(chosen, fleet) == "w1"
+
+    await until(reads_on, 60, every_s=0.1)
     next_one = next(e.fact for e in await fleet.events(seq) if isinstance(e.fact, Decision))
     assert next_one.number == number + 1
     verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)

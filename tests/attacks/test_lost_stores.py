@@ -1,6 +1,5 @@
 """A fleet that loses its stores: the database is rebuilt; a lost journal is not invented."""
 
-import asyncio
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 import asyncpg
 from fleet import holdfast, running, streamed, undisturbed
 from test_up_servers import FAST, said
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from events.subjects import STREAM
@@ -18,9 +18,7 @@ PROMPT = (300, 301, 302)
 
 async def is_rebuilt(fleet: DemoFleet, times: int) -> None:
     """Wait until it was reported `times` times, the projector has caught up, and the store matches the journal."""
-    async with asyncio.timeout(60):
-        while fleet.log.read_text().count("the state store was rebuilt") < times:  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+    await until(lambda: fleet.log.read_text().count("the state store was rebuilt") >= times, 60)
     await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
     verified = holdfast("replay", "verify", "--data", str(fleet.data))
     assert verified.returncode == 0 and "no difference" in verified.stdout, verified.stdout + verified.stderr

@@ -1,6 +1,5 @@
 """No process continues with a changed stream before an operator decides, and the error says how."""
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import aiohttp
 import nats
 from fleet import running
+from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from events.journal.nats import NatsJournal
@@ -48,10 +48,12 @@ async def test_a_running_frontend_keeps_serving_and_a_new_one_serves_from_the_st
             assert await status(session) == 200, "it keeps what it knew"
             os.kill(pid, signal.SIGKILL)
             seen: set[int | None] = set()
-            async with asyncio.timeout(60):
-                while 200 not in seen:
-                    seen.add(await status(session))
-                    await asyncio.sleep(0.05)
+
+            async def back() -> bool:
+                seen.add(await status(session))
+                return 200 in seen
+
+            await until(back, 60, every_s=0.05)
         assert seen <= {None, 503, 200}, "it reports no model as unknown"
         started = log.read_text().rpartition("view_stopped")
         assert "the state store has folded event" in started[0].splitlines()[-1], (

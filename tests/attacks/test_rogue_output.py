@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 from fleet import holdfast, streamed, undisturbed
 from rogue_fleet import refused, reported, with_rogue
+from waits import until
 
 from benchmarks.attack.rogue import RogueWorker, Spoil
 from controller.demo.fleet import DemoFleet
@@ -84,11 +85,11 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_withou
         "HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "3"
     }  # by default after ten canary intervals on average
     async with with_rogue(tmp_path, environment=often, workers=2) as (fleet, rogue):
-        for _ in range(300):  # until the goldens are agreed
-            if len(await passed(fleet, "x0")) >= 4:
-                break
-            await asyncio.sleep(0.2)
-        assert len(await passed(fleet, "x0")) >= 4, [e.fact for e in (await fleet.events())[-20:]]
+
+        async def goldens_agreed() -> bool:
+            return len(await passed(fleet, "x0")) >= 4
+
+        await until(goldens_agreed, 60, every_s=0.2)
         rogue.engine.spoil = lambda chunk: Chunk(
             chunk.stream, [(token + 1) % 256 for token in chunk.tokens], chunk.finish
         )

@@ -76,7 +76,7 @@ async def test_false_kv_claims_of_a_worker_are_dropped(tmp_path: Path) -> None:
     async with with_rogue(tmp_path) as (fleet, rogue):
         before = await instances(fleet)
         rogue.claim(*prompts)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # the claims reach the frontend, which does not report it
         went: list[bool] = []
         for prompt in prompts:
             count = len(rogue.engine.asked)

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from fleet import running
 from upstream import Upstream
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
@@ -52,7 +53,7 @@ class Load:
                     said = await response.json()
                     suspect = "suspect" if "X-Holdfast-Suspect" in response.headers else "plain"
                     self.outcomes[suspect if response.status == 200 else str(said)] += 1
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # the rate of the load
 
     @property
     def failed(self) -> dict[str, int]:
@@ -64,7 +65,7 @@ async def update(server: Upstream, *, restart: bool, told: bool) -> None:
     if restart:
         port = int(server.url.rpartition(":")[2])
         await server.stop()
-        await asyncio.sleep(DOWN_S)
+        await asyncio.sleep(DOWN_S)  # how long the server is down
         server.weights = "-new"
         server.root = "/models/new" if told else server.root
         await server.start(port)
@@ -75,11 +76,8 @@ async def asked(server: Upstream) -> None:
     """Wait until a canary has reached a restarted server: on a slow machine its breaker may have opened meanwhile, and with
     two servers the next one must not restart before the fleet has noticed the first."""
     server.bodies.clear()
-    for _ in range(int(RETURNS_S * 10)):
-        if any("cache_salt" in body for body in server.bodies):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError("no canary has come to the server")
+    came = lambda: any("cache_salt" in body for body in server.bodies)  # noqa: E731
+    await until(came, RETURNS_S, "a canary at the server")
 
 
 @pytest.mark.parametrize(
@@ -123,12 +121,12 @@ async def test_a_rolling_update_loses_no_request_and_its_workers_return_by_thems
     async with running(tmp_path / "fleet", *flags) as fleet:
         await fleet.healthy(len(order))
         async with Load(fleet) as load:
-            await asyncio.sleep(3)
+            await asyncio.sleep(3)  # of undisturbed load
             for number in order:
                 await update(servers[number], restart=restart, told=told)
                 if restart:
                     await asked(servers[number])
-                await asyncio.sleep(between_s)
+                await asyncio.sleep(between_s)  # the pause between two updates is what varies
             await fleet.until(
                 lambda s: sum(w["health"] == "HEALTHY" and w["weight"] == 1 for w in s["workers"]) >= 2,
                 RETURNS_S,

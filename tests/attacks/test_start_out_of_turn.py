@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 from fleet import holdfast, running, streamed, undisturbed
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from controller.processes import up
@@ -41,11 +42,8 @@ async def test_a_fleet_that_starts_waits_for_an_operators_decision(tmp_path: Pat
 
 async def answered(fleet: DemoFleet) -> str:
     """Return a frontend's answer, once it has read further and knows the current worker."""
-    while True:
-        try:
-            return await streamed(fleet, [1, 2], 8)
-        except openai.InternalServerError:
-            await asyncio.sleep(0.2)
+    failing = (openai.InternalServerError,)
+    return await until(lambda: streamed(fleet, [1, 2], 8), 60, every_s=0.2, failing=failing)
 
 
 async def forged(fleet: DemoFleet) -> int:
@@ -67,10 +65,13 @@ async def forged(fleet: DemoFleet) -> int:
 async def does_not_give_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
     """Wait until a controller has ended more often than `up` tolerates before the fleet is ready. `begun`: where the log
     began."""
-    said = ""
-    while said.count("controller ended with status 1") <= up.LIVES_BEFORE_GIVING_UP:
+
+    def often() -> bool:
         assert not fleet.ended, fleet.last_words()
-        await asyncio.sleep(0.1)
-        said = fleet.log.read_text()[begun:]
+        ends = fleet.log.read_text()[begun:].count("controller ended with status 1")
+        return ends > up.LIVES_BEFORE_GIVING_UP
+
+    await until(often, 120, every_s=0.1)
+    said = fleet.log.read_text()[begun:]
     (told,) = (line for line in said.splitlines() if "the start waits for your decision" in line)
     assert sentence in told

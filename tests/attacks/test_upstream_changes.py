@@ -1,6 +1,5 @@
 """A fleet in front of servers that change models or rotate keys needs no restart and fails no request."""
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import pytest
 import pytest_asyncio
 from fleet import client, running
 from upstream import Upstream
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
@@ -57,15 +57,14 @@ async def status(fleet: DemoFleet, model: str) -> int:
 
 async def becomes(fleet: DemoFleet, model: str, wanted: int) -> None:
     """Send requests until those for a model have this status."""
-    async with asyncio.timeout(IN_TIME_S):
-        while True:
-            try:
-                if await status(fleet, model) == wanted:
-                    return
-            except Exception as error:
-                if getattr(error, "status_code", None) == wanted:
-                    return
-            await asyncio.sleep(0.2)
+
+    async def became() -> bool:
+        try:
+            return await status(fleet, model) == wanted
+        except Exception as error:
+            return getattr(error, "status_code", None) == wanted
+
+    await until(became, IN_TIME_S, f"{model}: {wanted}", every_s=0.2)
 
 
 async def test_a_rotated_key_is_used_without_a_restart(world: World) -> None:

@@ -1,6 +1,5 @@
 """Webhooks of a fleet receive all events, in order, across killed processes and a restart."""
 
-import asyncio
 import base64
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from fleet import running
 from standardwebhooks import Webhook as Verifier
+from waits import until
 from webhook_receiver import Act, Received, Receiver, receiving
 
 from controller.demo.fleet import DemoFleet
@@ -43,9 +43,11 @@ async def said(fleet: DemoFleet) -> list[str]:
 async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:
     """Wait until this number of incidents have been delivered to their end, and no event of the journal is missing."""
     await receiver.until(lambda: closed(receiver, incidents), 60)
-    async with asyncio.timeout(60):
-        while heard(receiver) != await said(fleet):  # noqa: ASYNC110 (nothing signals it)
-            await asyncio.sleep(0.1)
+
+    async def complete() -> bool:
+        return heard(receiver) == await said(fleet)
+
+    await until(complete, 60, every_s=0.1)
 
 
 async def notifier_dies(fleet: DemoFleet) -> None:

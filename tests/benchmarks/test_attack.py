@@ -105,7 +105,7 @@ def test_a_failed_part_is_shown_with_its_repeat_command_and_the_others_run(
 def test_a_part_that_does_not_end_is_ended_with_all_its_processes(
     temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = f"{STAYS}; import time; print('{{\"times\": 1}}', flush=True); time.sleep(600)"
+    script = f"{STAYS}; import signal; print('{{\"times\": 1}}', flush=True); signal.pause()"
     status, told = reported({"a": played(script, within_s=2)}, capsys)
     assert (status, told["a"]["verdict"]) == (1, "had not ended after 2 s")
     assert _sleepers(temporary) == [] and list(temporary.iterdir()) == []
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_the_running_part_and_shows_the_results_so_far(
 ) -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parents[1])])
-    script = "import sys, test_attack as t; sys.exit(t.main([], {'a': t.WELL, 'b': t.played('import time; time.sleep(600)')}))"
+    script = "import sys, test_attack as t; sys.exit(t.main([], {'a': t.WELL, 'b': t.played('import signal; signal.pause()')}))"
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": paths},

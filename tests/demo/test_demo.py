@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from waits import until
 
 from controller.demo import cli as demo
 from controller.demo import profile, report
@@ -194,9 +195,7 @@ async def test_the_view_leaves_nothing_behind_on_a_small_terminal() -> None:
     args = Namespace(seconds=10.0, data=None, keep=False)
     running = demo.Demo(args, None, profile.DemoLoad((), ()), console)  # type: ignore[arg-type]
     watching = asyncio.create_task(running.watch(calm, calm, time.monotonic()))  # type: ignore[arg-type]
-    async with asyncio.timeout(20):
-        while "Holdfast demo" not in shown.getvalue():  # noqa: ASYNC110 (a terminal)
-            await asyncio.sleep(0.01)
+    await until(lambda: "Holdfast demo" in shown.getvalue())
     watching.cancel()
     await asyncio.wait([watching])
     assert "╭" in shown.getvalue() and "╰" not in shown.getvalue()

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ import first_database
 import pytest
 import yaml
 from prometheus_server import PrometheusServer, binary
+from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.servers import nats_binary, start_postgres
@@ -147,16 +147,20 @@ class Services:
 
     def until(self, answers: Any, what: str) -> None:
         """Wait for a condition."""
-        deadline = time.monotonic() + WITHIN_S
-        while True:
+
+        def holds() -> object:
+            assert all(one.poll() is None for one in self.processes), f"{what}\n{self._output()}"
             with contextlib.suppress(OSError, ValueError):
-                if answers():
-                    return
-            output = "\n".join(log.read_text()[-800:] for log in self.folder.glob("*.log"))
-            assert time.monotonic() < deadline and all(one.poll() is None for one in self.processes), (
-                f"{what}\n{output}"
-            )
-            time.sleep(0.2)
+                return answers()
+            return None
+
+        try:
+            block_until(holds, WITHIN_S, what, every_s=0.2)
+        except pytest.fail.Exception as error:
+            raise AssertionError(f"{error}\n{self._output()}") from None
+
+    def _output(self) -> str:
+        return "\n".join(log.read_text()[-800:] for log in self.folder.glob("*.log"))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from waits import until
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "guides" / "post-mortems"
 FAULTS = {"corrupt": 2.0, "kill": None, "hang": None}
@@ -25,7 +27,7 @@ SWEEP = ROOT / "docs" / "guides" / "what-if" / "sweep.png"
 
 async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
     """Break a fleet under load, wait for the end of the incident, and return its report."""
-    from rehearsal import FLAGS, users
+    from rehearsal import FLAGS, lasts, users
 
     from controller.demo.fleet import DemoFleet
 
@@ -34,15 +36,17 @@ async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
         await fleet.ready()
         await fleet.healthy(3)
         async with users(fleet):
-            await asyncio.sleep(2 * CALM_S)
+            await lasts(2 * CALM_S)
             await fleet.act(fault, "w0", argument)
             if fault == "hang":
-                await asyncio.sleep(CALM_S)
+                await lasts(CALM_S)
                 await fleet.act("unhang", "w0", None)
-            async with asyncio.timeout(ENDS_WITHIN_S):
-                while not any(event.fact.kind() == "incident_closed" for event in await fleet.events()):  # noqa: ASYNC110
-                    await asyncio.sleep(1.0)
-            await asyncio.sleep(CALM_S)
+
+            async def closed() -> bool:
+                return any(event.fact.kind() == "incident_closed" for event in await fleet.events())
+
+            await until(closed, ENDS_WITHIN_S, every_s=1.0)
+            await lasts(CALM_S)
             where = folder / f"{fault}.html"
             command = [sys.executable, "-m", "controller.cli", "replay", "report", "--data", str(fleet.data)]
             await asyncio.to_thread(
@@ -55,7 +59,7 @@ async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
 
 async def console(folder: Path) -> None:
     """Break a fleet under load, and draw what its console shows meanwhile."""
-    from rehearsal import FLAGS, users
+    from rehearsal import FLAGS, lasts, users
 
     from benchmarks import browser
     from controller.demo.fleet import DemoFleet
@@ -66,17 +70,17 @@ async def console(folder: Path) -> None:
         await fleet.ready()
         await fleet.healthy(3)
         async with users(fleet):
-            await asyncio.sleep(5 * CALM_S)
+            await lasts(5 * CALM_S)
             await fleet.act("corrupt", "w0", 2.0)
-            await asyncio.sleep(5 * CALM_S)
+            await lasts(5 * CALM_S)
             await fleet.act("kill", "w1", None)
-            await asyncio.sleep(2 * CALM_S)
+            await lasts(2 * CALM_S)
             (url,) = (one.url for one in present(fleet.data) if one.role == "frontend")
             async with browser.browser(folder) as found:
                 page = await found.new_page(viewport={"width": WIDTH, "height": HEIGHT})
                 await page.goto(f"{url}/console")
                 await page.wait_for_selector("html[data-ready=yes]", state="attached")
-                await asyncio.sleep(CALM_S)
+                await lasts(CALM_S)
                 CONSOLE.parent.mkdir(exist_ok=True)
                 clip = {"x": 0, "y": 0, "width": WIDTH, "height": CONSOLE_HEIGHT}
                 await page.screenshot(path=CONSOLE, clip=clip, full_page=True)  # type: ignore[arg-type]
@@ -86,7 +90,7 @@ async def console(folder: Path) -> None:
 
 async def sweep(folder: Path) -> Path:
     """Let several workers answer wrongly for a while, one after another, and return the effect of other canary intervals."""
-    from rehearsal import FLAGS, users
+    from rehearsal import FLAGS, lasts, users
 
     from controller.demo.fleet import DemoFleet
 
@@ -100,11 +104,11 @@ async def sweep(folder: Path) -> Path:
                 ("error", "w1", 1.0),
                 ("corrupt", "w2", 1.0),
             ):
-                await asyncio.sleep(2 * CALM_S)
+                await lasts(2 * CALM_S)
                 await fleet.act(fault, worker, argument)
-                await asyncio.sleep(6 * CALM_S)
+                await lasts(6 * CALM_S)
                 await fleet.act("heal", worker, None)
-                await asyncio.sleep(6 * CALM_S)
+                await lasts(6 * CALM_S)
             command = [sys.executable, "-m", "controller.cli", "replay", "what-if", "--data", str(fleet.data)]
             command += ["--sweep", "canary.interval=500ms..30s", "-o", str(where)]
             await asyncio.to_thread(subprocess.run, command, check=True, timeout=ENDS_WITHIN_S)

@@ -32,9 +32,14 @@ async def users(fleet: DemoFleet) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def lasts(seconds: float) -> None:
+    """Let a phase of the fleet's real time pass, as long as its record (metrics, journal, console) requires."""
+    await asyncio.sleep(seconds)
+
+
 async def broken(fleet: DemoFleet) -> None:
     """Break the fleet in three ways, one after another: w0 is corrupt, w1 fails requests, w2 is killed."""
     for verb, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 6.0), ("kill", "w2", None)):
         with contextlib.suppress(Exception):
             await fleet.act(verb, worker, argument)
-        await asyncio.sleep(BROKEN_S / 3)
+        await lasts(BROKEN_S / 3)

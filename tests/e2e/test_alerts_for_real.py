@@ -27,6 +27,8 @@ from fleet import client, running
 from own_brokers import Start, authority, start
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_server import PrometheusServer, binary, prometheus
+from rehearsal import lasts
+from waits import turns, until
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.embedded.free_port import free_port
@@ -132,7 +134,7 @@ class Scene:
 
     async def calm(self) -> None:
         """Check that nothing fires before anything is broken."""
-        await asyncio.sleep(CALM_S)
+        await lasts(CALM_S)
         assert not await asyncio.to_thread(self.firing), "a healthy fleet fires no alert"
 
     async def step(self, name: str, breaks: Callable[[], Awaitable[object]]) -> None:
@@ -142,21 +144,26 @@ class Scene:
         await self.ends(*wanted)  # alerts of an earlier step
         began = time.time()
         await breaks()
-        while missing := wanted - self._fired.keys():
+
+        async def all_fired() -> bool:
+            missing = wanted - self._fired.keys()
             for alert, pending_s in (await asyncio.to_thread(self._pending, missing)).items():
                 assert pending_s <= PATIENCE_S[alert] + 2 * SCRAPE_S, (alert, pending_s)
                 self._fired[alert] = time.time() - began
                 print(f"{self.name}: {name}: {alert} after {self._fired[alert]:.1f} s")
             late = {alert for alert in missing if time.time() - began > TABLE[alert].within_s}
             assert not late, f"{name}: {sorted(late)} did not fire; there are {self.server.alerts()}"
-            await asyncio.sleep(SCRAPE_S / 4)
+            return not wanted - self._fired.keys()
+
+        await until(all_fired, 3600, every_s=SCRAPE_S / 4)  # each alert has its own deadline
 
     async def ends(self, *alerts: str) -> None:
         """Check that alerts end in time after the repair."""
-        deadline = time.monotonic() + ENDS_S
-        while left := {*alerts} & await asyncio.to_thread(self.firing):
-            assert time.monotonic() < deadline, f"{sorted(left)} did not end"
-            await asyncio.sleep(SCRAPE_S / 4)
+
+        async def ended() -> bool:
+            return not {*alerts} & await asyncio.to_thread(self.firing)
+
+        await until(ended, ENDS_S, f"the end of {sorted(alerts)}", every_s=SCRAPE_S / 4)
 
     def whole(self) -> None:
         """Check that all of the scene's alerts have fired."""
@@ -195,7 +202,7 @@ async def asking(fleet: DemoFleet, people: int, tokens: int) -> AsyncIterator[No
                 )
                 async for _ in stream:
                     pass
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # a client's pause after a rejection
 
     async with client(fleet) as api:
         tasks = [asyncio.create_task(ask(n, api)) for n in range(people)]
@@ -237,13 +244,13 @@ async def test_alerts_about_workers_fire(tmp_path: Path) -> None:
         async def flapping() -> None:
             async with asyncio.TaskGroup() as group:
                 turning = group.create_task(turn())
-                await watched.step("w1 fails again and again", lambda: asyncio.sleep(0))
+                await watched.step("w1 fails again and again", turns)
                 turning.cancel()
 
         async def turn() -> None:
             while True:
                 await each("error", "w1", argument=3)
-                await asyncio.sleep(2)
+                await asyncio.sleep(2)  # its breaker closes meanwhile
 
         with scene("workers", tmp_path, port) as watched:
             async with asking(fleet, 16, 60):  # each worker has several: more than a frontend remembers here
@@ -312,7 +319,7 @@ async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None
     with scene("planes", tmp_path, port) as watched:
         async with running(tmp_path / "fleet", *PLANES, environment=environment) as fleet:
             await watched.step("w1 answers otherwise from the first", lambda: fleet.act("corrupt", "w1", 1))
-            await watched.step("the webhook is not delivered", lambda: asyncio.sleep(0))
+            await watched.step("the webhook is not delivered", turns)
             pids = {process.name: process.pid for process in present(fleet.data)}
 
             async def second_worker() -> None:
@@ -344,7 +351,7 @@ async def test_alerts_about_servers_and_controllers_fire(tmp_path: Path) -> None
             async with asking(fleet, 24, 40):
                 await asyncio.gather(
                     watched.step("w1 is dead and not ended", lambda: struck("w1", signal.SIGSTOP)),
-                    watched.step("too many ask", lambda: asyncio.sleep(0)),
+                    watched.step("too many ask", turns),
                     watched.step("Postgres is killed", says_much),
                 )
                 await watched.step("the controller is killed", lambda: struck("controller"))
@@ -389,7 +396,7 @@ async def test_alerts_that_take_days_in_a_fleet_fire(tmp_path: Path, start: Star
             await watched.step("a controller is there", controls)
             async with asyncio.TaskGroup() as group:
                 full = group.create_task(fills(data, url))
-                await watched.step("a journal fills", lambda: asyncio.sleep(0))
+                await watched.step("a journal fills", turns)
                 full.cancel()
             await drops(data, watched)
             watched.whole()
@@ -416,7 +423,7 @@ async def fills(data: Path, url: str) -> None:
             while True:
                 for _ in range(10):
                     journal.observe(WorkerHeard(worker="w0", instance="none", observer=journal.source))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # the rate at which the journal fills
 
 
 async def drops(data: Path, watched: Scene) -> None:

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 from fleet import holdfast, running
 from prometheus_server import PrometheusServer, binary, prometheus
-from rehearsal import FLAGS, broken, users
+from rehearsal import FLAGS, broken, lasts, users
 from runbooks import all_named, all_shown, first_incident, printed
 from webhook_receiver import receiving
 
@@ -91,7 +91,7 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
         with prometheus(tmp_path / "prometheus", config) as server:
             async with users(fleet):
                 await asyncio.to_thread(server.wait_for, "holdfast_leader")
-                await asyncio.sleep(CALM_S)
+                await lasts(CALM_S)
                 false = fired(server, "3s")  # before, nothing had been measured
                 await broken(fleet)
                 found = await asyncio.to_thread(empty, server)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import shim
 from fleet import client, running
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerLeft
@@ -83,9 +84,7 @@ async def test_a_servers_gpu_and_a_workers_own(
         beside.append(worker(fleet, "w1", "--watch-only", "--gpus", "0", driver=driver))
         await fleet.until(lambda s: "watch" in {p["role"] for p in s["processes"]})
         log = fleet.data / "w1.log"
-        async with asyncio.timeout(20):
-            while "watch_follows" not in log.read_text():  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.05)
+        await until(lambda: "watch_follows" in log.read_text())
         assert "w1" in await under_xid(fleet, servers, 79)
         await fleet.until(lambda s: {w["id"]: w["health"] for w in s["workers"]}["w1"] == "UNHEALTHY")
         assert {worker for worker, _ in await asyncio.gather(*(answer(fleet, n) for n in range(4)))} == {"w0"}
@@ -103,6 +102,7 @@ async def test_a_servers_gpu_and_a_workers_own(
 
 
 async def said(fleet: DemoFleet, kind: type, count: int) -> None:
-    async with asyncio.timeout(30):
-        while sum(isinstance(e.fact, kind) for e in await fleet.events()) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    async def enough() -> bool:
+        return sum(isinstance(e.fact, kind) for e in await fleet.events()) >= count
+
+    await until(enough, 30, every_s=0.1)

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from fleet import client, holdfast, running, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
+from waits import until
 
 from controller.deciders.capacity import Slo, worker_capacity
 from controller.demo.fleet import DemoFleet
@@ -71,9 +72,11 @@ async def test_forty_requests_for_eight_places_wait_in_the_queue_and_are_all_ser
         seen: set[tuple[float, float]] = set()
 
         async def watch(holds: Callable[[], bool]) -> None:
-            while not holds():
+            async def look() -> bool:
                 seen.add(await counted(fleet))
-                await asyncio.sleep(0.05)
+                return holds()
+
+            await until(look, 120, every_s=0.05)
 
         asked = [asyncio.create_task(ask(number)) for number in range(HELD)]
         await watch(lambda: (0, HELD) in seen)
@@ -144,9 +147,10 @@ async def test_a_level_reaches_the_workers_schedulers_and_is_withdrawn(tmp_path:
             return found
 
         async def until_slots(most: float) -> None:
-            async with asyncio.timeout(60):
-                while await slots() != [most, most]:  # noqa: ASYNC110 (another process)
-                    await asyncio.sleep(0.1)
+            async def reached() -> bool:
+                return await slots() == [most, most]
+
+            await until(reached, 60, every_s=0.1)
 
         async def status_of(tier: str) -> int:
             body = {"model": "sim", "prompt": [300] * 8, "max_tokens": 2}

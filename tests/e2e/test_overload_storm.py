@@ -56,7 +56,7 @@ class Storm:
         began = loop.time()
         async with asyncio.TaskGroup() as group:
             for number in range(int(RATE * SECONDS)):
-                await asyncio.sleep(max(0.0, began + number / RATE - loop.time()))
+                await asyncio.sleep(max(0.0, began + number / RATE - loop.time()))  # the rate of the storm
                 group.create_task(self._ask(number))
         await self._api.close()
 
@@ -93,7 +93,7 @@ async def test_admitted_requests_are_answered_and_no_rejection_is_a_failure(tmp_
         await fleet.healthy(2)
         storm = Storm(fleet)
         going = asyncio.create_task(storm.run())
-        await asyncio.sleep(SECONDS / 2)
+        await asyncio.sleep(SECONDS / 2)  # to the middle of the storm
         await kill(fleet, "w0")
         await going
         facts = [event.fact for event in await fleet.events()]

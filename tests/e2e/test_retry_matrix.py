@@ -10,6 +10,7 @@ import itertools
 import json
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from roles import Process, Roles
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 
@@ -59,10 +61,8 @@ class Rig(Roles):
             await self.start(
                 "frontend", "--name", name, *way, "--port", str(port), *flags, **NO_PLANNED_MOVES
             )
-        async with asyncio.timeout(30):
-            for name in FRONTENDS:
-                while not await self._reaches(name, workers):  # noqa: ASYNC110 (another process)
-                    await asyncio.sleep(0.05)
+        for name in FRONTENDS:
+            await until(partial(self._reaches, name, workers), 30, every_s=0.05)
         return made
 
     async def _reaches(self, name: str, workers: int) -> bool:
@@ -113,10 +113,13 @@ class Rig(Roles):
     async def underway(self, tokens: int) -> None:
         """Wait until every frontend has relayed this number of further tokens."""
         wanted = {name: await self.counted(name, "output_tokens_total") + tokens for name in FRONTENDS}
-        async with asyncio.timeout(20):
-            for name, count in wanted.items():
-                while await self.counted(name, "output_tokens_total") < count:  # noqa: ASYNC110 (another process)
-                    await asyncio.sleep(0.02)
+
+        async def relayed() -> bool:
+            return all(
+                [await self.counted(name, "output_tokens_total") >= wanted[name] for name in FRONTENDS]
+            )
+
+        await until(relayed)
 
 
 def _text(choice: dict[str, Any]) -> str:

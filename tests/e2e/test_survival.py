@@ -5,6 +5,7 @@ with `make test-engines`.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 import tiny_model
 from fleet import client, running
+from waits import until
 
 from controller.demo.clients import compare
 from controller.demo.fleet import DemoFleet
@@ -119,13 +121,15 @@ async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None
 
 async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
     """Return the journal's facts once `holds` is true of them, or the current ones at the deadline."""
-    end = asyncio.get_running_loop().time() + within_s
     facts: list[Fact] = []
-    while True:
-        facts += [recorded.fact for recorded in await fleet.events(len(facts))]
-        if holds(facts) or asyncio.get_running_loop().time() > end:
-            return facts
-        await asyncio.sleep(0.1)
+
+    async def look() -> bool:
+        facts.extend([recorded.fact for recorded in await fleet.events(len(facts))])
+        return holds(facts)
+
+    with contextlib.suppress(pytest.fail.Exception):
+        await until(look, within_s, every_s=0.1)
+    return facts
 
 
 async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestMigrated]:

@@ -1,6 +1,5 @@
 """`holdfast up` from a user's view: it starts, resumes, stops gracefully, and leaves nothing behind."""
 
-import asyncio
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from fleet import holdfast, running
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.fleet import DemoFleet, gone
@@ -164,11 +164,8 @@ async def test_of_two_that_start_at_once_on_one_port_only_one_does_and_its_lone_
     port = free_port()
     fleets = [DemoFleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
     try:
-        for _ in range(1200):
-            if (ended := {f.process.poll() for f in fleets}) != {None}:
-                break
-            await asyncio.sleep(0.05)
-        assert ended == {None, 1}
+        await until(lambda: any(f.process.poll() is not None for f in fleets), 60)
+        assert {f.process.poll() for f in fleets} == {None, 1}
         (loser,), (winner,) = (
             [f for f in fleets if (f.process.poll() is None) is alive] for alive in (False, True)
         )

@@ -1,12 +1,11 @@
 """A fleet with a lost database, a closed terminal, or a frontend that starts without the broker."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import aiohttp
 import first_database
 from fleet import running
 from store_databases import execute
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.fleet import DemoFleet, gone
@@ -27,9 +27,7 @@ FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 async def said(fleet: DemoFleet, words: str) -> None:
     """Wait until `up` has printed some text."""
-    async with asyncio.timeout(60):
-        while words not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+    await until(lambda: words in fleet.log.read_text(), 60)
 
 
 def unread(data: Path) -> DemoFleet:
@@ -138,15 +136,13 @@ async def serves_without_a_broker(fleet: DemoFleet, name: str, log: Path) -> Non
     """Start a frontend that cannot reach the broker, and let it answer."""
     port = free_port()
     with frontend_without_a_broker(fleet, name, port, log) as runs:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + 60
         async with aiohttp.ClientSession() as http:
-            while runs() and loop.time() < until:
-                with suppress(aiohttp.ClientError):
-                    if await answered(http, f"http://127.0.0.1:{port}"):
-                        return
-                await asyncio.sleep(0.2)
-    raise AssertionError(log.read_text())
+
+            async def serves() -> bool:
+                assert runs(), log.read_text()
+                return await answered(http, f"http://127.0.0.1:{port}")
+
+            await until(serves, 60, f"an answer of {name}", every_s=0.2, failing=(aiohttp.ClientError,))
 
 
 async def test_a_frontend_that_starts_while_the_broker_is_unreachable_serves(tmp_path: Path) -> None:
@@ -154,9 +150,7 @@ async def test_a_frontend_that_starts_while_the_broker_is_unreachable_serves(tmp
     async with running(tmp_path / "fleet", "--workers", "2") as fleet:
         await fleet.healthy(2)
         url = str(FleetDir(fleet.data).recall()["database_owner_url"])
-        async with asyncio.timeout(30):
-            while not (kept := await execute(url, "SELECT reach FROM holdfast.snapshots")):  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
+        kept = await until(lambda: execute(url, "SELECT reach FROM holdfast.snapshots"), 30, every_s=0.2)
         assert min(row["reach"] for row in kept) < 100, "the first snapshot is kept early"
         await serves_without_a_broker(fleet, "late1", tmp_path / "late1.log")
         await execute(url, "DELETE FROM holdfast.snapshots")

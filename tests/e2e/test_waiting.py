@@ -1,6 +1,5 @@
 """A fleet with servers that are not up yet waits, names the missing ones, and serves with the others."""
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ import aiohttp
 import first_database
 from fleet import holdfast
 from upstream import Upstream
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.fleet import DemoFleet
@@ -55,20 +55,14 @@ async def test_it_waits_for_its_servers_reports_it_and_serves_with_the_first(tmp
         assert status["awaited"][0]["reason"] == why
         shown = holdfast("status", "--data", str(fleet.data)).stdout
         assert f": {why} " in " ".join(shown.split()) and "has not reported yet" not in shown
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    assert await asked(fleet, "up") == (503, "no_routable_worker", True)
-                    break
-                except aiohttp.ClientConnectionError:  # its port opens a moment later
-                    await asyncio.sleep(0.05)
+        # its port opens a moment later
+        said = await until(lambda: asked(fleet, "up"), failing=(aiohttp.ClientConnectionError,))
+        assert said == (503, "no_routable_worker", True)
         try:
             await servers[0].start(ports[0])
             await fleet.ready()
             assert await asked(fleet, "up") == (200, "", False)
-            async with asyncio.timeout(20):
-                while "is ready after" not in fleet.log.read_text():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until(lambda: "is ready after" in fleet.log.read_text())
             assert "/v1 with 1 of 2 workers\n" in fleet.log.read_text()
             await servers[1].start(ports[1])
             await fleet.healthy(2)

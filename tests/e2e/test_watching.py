@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from fleet import holdfast, running
-from rehearsal import FLAGS, users
+from rehearsal import FLAGS, lasts, users
+from waits import until
 
 from controller.replay import travel
 from events.journal.nats import NatsJournal
@@ -40,19 +41,17 @@ class Terminal:
 
     async def until(self, text: str) -> list[str]:
         """Wait until a line has this text, and return all lines."""
-        async with asyncio.timeout(WITHIN_S):
-            while True:
-                found = self.lines()
-                assert len(found) <= LINES and max(map(len, found), default=0) <= COLUMNS
-                if any(text in line for line in found):
-                    return found
-                await asyncio.sleep(0.2)
+
+        def shown() -> list[str] | None:
+            found = self.lines()
+            assert len(found) <= LINES and max(map(len, found), default=0) <= COLUMNS
+            return found if any(text in line for line in found) else None
+
+        return await until(shown, WITHIN_S, text, every_s=0.2)
 
     async def end(self) -> None:
         """Wait until the command has ended."""
-        async with asyncio.timeout(WITHIN_S):
-            while not self.ended:  # noqa: ASYNC110 (tmux sends no notification)
-                await asyncio.sleep(0.1)
+        await until(lambda: self.ended, WITHIN_S)
 
     @property
     def ended(self) -> bool:
@@ -84,9 +83,9 @@ async def test_the_post_mortem_of_a_real_incident_matches_the_journal(tmp_path: 
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(3)
         async with users(fleet):
-            await asyncio.sleep(BROKEN_S)
+            await lasts(BROKEN_S)
             await fleet.act("corrupt", "w0", 2.0)
-            await asyncio.sleep(BROKEN_S)
+            await lasts(BROKEN_S)
         where = tmp_path / "report.json"
         done = await asyncio.to_thread(
             holdfast, "replay", "report", "--data", str(fleet.data), "-o", str(where)

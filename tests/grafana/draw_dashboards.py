@@ -163,7 +163,7 @@ async def rehearsed(folder: Path) -> tuple[list[Json], list[float]]:
     """Run a fleet with failures under load. Return the dashboards with their results, and start and end."""
     from fleet import holdfast
     from prometheus_server import prometheus
-    from rehearsal import FLAGS, broken, users
+    from rehearsal import FLAGS, broken, lasts, users
     from test_dashboard_queries import rows
 
     from controller.demo.fleet import DemoFleet
@@ -182,9 +182,9 @@ async def rehearsed(folder: Path) -> tuple[list[Json], list[float]]:
             await asyncio.to_thread(server.wait_for, "holdfast_leader")
             async with users(fleet):
                 began = time.time()
-                await asyncio.sleep(CALM_S)
+                await lasts(CALM_S)
                 await broken(fleet)
-                await asyncio.sleep(AFTER_S)
+                await lasts(AFTER_S)
             url = str(FleetDir(fleet.data).recall()["database_url"])
             first = (await rows(url, incident.CHOSEN.asks))[-1]["incident"]
             chosen = {"{incident:singlequote}": f"'{first}'", "ttft": "0.5", "itl": "0.1"}

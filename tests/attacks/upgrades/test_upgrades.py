@@ -16,12 +16,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import nats
 import pytest
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -146,16 +148,15 @@ class MixedFleet:
 
     async def ready(self, *names: str) -> None:
         """Wait until these parts serve. Frontends are put in rotation."""
-        async with asyncio.timeout(READY_S):
-            for name in names:
-                while not await self._serves(name):
-                    process = self._processes[name]
-                    assert process.poll() is None, (
-                        f"{name} ended with {process.returncode}:\n{self.tail(name)}"
-                    )
-                    await asyncio.sleep(0.1)
-                if name in self.ports:
-                    self.rotation.add(name)
+        for name in names:
+            await until(partial(self._lives_and_serves, name), READY_S, f"{name} serves", every_s=0.1)
+            if name in self.ports:
+                self.rotation.add(name)
+
+    async def _lives_and_serves(self, name: str) -> bool:
+        process = self._processes[name]
+        assert process.poll() is None, f"{name} ended with {process.returncode}:\n{self.tail(name)}"
+        return await self._serves(name)
 
     def tail(self, name: str) -> str:
         return self.log(name).read_text()[-3000:]
@@ -198,9 +199,7 @@ class MixedFleet:
             await asyncio.sleep(0.3)  # for requests that the client has sent already
         process = self._processes.pop(name)
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(STOP_S):
-            while process.poll() is None:  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.05)
+        await until(lambda: process.poll() is not None, STOP_S)
 
     async def replace(self, name: str, version: str) -> None:
         """Replace a part by another release of it."""
@@ -271,7 +270,7 @@ class Load:
                         )
                 except (AssertionError, aiohttp.ClientError, TimeoutError, OSError) as error:
                     self.faults.append(f"{time.strftime('%X')} {self.fleet.runs}: {error!r}")
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # the rate of the load
 
     async def __aenter__(self) -> "Load":
         await self.learn()

@@ -172,7 +172,7 @@ async def main():
     nats = await start_nats(Path({str(tmp_path)!r}) / "nats")
     postgres = await start_postgres(Path({str(tmp_path)!r}) / "pg")
     print(nats.pid, postgres.pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 asyncio.run(main())
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,16 +4,18 @@ import asyncio
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import nats
 import pytest
 from nats_world import absorbed, drain, folded, read_all
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.server import spawn
 from controller.adapters.embedded.servers import nats_binary
+from events.fact import Recorded
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced, JournalUnavailable
 
@@ -110,6 +112,10 @@ async def up_to_date(node: Node) -> bool:
     return cluster.leader == node.name or bool(replicas.get(node.name))
 
 
+async def _read(journal: NatsJournal) -> tuple[Sequence[Recorded]]:
+    return (await read_all(journal),)
+
+
 async def decide(journal: NatsJournal, number: int, after: int) -> tuple[int, int]:
     """Append three decisions, reading again whenever the outcome is unknown, as the reconciler does."""
     async with asyncio.timeout(ELECTION_S):
@@ -118,11 +124,7 @@ async def decide(journal: NatsJournal, number: int, after: int) -> tuple[int, in
                 batch = [absorbed(number + n + 1) for n in range(3)]
                 return number + 3, await journal.append(batch, through=0, after=after)
             except (JournalUnavailable, Fenced):
-                try:
-                    events = await read_all(journal)
-                except JournalUnavailable:
-                    await asyncio.sleep(0.05)
-                    continue
+                (events,) = await until(lambda: _read(journal), ELECTION_S, failing=(JournalUnavailable,))
                 decisions = [event for event in events if event.fact.kind() == "absorbed"]
                 if len(decisions) == number + 3:
                     return number + 3, decisions[-1].seq

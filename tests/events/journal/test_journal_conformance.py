@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
 import pytest
+from waits import turns
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from events.decisions import Absorbed, BreakerClosed
@@ -241,7 +242,7 @@ async def test_ten_thousand_facts_arrive_in_order(make: Make) -> None:
     for index in range(10_000):
         journal.observe(drain(f"w{index % 16}"))
         if index % 500 == 0:
-            await asyncio.sleep(0)
+            await turns()
     assert await journal.flush(30)
     events = await read(journal, 0, 10_000)
     assert [event.source_number for event in events] == list(range(1, 10_001))

@@ -11,6 +11,7 @@ import nats
 import pytest
 from nats_world import Broker, absorbed, drain, folded, make_stream, read_all
 from structlog.testing import capture_logs
+from waits import turns
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.server import spawn
@@ -153,7 +154,7 @@ async def test_an_event_acknowledged_during_the_check_is_no_loss(nats_url: str) 
     examining, after = asyncio.create_task(examine()), 0
     while not examining.done():
         after = await journal.append([absorbed(after + 1)], through=0, after=after)
-        await asyncio.sleep(0)
+        await turns()
     examining.result()
     assert journal.fault is None and after > 10
     await journal.close()

@@ -47,7 +47,7 @@ async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles
             for _ in range(10):
                 said += 1
                 journal.observe(drain(said))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # the rate of the facts
         return said
 
     async def follow() -> None:
@@ -179,7 +179,7 @@ async def main():
             number += 1
             journal.observe(DrainRequested(worker="w1", instance="i1", by=f"fact {number}"))
         print(number, flush=True)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # the rate of the facts
 
 asyncio.run(main())
 """
@@ -329,7 +329,7 @@ async def test_a_reader_that_falls_behind_is_not_flooded(nats_url: str) -> None:
         async for batch in journal.read(0, until=12_000):
             assert batch[0].seq == seen + 1
             seen = batch[-1].seq
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # a slow reader
     assert seen == 12_000
     await journal.close()
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 from structlog.testing import capture_logs
+from waits import until
 
 from controller.runtime.view import FleetView
 from events import codec
@@ -60,9 +61,7 @@ async def test_a_view_stops_before_a_decision_out_of_turn_and_reports_earlier_ev
 async def follows(view: FleetView, seq: int) -> None:
     """Let a view follow up to a sequence."""
     following = asyncio.create_task(view.run())
-    async with asyncio.timeout(20):
-        while view.seq < seq:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: view.seq >= seq)
     assert view.fault is None and not following.done()
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from waits import turns
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events.nats.bus import Body, Bus, BusUnavailable, MemoryBus, NatsBus, NoAnswer, matches
@@ -36,7 +37,7 @@ async def test_published_messages_are_received(bus: Bus, eventually: Eventually)
 
 async def test_a_request_is_answered(bus: Bus) -> None:
     async def double(subject: str, body: Body) -> dict[str, Any]:
-        await asyncio.sleep(0)
+        await turns()
         return {"twice": body["value"] * 2}
 
     await bus.subscribe("control.double", double)

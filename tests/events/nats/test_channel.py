@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from two_sides import RecordingProtocol, Sides
+from waits import turns
 
 from events.nats.channel import (
     BUFFER_BYTES,
@@ -30,7 +31,7 @@ def play(act: Play, **sides: Any) -> Sides:
     async def run() -> Sides:
         made = Sides(**sides)
         act(made)
-        await asyncio.sleep(0)  # connection_lost is called a turn later
+        await turns()  # connection_lost is called a turn later
         return made
 
     return asyncio.run(run())
@@ -229,7 +230,7 @@ def test_a_protocol_that_fails_breaks_its_channel_and_reports_why() -> None:
         sides.channels[1].set_protocol(failing := Failing())
         sides.channels[0].write(b"x")
         sides.carry()
-        await asyncio.sleep(0)
+        await turns()
         assert [type(context["exception"]) for context in told] == [ValueError]
         assert (failing.lost, len(sides.protocols[0].lost)) == ([None], 1)
 
@@ -250,7 +251,7 @@ def test_a_protocol_that_fails_when_it_may_write_again_breaks_its_channel_only()
         sides.channels[0].write(b"x" * (2 * WINDOW_BYTES))
         sides.channels[1].resume_reading()
         sides.carry()
-        await asyncio.sleep(0)
+        await turns()
         assert [type(context["exception"]) for context in told] == [ValueError]
         assert (failing.lost, len(sides.protocols[1].lost)) == ([None], 1)
 

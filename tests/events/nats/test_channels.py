@@ -128,7 +128,7 @@ async def test_unread_data_is_held_back_before_the_broker(world: World, eventual
     near.channel.pause_reading()
     far.channel.write(bytes(4 * WINDOW_BYTES))
     await eventually(lambda: len(near.channel.incoming.held) == WINDOW_BYTES)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # for more to arrive, which must not happen
     assert (far.channel.get_write_buffer_size(), far.paused) == (3 * WINDOW_BYTES, True)
     near.channel.resume_reading()
     await eventually(lambda: len(near.heard) == 4 * WINDOW_BYTES and not far.paused)

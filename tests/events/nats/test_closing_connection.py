@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waits import turns
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from events.nats.connection import BrokerConnection
@@ -29,7 +30,7 @@ async def test_a_client_that_is_cancelled_while_closing_does_not_cancel_the_call
 async def test_a_caller_that_is_cancelled_while_closing_is_cancelled(own_nats: EmbeddedServer) -> None:
     connection = await BrokerConnection.open(own_nats.url, "test")
     closing = asyncio.create_task(connection.close())
-    await asyncio.sleep(0)
+    await turns()
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing

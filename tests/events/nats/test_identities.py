@@ -13,6 +13,7 @@ import nkeys
 import pytest
 from own_brokers import Start
 from two_sides import SUBJECT, RecordingPeer
+from waits import until
 
 from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
@@ -113,12 +114,7 @@ async def bus(url: str) -> AsyncIterator[NatsBus]:
 
 async def eventually_answers(asking: NatsBus, subject: str, answer: dict[str, Any]) -> None:
     """Send requests until the responder's subscription has arrived."""
-    async with asyncio.timeout(20):
-        while True:
-            with contextlib.suppress(NoAnswer):
-                assert await asking.request(subject, {}, 2) == answer
-                return
-            await asyncio.sleep(0.02)
+    assert await until(lambda: asking.request(subject, {}, 2), failing=(NoAnswer,)) == answer
 
 
 @pytest.fixture

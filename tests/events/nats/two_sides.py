@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from waits import until
+
 from events import subjects
 from events.nats.channel import DATA, HEAD, Channel
 from events.nats.channels import Channels
@@ -146,13 +148,8 @@ class World:
 
     async def reachable(self) -> None:
         """Wait until a channel can be opened: brokers must exchange their subscriptions first."""
-        async with asyncio.timeout(30):
-            while True:
-                try:
-                    dialled, _ = await self.pair(5.0)
-                    return dialled.channel.abort()
-                except (ConnectionError, TimeoutError):
-                    await asyncio.sleep(0.05)
+        dialled, _ = await until(lambda: self.pair(5.0), 30, failing=(ConnectionError, TimeoutError))
+        dialled.channel.abort()
 
     async def close(self) -> None:
         await self.near.close()
