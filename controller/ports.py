@@ -6,7 +6,7 @@ The port of the journal is in `events.journal.port`.
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from controller.deciders.fleet import Fleet
 from controller.read_model.errors import StoreForbidden as StoreForbidden
@@ -17,6 +17,7 @@ from controller.router.trust import TrustedSource
 from events.decisions import PolicyAdopted
 from events.errors import Finding, HoldfastError
 from events.fact import Observation, Recorded
+from events.json_types import Json, JsonView
 from events.observations import (
     CapacityReported,
     GoldenAnswer,
@@ -172,7 +173,7 @@ class RowsRead:
     """Rows of the read model as of one instant: table name to rows, each a mapping of column to value."""
 
     position: ReadPosition
-    rows: Mapping[str, Sequence[Mapping[str, Any]]]
+    rows: Mapping[str, Sequence[JsonView]]
 
 
 class PlanningStore(Protocol):
@@ -191,7 +192,7 @@ class PlanningRead:
     """The planner's input, as of one instant."""
 
     position: ReadPosition
-    workers: Sequence[Mapping[str, Any]]  # rows
+    workers: Sequence[JsonView]  # rows
     events: Sequence[Recorded]  # of PLANNED_BY
     latest: Sequence[Recorded]  # of LATEST: the last of each kind, and of each model where the kind has one
 
@@ -359,7 +360,7 @@ class Control(Protocol):
         """Instruct a worker to shut down gracefully."""
         ...
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """Return the fleet's status as plain JSON values."""
         ...
 

@@ -11,7 +11,7 @@ _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)", re.IGNORECASE)
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> object:
     if not isinstance(value, str):
         return value
     if not (found := _SIZE.fullmatch(value.strip())):
@@ -19,7 +19,7 @@ def _size(value: Any) -> Any:
     return int(found[1]) << 10 * " KMGT".index((found[2] or " ").upper())
 
 
-def _age(value: Any) -> Any:
+def _age(value: object) -> object:
     if not isinstance(value, str):
         return value
     if not (found := _AGE.fullmatch(value.strip())):

@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Recorded
+from events.json_types import Json
 from events.versions import KINDS as KINDS
 
 TYPE_PREFIX = "holdfast."
@@ -63,7 +64,7 @@ def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
     `datetime`, which do not express this, so the annotations of these dataclasses and of those in their fields are narrowed while
     msgspec reads and caches them. A check of each fact after decoding would take a tenth of a replay.
     """
-    plain: dict[type, dict[str, Any]] = {}
+    plain: dict[type, Json] = {}
     for kind in kinds:
         _narrow(kind, plain)
     try:
@@ -73,7 +74,7 @@ def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
             kind.__annotations__ = annotations
 
 
-def _narrow(kind: type, plain: dict[type, dict[str, Any]]) -> None:
+def _narrow(kind: type, plain: dict[type, Json]) -> None:
     for each in kind.__mro__[:-1]:
         if each not in plain and (annotations := get_annotations(each)):
             plain[each] = annotations
@@ -83,7 +84,7 @@ def _narrow(kind: type, plain: dict[type, dict[str, Any]]) -> None:
             }
 
 
-def _of(annotation: Any, number: Any, plain: dict[type, dict[str, Any]]) -> Any:
+def _of(annotation: Any, number: object, plain: dict[type, Json]) -> Any:
     """Return an annotation with a time zone required of every `datetime` in it, and `number` in place of every `int`."""
     if annotation is int:
         return number
@@ -153,7 +154,7 @@ def _readable(kind: str, body: bytes) -> bool:
     return True
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float) and not isfinite(value):
         return 0.0 if isnan(value) else copysign(float_info.max, value)
     if isinstance(value, dict):
@@ -351,7 +352,7 @@ def decode_body(kind: str, body: bytes) -> Fact:
         raise BadEvent(f"a {kind} cannot be decoded: {error}") from error
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return a frozen value as JSON text."""
     return _encode(value).decode()
 

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import msgspec
 
@@ -27,6 +26,7 @@ from events.journal.broker import (
     decode_ack,
 )
 from events.journal.port import JournalUnavailable
+from events.json_types import Json
 from events.nats.connection import DISCONNECTED, BrokerConnection
 
 LETTERS_MAX = 10_000
@@ -35,7 +35,7 @@ AGE_MAX_S = 30 * 86_400
 DUPLICATES_S = 120
 _NS = 1_000_000_000
 _AWAY: tuple[type[Exception], ...] = (*DISCONNECTED, JournalUnavailable, BrokerRefused)
-STREAM: dict[str, Any] = {
+STREAM: Json = {
     "name": subjects.DEAD_STREAM,
     "subjects": [f"{subjects.DEAD}.*"],
     "retention": "limits",
@@ -60,7 +60,7 @@ class DeadLetter:
     reason: str  # in words
     tries: int  # by the last notifier process: those of earlier processes are not counted
     status: int | None  # HTTP status of the last response; None: there was none
-    event: dict[str, Any]  # CloudEvents 1.0 in structured mode, as JSON
+    event: Json  # CloudEvents 1.0 in structured mode, as JSON
     given_up_at: datetime  # by the notifier's clock
 
 

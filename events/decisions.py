@@ -7,9 +7,10 @@ after the policy has changed.
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from events.fact import Decision
+from events.json_types import Json
 
 
 class HealthStatus(StrEnum):
@@ -179,7 +180,7 @@ class IncidentClosed(Decision):
 class PolicyAdopted(Decision):
     """From here on the controller decides by this policy and this version of the deciders."""
 
-    policy: dict[str, Any]
+    policy: Json
     deciders_version: int  # grows whenever the same facts would lead to another decision
     kinds: tuple[str, ...] | None = None  # kinds beyond those of 0.2.0 that may be written from here on
     allowed_by: str = ""  # operator that allowed them before every process knew them

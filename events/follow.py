@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import nats
 from nats.aio.client import Client
@@ -32,6 +32,7 @@ from events.errors import HoldfastError, UsageError
 from events.fact import Decision, Fact, Skipped
 from events.journal import messages
 from events.journal.broker import delivered
+from events.json_types import Json
 from events.nats.urls import account, addresses, check_url, inbox, masked
 
 Since: TypeAlias = int | datetime | Literal["now"] | None
@@ -71,9 +72,9 @@ class FollowedEvent:
     pending: int = 0  # later events of the followed kinds, when the broker sent this one
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> Json:
         """The fact as plain JSON types: the body as in docs/reference/schemas."""
-        found: dict[str, Any] = codec.to_builtins(self.fact)
+        found: Json = codec.to_builtins(self.fact)
         return found
 
 

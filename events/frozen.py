@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from events.json_types import Json
+
 C = TypeVar("C", bound=type[Any])
-Copy = Callable[[Any, dict[str, Any]], Any]
+Copy = Callable[[Any, Json], Any]
 
 if TYPE_CHECKING:  # a type checker knows each class's fields
     from dataclasses import replace as replace
@@ -29,7 +31,7 @@ else:
 
 def fast_constructor(cls: C) -> C:
     """Give a dataclass (frozen, with slots, without base classes, all fields in its constructor) a faster constructor."""
-    known: dict[str, Any] = {
+    known: Json = {
         "twin": type(cls.__name__, (), {"__slots__": cls.__slots__}),
         "frozen": cls,
         "become": object.__setattr__,
@@ -70,7 +72,7 @@ def _copy_of(cls: type[Any]) -> Copy:
     if not plain:
         return lambda state, changes: dataclasses.replace(state, **changes)
     unlocked = {"__slots__": cls.__slots__, "__setattr__": object.__setattr__}
-    known: dict[str, Any] = {
+    known: Json = {
         "twin": type(cls.__name__, cls.__bases__, unlocked),
         "frozen": cls,
         "make": object.__new__,

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from events import decisions
 from events.fact import Decision, Fact, Observation
 from events.frozen import replace
+from events.json_types import Json, JsonView
 from events.observations import canaries, journal, planning, requests, workers
 
 
@@ -80,7 +80,7 @@ class Known:
         """Return the kinds and the deciders version that this release knows."""
         return cls(new_kinds(), deciders_version, release())
 
-    def as_body(self) -> dict[str, Any]:
+    def as_body(self) -> Json:
         """Return the announcement as a JSON object."""
         return {
             "kinds": sorted(self.kinds),
@@ -89,7 +89,7 @@ class Known:
         }
 
     @classmethod
-    def of_body(cls, body: Mapping[str, Any]) -> "Known":
+    def of_body(cls, body: JsonView) -> "Known":
         """Parse what `as_body` wrote. Raise KeyError, TypeError or ValueError."""
         return cls(names(body["kinds"]), int(body["deciders_version"]), str(body["release"])[:NAME_CHARS_MAX])
 
@@ -99,7 +99,7 @@ NAME_CHARS_MAX = 100
 NAMES_MAX = 1000  # kinds in one announcement
 
 
-def names(found: Any) -> frozenset[str]:
+def names(found: object) -> frozenset[str]:
     """Return the names of kinds in a decoded message. Raise TypeError or ValueError if it is not a list of names."""
     if not isinstance(found, list | tuple) or len(found) > NAMES_MAX:
         raise ValueError(f"expected a list of at most {NAMES_MAX} kinds")

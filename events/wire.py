@@ -11,11 +11,12 @@ revived worker for an old attempt is recognised and dropped.
 import re
 import struct
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from events.errors import HoldfastError
+from events.json_types import Json
 
 VERSION = 1
 Why: TypeAlias = Literal[
@@ -77,7 +78,7 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     canary: bool = False  # bypass the prefix cache, and count in no request metric
     cache_salt: str = ""
     prompt_text: str = ""  # for engines that accept only text
-    guided: dict[str, Any] | None = None
+    guided: Json | None = None
     traceparent: str = ""  # the client's trace, for engines that can continue it
     rank: int = 0  # the chosen DP rank
     # Names the prefix cache to use, where caches outlive the worker. Every conviction starts a new cache.

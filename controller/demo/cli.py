@@ -7,7 +7,6 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +28,11 @@ from controller.processes.operator_client import Operator, find
 from controller.processes.up_flags import check_frontend_flags, frontend_variables
 from controller.terminal_text import escape_controls, fitted
 from events.errors import HoldfastError, UsageError
+from events.fact import Recorded
+from events.json_types import Json, JsonView
 
 
-def render(
-    status: Mapping[str, Any], lines: list[str], elapsed: float, seconds: float, counts: str
-) -> RenderableType:
+def render(status: JsonView, lines: list[str], elapsed: float, seconds: float, counts: str) -> RenderableType:
     """Return one frame of the view."""
     workers = Table(expand=True, box=None, pad_edge=False)
     for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
@@ -57,7 +56,7 @@ def render(
     )
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return "–" if value is None else str(value)
 
 
@@ -162,7 +161,7 @@ class Demo:
         self.fleet, self.load = fleet, load
         self.lines: list[str] = []
         self.injected: list[report.Injected] = []
-        self.status: dict[str, Any] = {}
+        self.status: Json = {}
         self.live: Live | None = None
 
     async def run(self) -> int:
@@ -277,7 +276,7 @@ class Demo:
         return 0 if result.clean else 1
 
 
-def _verdict(result: report.DemoReport, events: list[Any]) -> list[str]:
+def _verdict(result: report.DemoReport, events: list[Recorded]) -> list[str]:
     lines = [f"{result.requests} requests, {result.tokens} tokens, {len(result.failed)} streams lost."]
     if result.altered_streams:
         named = result.altered_streams - len(result.unnamed)
@@ -293,7 +292,7 @@ def _verdict(result: report.DemoReport, events: list[Any]) -> list[str]:
     return lines
 
 
-def _as_json(result: report.DemoReport) -> dict[str, Any]:
+def _as_json(result: report.DemoReport) -> Json:
     return {
         "requests": result.requests,
         "tokens": result.tokens,

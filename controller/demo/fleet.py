@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -21,6 +20,7 @@ from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import Operator, Unreachable, http_ok, read_all
 from events.errors import HoldfastError
 from events.fact import Recorded
+from events.json_types import Json
 from events.nats.urls import as_user
 
 STARTS_WITHIN_S = 60.0
@@ -100,7 +100,7 @@ class DemoFleet:
             raise
         return self
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """Return `holdfast status -o json`."""
         async with self._operator() as operator:
             return await operator.ask("status", {}, ANSWERS_WITHIN_S)
@@ -126,7 +126,7 @@ class DemoFleet:
         finally:
             await operator.close()
 
-    async def until(self, holds: Callable[[dict[str, Any]], bool], within_s: float = 30.0) -> dict[str, Any]:
+    async def until(self, holds: Callable[[Json], bool], within_s: float = 30.0) -> Json:
         """Wait until `holds` returns true for the status. Raise NotAsExpected if it does not in time."""
         deadline, status = time.monotonic() + within_s, {}
         while True:
@@ -150,7 +150,7 @@ class DemoFleet:
         """Wait until a controller answers again."""
         await self.until(lambda status: True, within_s)
 
-    async def healthy(self, workers: int) -> dict[str, Any]:
+    async def healthy(self, workers: int) -> Json:
         """Wait until all workers are in full service."""
         return await self.until(lambda s: _serving(s) == workers)
 
@@ -179,7 +179,7 @@ class DemoFleet:
         self.process.wait()
 
 
-def _serving(status: dict[str, Any]) -> int:
+def _serving(status: Json) -> int:
     return sum(
         w["health"] == "HEALTHY" and w["weight"] == 1 and w["breaker"] == "closed" for w in status["workers"]
     )

@@ -55,6 +55,7 @@ from events.fact import Recorded
 from events.fleet_key import FleetKey
 from events.journal.acknowledged import remembered
 from events.journal.nats import NatsJournal
+from events.json_types import JsonView
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
@@ -401,7 +402,7 @@ class ControllerProcess:
             return "the journal has not been read to its end yet"
         return "" if self._journal.connected else "the broker cannot be reached"
 
-    def _report(self) -> Mapping[str, Any]:
+    def _report(self) -> JsonView:
         """Return the body of /health and /ready."""
         why = self._ready()
         return {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}

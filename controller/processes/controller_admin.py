@@ -1,14 +1,14 @@
 """The admin port of controllers and planners: /metrics, /health, /live, /ready (503 with a reason)."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from controller.metrics import CONTENT_TYPE
 from events.errors import HoldfastError
+from events.json_types import JsonView
 from events.process import admin_guard
 from events.process.admin_guard import own_hosts
 from events.process.exposition import packed
@@ -16,7 +16,7 @@ from events.process.exposition import packed
 
 async def serve(
     render: Callable[[], bytes],
-    report: Callable[[], Mapping[str, Any]],
+    report: Callable[[], JsonView],
     host: str,
     port: int,
     more: Iterable[web.RouteDef] = (),

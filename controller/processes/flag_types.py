@@ -1,6 +1,12 @@
 """Argument types of numeric flags."""
 
 import argparse
+from typing import TypeAlias
+
+from events.json_types import JsonView
+
+Options: TypeAlias = JsonView
+"""The arguments of a flag in `add_argument`."""
 
 
 def port(text: str) -> int:

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from events.errors import HoldfastError
+from events.json_types import Json
 from events.process.presence import alive
 
 VERSION = 1
@@ -96,7 +96,7 @@ class FleetDir:
                 f"{self.path} has version {text}, this is {VERSION}: {DirectoryTooNew.__doc__}"
             )
 
-    def remember(self, **facts: Any) -> None:
+    def remember(self, **facts: object) -> None:
         """Store the fleet's addresses for the other commands. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
         fresh.unlink(missing_ok=True)
@@ -104,10 +104,10 @@ class FleetDir:
         fresh.write_text(json.dumps(facts, indent=1))
         fresh.replace(self.path / "fleet.json")  # atomic: another command may be reading it
 
-    def recall(self) -> dict[str, Any]:
+    def recall(self) -> Json:
         """Return what `remember` stored. Raise NoFleet if no fleet runs here; a killed one leaves its file behind."""
         try:
-            known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
+            known: Json = json.loads((self.path / "fleet.json").read_text())
         except (OSError, ValueError):
             known = {}
         if not known or not alive(known.get("pid", os.getpid())):

@@ -8,7 +8,6 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -60,7 +59,7 @@ STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
 )
 
-Service = Callable[[], Coroutine[Any, Any, None]]
+Service = Callable[[], Coroutine[object, object, None]]
 """Starts a service that runs as long as the frontend does."""
 
 log = structlog.get_logger(__name__)

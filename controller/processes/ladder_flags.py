@@ -10,8 +10,9 @@ from typing import Any
 
 from controller.config.variables import PREFIX
 from controller.deciders.tiers import Tiers
-from controller.processes.flag_types import positive
+from controller.processes.flag_types import Options, positive
 from events.errors import UsageError
+from events.json_types import Json
 
 POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
 SLOS = f"{POLICY}SLOS"
@@ -25,7 +26,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+OBJECTIVES: Mapping[str, tuple[str, Options]] = {
     "--slo-throughput": (
         "slo_throughput_rps",
         {
@@ -62,7 +63,7 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Each flag, the objective that it sets, and its argparse options."""
 
-TIER_FLAGS: Mapping[str, Mapping[str, Any]] = {
+TIER_FLAGS: Mapping[str, Options] = {
     "--priority-tiers": {
         "metavar": "A,B,...",
         "help": "tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
@@ -103,7 +104,7 @@ def _of(args: argparse.Namespace, flag: str) -> Any:
     return vars(args).get(flag.removeprefix("--").replace("-", "_"))
 
 
-def _slos(environment: Mapping[str, str]) -> dict[str, Any]:
+def _slos(environment: Mapping[str, str]) -> Json:
     """Return the objectives per model that the environment sets."""
     text = environment.get(SLOS) or "{}"
     try:

@@ -16,6 +16,7 @@ from controller.runtime.command_sender import command
 from events import subjects
 from events.errors import HoldfastError
 from events.fact import Recorded
+from events.json_types import Json
 from events.nats.bus import NatsBus
 from events.nats.urls import as_user, masked
 
@@ -44,13 +45,13 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
     return await asyncio.to_thread(get)
 
 
-def find(data: Path, user: str = "operator") -> dict[str, Any]:
+def find(data: Path, user: str = "operator") -> Json:
     """Return the URLs by which a broker user reaches the fleet, from the environment or the data directory. Raise NoFleet or
     BadBrokerUrl.
 
     `database_url` has read access, `database_owner_url` may create tables.
     """
-    known: dict[str, Any] = {}
+    known: Json = {}
     named = os.environ.get("HOLDFAST_NATS_URL", "")
     try:
         known = FleetDir(data).recall()
@@ -94,7 +95,7 @@ class Operator:
         url = find(data)["nats_url"]
         return cls(await _connect(url), url)
 
-    async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
+    async def ask(self, verb: str, body: Json, deadline_s: float = ASK_WITHIN_S) -> Json:
         """Send a request to the controller, which executes it within `deadline_s` seconds or not at all. Raise OperatorRefused
         with the controller's reason, or what `command` raises."""
         if verb in ("status", "versions"):
@@ -107,9 +108,9 @@ class Operator:
 
     async def act(
         self, verb: str, worker: str, argument: float | None = None, deadline_s: float = ASK_WITHIN_S
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Run drain, resume, move or a fault of `holdfast chaos` on a worker. Raise OperatorRefused or NoAnswer."""
-        body: dict[str, Any] = {"worker": worker, "by": operator_name()}
+        body: Json = {"worker": worker, "by": operator_name()}
         if verb not in ("drain", "resume", "move"):
             verb, body = "chaos", body | {"fault": verb, "argument": argument}
         return await self.ask(verb, body, deadline_s)

@@ -10,24 +10,24 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from controller.deciders.worker import SPARE
 from controller.processes.console import say, warn
 from controller.processes.operator_client import Operator
 from events.errors import HoldfastError
+from events.json_types import JsonView
 
 ASK_S = 1.0
 UNASKED = "the controller does not answer yet"
 
-Ask = Callable[[], Awaitable[Mapping[str, Any] | None]]
+Ask = Callable[[], Awaitable[JsonView | None]]
 """Returns a fleet's status; None if no controller answers."""
 
 
 def status_reader(data: Path) -> Ask:
     """Return a function that reads the status from the controller of a data directory's fleet."""
 
-    async def ask() -> Mapping[str, Any] | None:
+    async def ask() -> JsonView | None:
         with contextlib.suppress(HoldfastError):
             operator = await Operator.connect(data)
             try:
@@ -146,7 +146,7 @@ class ReadinessWatch:
         if before and not self._reported:
             say(f"no longer waiting for any worker: {self.there}")
 
-    def _update(self, status: Mapping[str, Any]) -> None:
+    def _update(self, status: JsonView) -> None:
         outside = self._complete or self.late or (not self._patient and self._serving_since is not None)
         self._missing = absent(self._names, status, outside=outside)
         self.kept = frozenset(worker["id"] for worker in status["workers"] if worker.get("spare"))
@@ -163,7 +163,7 @@ class ReadinessWatch:
 NAMED_MAX = 3  # workers named per line; the others with the same reason are counted
 
 
-def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) -> dict[str, str]:
+def absent(names: Sequence[str], status: JsonView, *, outside: bool) -> dict[str, str]:
     """Return those of these workers that neither serve requests nor are ready spares, each with the reason. `outside`: only
     workers that wait for something outside of the fleet, because the fleet handles all other causes itself."""
     known = {worker["id"]: worker for worker in status["workers"]}
@@ -177,7 +177,7 @@ def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) ->
     return found
 
 
-def _why_not(worker: Mapping[str, Any] | None) -> str:
+def _why_not(worker: JsonView | None) -> str:
     """Return why a worker serves no requests, or "" if it does."""
     if worker is None:
         return "its process has not reported yet"

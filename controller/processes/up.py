@@ -128,7 +128,7 @@ class FleetSupervisor:
         await self._start()
         await self._until_ready(began)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> None:
         """Run `work`, but cancel it at Ctrl-C: a database that does not answer must not block the terminal."""
         doing = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stopping.wait())

@@ -4,14 +4,13 @@ import argparse
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX, WORKER_PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
-from controller.processes.flag_types import not_negative, port, positive
+from controller.processes.flag_types import Options, not_negative, port, positive
 from controller.processes.ladder_flags import OBJECTIVES, add_ladder_flags, ladder_variables
 from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
 from controller.processes.notifying.webhook_flags import add_webhook_flags
@@ -34,7 +33,7 @@ PATIENT = ("openai", "transformers")  # engines that wait for a server or load a
 PATIENT_S, READY_S = 1800.0, 60.0
 PLANES = ("tcp", "nats")
 AUTO = "auto"
-EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a repeatable flag
+EACH: Options = {"action": "append", "default": []}  # a repeatable flag
 
 
 def _count(text: str) -> int:
@@ -59,7 +58,7 @@ def spares(args: argparse.Namespace, workers: int) -> int:
     return spares_for(SparePolicy() if given is None else SparePolicy(spare_threshold=given), workers)
 
 
-FLAGS: Mapping[str, Mapping[str, Any]] = {
+FLAGS: Mapping[str, Options] = {
     "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "number of workers (default: 3)"},
     "--spares": {
         "type": _spares,

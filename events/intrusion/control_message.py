@@ -6,21 +6,22 @@ form, its sender and its verb. A controller of 0.2.0 sends only the instance, or
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
+
+from events.json_types import Json, JsonView
 
 FORM = 1
 OLD = {"chaos": ("fault",), "drain": ("deadline_s",), "batch": ("share",), "distrust": ("reason",)}
 
 
-def control(verb: str, worker: str, instance: str, sender: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def control(verb: str, worker: str, instance: str, sender: str, body: JsonView) -> Json:
     """Return a control message."""
     form = {"form": FORM, "verb": verb, "worker": worker, "sender": sender}
     return {**body, "instance": instance, "control": form}
 
 
-def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
+def foreign(verb: str, worker: str, body: JsonView) -> str:
     """Return why a body is not a control message with this verb to this worker; empty if it is one."""
     form = body.get("control")
     if form is None:
@@ -41,7 +42,7 @@ def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
 def acknowledged(body: bytes) -> int | None:
     """Return the stream sequence in the broker's acknowledgement; None if the body is none, or acknowledges a duplicate."""
     try:
-        found = msgspec.json.decode(body, type=dict[str, Any])
+        found = msgspec.json.decode(body, type=Json)
     except (msgspec.MsgspecError, UnicodeError):
         return None
     seq = found.get("seq")

@@ -14,15 +14,14 @@ Note: if no controller leads for seven eighths of a bound, the newest snapshot i
 store's own snapshot, and cannot start without it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from events import subjects
 from events.journal.broker import ask
 from events.journal.retention import JournalBounds
 from events.journal.usage import JournalUsage
+from events.json_types import Json, JsonView
 from events.nats.connection import BrokerConnection
 
 SHARE = 1 / 8  # of a bound, after which the next snapshot is due
@@ -61,7 +60,7 @@ def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition |
     )
 
 
-def changed(config: Mapping[str, Any], bounds: JournalBounds) -> dict[str, Any] | None:
+def changed(config: JsonView, bounds: JournalBounds) -> Json | None:
     """Return a stream's configuration with these bounds; None if it already has them."""
     wanted = {
         "max_bytes": bounds.bytes or -1,

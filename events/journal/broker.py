@@ -1,12 +1,11 @@
 """JetStream's protocol: requests to its API, its acknowledgements, and the headers of its messages."""
 
-from typing import Any
-
 import msgspec
 from nats.errors import NoRespondersError
 
 from events.errors import HoldfastError
 from events.journal.port import JournalUnavailable
+from events.json_types import Json
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.nats.urls import masked
 
@@ -40,12 +39,13 @@ class Ack(msgspec.Struct):
     stream: str = ""
     seq: int = 0
     count: int = 1
-    error: dict[str, Any] | None = None
+    error: Json | None = None
 
     @property
     def code(self) -> int:
         """The error's code; 0: there is none."""
-        return int(self.error.get("err_code", self.error.get("code", -1))) if self.error else 0
+        found = {"code": -1} | (self.error or {"code": 0})
+        return int(found.get("err_code", found["code"]))
 
     @property
     def said(self) -> str:
@@ -60,9 +60,9 @@ NO_RESPONDERS = Ack(error={"err_code": 503, "description": "JetStream does not r
 async def ask(
     connection: BrokerConnection,
     verb: str,
-    body: dict[str, Any] | None = None,
+    body: Json | None = None,
     deadline_s: float | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Send a request to JetStream's API and return its answer, within 2 s. Raise BrokerRefused or JournalUnavailable."""
     if not connection.connected:
         raise JournalUnavailable(
@@ -80,7 +80,7 @@ async def ask(
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} did not answer {verb}: {error!r}"
         ) from error
-    answer: dict[str, Any] = msgspec.json.decode(message.body)
+    answer: Json = msgspec.json.decode(message.body)
     if refusal := answer.get("error"):
         raise BrokerRefused(
             refusal.get("err_code", refusal.get("code", -1)), refusal.get("description", "refused")

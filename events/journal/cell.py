@@ -7,7 +7,7 @@ deletion marker.
 
 from base64 import b64decode
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from events.journal import broker, stream
 from events.journal.broker import (
@@ -19,6 +19,7 @@ from events.journal.broker import (
     ask,
 )
 from events.journal.port import Fenced, JournalUnavailable
+from events.json_types import Json
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.subjects import BUCKET
 
@@ -81,7 +82,7 @@ class NatsCell:
             elif error.code != MESSAGE_NOT_FOUND:
                 raise JournalUnavailable(str(error)) from error
             return b"", 0
-        message: dict[str, Any] = answer["message"]
+        message: Json = answer["message"]
         return b64decode(message.get("data", "")), int(message["seq"])
 
     async def write(self, value: bytes, revision: int) -> int:

@@ -8,7 +8,6 @@ import re
 from base64 import b64decode
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import structlog
 
@@ -25,6 +24,7 @@ from events.journal.broker import (
 )
 from events.journal.messages import QUARANTINES, quarantine_subject, quarantines, read
 from events.journal.port import JournalGone, JournalUnavailable
+from events.json_types import Json
 from events.nats.connection import BrokerConnection
 from events.nats.urls import masked
 
@@ -60,7 +60,7 @@ class StreamState:
     quarantined: frozenset[int] = frozenset()  # sequences with a quarantine message; only from `state`
 
 
-def wanted(replicas: int) -> dict[str, Any]:
+def wanted(replicas: int) -> Json:
     """Return the configuration that the stream is created with."""
     return {
         "name": subjects.STREAM,
@@ -84,7 +84,7 @@ def wanted(replicas: int) -> dict[str, Any]:
     }
 
 
-def differences(config: dict[str, Any], replicas: int) -> list[str]:
+def differences(config: Json, replicas: int) -> list[str]:
     """Return descriptions of the parts of a stream's configuration that break a guarantee of the journal.
 
     Limits (age, bytes) are the operator's choice and not compared: a reader notices dropped events, and starts from a later
@@ -153,7 +153,7 @@ async def ensure(
     return _state(answer)
 
 
-async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]:
+async def _create(connection: BrokerConnection, replicas: int) -> Json:
     try:
         answer = await ask(connection, f"STREAM.CREATE.{subjects.STREAM}", wanted(replicas), 10.0)
         log.info("stream_created", stream=subjects.STREAM, replicas=replicas)
@@ -211,7 +211,7 @@ async def next_on(connection: BrokerConnection, subject: str, after: int) -> Rec
     return _stored(answer["message"])
 
 
-def _stored(found: dict[str, Any]) -> Recorded:
+def _stored(found: Json) -> Recorded:
     return read(
         int(found["seq"]),
         datetime.fromisoformat(found["time"]),
@@ -254,7 +254,7 @@ async def id_at(connection: BrokerConnection, seq: int) -> str | None:
     return parse_headers(b64decode(answer["message"].get("hdrs", ""))).get("ce-id", "")
 
 
-def _state(answer: dict[str, Any]) -> StreamState:
+def _state(answer: Json) -> StreamState:
     config, state = answer["config"], answer["state"]
     named = (subject.split(".")[3] for subject in state.get("subjects") or ())
     return StreamState(

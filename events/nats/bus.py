@@ -7,9 +7,9 @@ Core NATS with JSON bodies. A message without a subscriber is lost; messages tha
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -17,9 +17,10 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
 from events.errors import HoldfastError
+from events.json_types import Json, JsonView
 from events.nats.connection import DISCONNECTED, BrokerConnection, NotPermitted
 
-Body = Mapping[str, Any]
+Body = JsonView
 Answer = Body | None
 Handler = Callable[[str, Body], Answer | Awaitable[Answer]]
 """Called with subject and body. Its result is the reply, if the sender requested one."""
@@ -29,7 +30,7 @@ Admits = Callable[[str, int], bool]
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = msgspec.json.Decoder(Json).decode
 
 
 class BusUnavailable(HoldfastError):

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 from nats.aio.msg import Msg
@@ -19,6 +19,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
 
 from events import subjects
+from events.json_types import Json
 from events.nats.overrides import FastClient, Raw, load_web_sockets
 from events.nats.urls import account, addresses, check_url, inbox, masked, user
 
@@ -285,7 +286,7 @@ class BrokerConnection:
                 closing.result()
 
     async def _connect(self) -> None:
-        options: dict[str, Any] = {
+        options: Json = {
             "name": self.name,
             "pending_size": 0,
             "no_echo": not self.echo,

@@ -3,15 +3,16 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from controller.processes.flag_types import Options
 from events.errors import UsageError
+from events.json_types import Json
 
 VARIABLE = "HOLDFAST_NOTIFIER__WEBHOOKS"
 NONE = "-"
-EACH: Mapping[str, Any] = {"action": "append", "default": []}
+EACH: Options = {"action": "append", "default": []}
 TEMPLATES = ("cloudevents", "slack", "pagerduty")
-FLAGS: Mapping[str, Mapping[str, Any]] = {
+FLAGS: Mapping[str, Options] = {
     "--webhook": {
         **EACH,
         "metavar": "[NAME=]URL",
@@ -63,7 +64,7 @@ def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
     webhooks = []
     for text, own_kinds, template, secret in zip(args.webhook, kinds, templates, secrets, strict=True):
         name, url = named(text)
-        one: dict[str, Any] = {"url": url, "name": name, "template": template or TEMPLATES[0]}
+        one: Json = {"url": url, "name": name, "template": template or TEMPLATES[0]}
         one["kinds"] = [kind for kind in (own_kinds or "").split(",") if kind]
         one["secret_file"] = "" if secret in (None, NONE) else secret
         webhooks.append(one)

@@ -1,10 +1,9 @@
 """Connects a frontend's console to its process: fold, events, worker connections, commands."""
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
@@ -19,11 +18,12 @@ from controller.runtime.bounded_read import held
 from controller.runtime.view import FleetView
 from events.fact import Recorded
 from events.journal.port import Journal
+from events.json_types import Json, JsonView
 from events.nats.bus import Bus
 from events.process.admin_guard import own_hosts
 
 EARLIER_EVENTS = 4 * TOLD_MAX  # most events are routine and not shown
-ReadEnded = Callable[[int], Awaitable[Sequence[Mapping[str, Any]]]]
+ReadEnded = Callable[[int], Awaitable[Sequence[JsonView]]]
 """Reads the rows of the incidents that ended last, at most as many as requested."""
 
 
@@ -97,12 +97,12 @@ async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
     return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
 
 
-def _incident(row: Mapping[str, Any]) -> EndedIncident:
+def _incident(row: JsonView) -> EndedIncident:
     at, outcome = row["closed_at"], row["outcome"] or ""
     return EndedIncident(row["incident"], row["subject"], row["symptom"], row["opened_at"], at, outcome)
 
 
-async def _act(data: Path, verb: str, body: dict[str, Any]) -> str:
+async def _act(data: Path, verb: str, body: Json) -> str:
     """Run one operator command. Raise HoldfastError with the reason if the command failed."""
     answer = await ask(data, verb, body)
     return str(answer.get("says", f"{verb} {body['worker']}: done"))

@@ -9,13 +9,12 @@ import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes.console import warn
 from events.errors import HoldfastError
 
-Start = Callable[[int], Coroutine[Any, Any, EmbeddedServer]]
+Start = Callable[[int], Coroutine[object, object, EmbeddedServer]]
 """Starts the server on a port; 0: any free port."""
 
 

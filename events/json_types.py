@@ -1,0 +1,10 @@
+"""Types of decoded JSON."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object."""
+
+JsonView: TypeAlias = Mapping[str, Any]
+"""A JSON object that is only read."""
