@@ -48,14 +48,8 @@ BEAT_FRESH_S = 3.0
 OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
     "leader": ("1 while this controller holds the lease", "gauge"),
     "lease_takeovers": ("Times that this controller took over the lease", "counter"),
-    "observer_blind": (
-        "1 while more than half of the fleet is silent, so that no worker is declared silent",
-        "gauge",
-    ),
-    "workers_lingering": (
-        "Dead instances with a process that still runs, because it was not terminated",
-        "gauge",
-    ),
+    "observer_blind": ("1 while more than half of the fleet is silent, so that no worker is declared silent", "gauge"),
+    "workers_lingering": ("Dead instances with a process that still runs, because it was not terminated", "gauge"),
     "journal_position": ("Stream sequence of the last event that this controller has folded", "gauge"),
     "decisions": ("Decisions that this controller appended", "counter"),
     "settles": ("Times that this controller ran the deciders", "counter"),
@@ -70,14 +64,8 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
         "Facts that were dropped: the spool was full, they were a week old, or the broker can never accept them",
         "counter",
     ),
-    "facts_withheld": (
-        "Observations that were not published, because their kind is not in force in this fleet yet",
-        "counter",
-    ),
-    "journal_skipped": (
-        "Messages on the journal that are not events and that this process skipped",
-        "counter",
-    ),
+    "facts_withheld": ("Observations that were not published, because their kind is not in force in this fleet yet", "counter"),
+    "journal_skipped": ("Messages on the journal that are not events and that this process skipped", "counter"),
     "journal_unknown": (
         "Events that this process skipped because it does not know their kind: a newer release wrote them",
         "counter",
@@ -100,7 +88,7 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
         "Expiry of the broker's certificate, in seconds since 1970; absent if the broker presents none",
         "gauge",
     ),
-}
+}  # fmt: skip
 """Metrics of the process itself, read at scrape time and exported under holdfast_. A value of None is not exported."""
 
 
@@ -359,9 +347,6 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
     gauges.incidents.add_metric([], len(fleet.incidents))
 
 
-EXPORTED = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
-
-
 class JournalMetrics(Collector):
     """Collects journal metrics at scrape time."""
 
@@ -369,16 +354,15 @@ class JournalMetrics(Collector):
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
-        journal = self._journal
-        counters = journal.counters
-        values = (
-            journal.reachable,
-            journal.spool_depth,
-            counters.dropped,
-            counters.withheld,
-            counters.unknown,
-        )
-        for name, value in zip(EXPORTED, values, strict=True):
+        counters = self._journal.counters
+        values = {
+            "journal_reachable": self._journal.reachable,
+            "spool_depth": self._journal.spool_depth,
+            "facts_dropped": counters.dropped,
+            "facts_withheld": counters.withheld,
+            "journal_unknown": counters.unknown,
+        }
+        for name, value in values.items():
             text, kind = OWN[name]
             family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             yield family(f"holdfast_{name}", text, value=float(value))

@@ -128,20 +128,17 @@ def _remove(data: Path) -> None:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     """Return the demo's flags for `up`."""
-    flags = [
-        "--chaos",
+    flags = [*["--chaos", "--canary-interval", "1", "--breaker-wait", "3", "--breaker-backoff", "1"]]
+    flags += [
         "--workers",
         str(WORKERS),
         "--spares",
         str(SPARES),
-        "--canary-interval",
-        "1",
         "--itl-ms",
         str(ITL_MS),
         "--engine",
         args.engine,
     ]
-    flags += ["--breaker-wait", "3", "--breaker-backoff", "1"]
     return [*flags, "--model", str(args.model)] if args.model else flags
 
 

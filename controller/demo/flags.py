@@ -3,41 +3,25 @@
 import argparse
 from pathlib import Path
 
-from controller.processes.flag_types import positive
+from controller.processes.flag_types import option, positive
 from controller.processes.up_flags import add_router_flags
+
+FLAGS = {
+    "--data": option("data folder of the fleet (default: a new folder in .holdfast, removed at the end)",
+        type=Path, metavar="DIR"),
+    "--seconds": option("seconds of load (default: 60)", type=positive, default=60.0, metavar="N"),
+    "--trace": option("recorded trace (JSON lines) to replay instead of the built-in profile", type=Path, metavar="FILE"),
+    "--speedup": option("factor by which the trace is replayed faster (default: 3)", type=positive, default=3.0, metavar="X"),
+    "--engine": option("engine of the workers (default: simulated)",
+        choices=("simulated", "transformers"), default="simulated"),
+    "--model": option("model folder, for --engine transformers", type=Path, metavar="DIR"),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's flags."""
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="data folder of the fleet (default: a new folder in .holdfast, removed at the end)",
-    )
-    parser.add_argument(
-        "--seconds", type=positive, default=60.0, metavar="N", help="seconds of load (default: 60)"
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="recorded trace (JSON lines) to replay instead of the built-in profile",
-    )
-    parser.add_argument(
-        "--speedup",
-        type=positive,
-        default=3.0,
-        metavar="X",
-        help="factor by which the trace is replayed faster (default: 3)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("simulated", "transformers"),
-        default="simulated",
-        help="engine of the workers (default: simulated)",
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for --engine transformers")
+    for flag, options in FLAGS.items():
+        parser.add_argument(flag, **options)
     add_router_flags(parser)
     parser.add_argument(
         "--keep", action="store_true", help="keep the new folder, to read its journal afterwards"

@@ -1,12 +1,16 @@
 """Argument types of numeric flags."""
 
 import argparse
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-from events.json_types import JsonView
-
-Options: TypeAlias = JsonView
+Options: TypeAlias = Mapping[str, Any]
 """The arguments of a flag in `add_argument`."""
+
+
+def option(text: str, **more: Any) -> Options:
+    """Return the arguments of a flag with this help text."""
+    return {"help": text, **more}
 
 
 def port(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.config.variables import PREFIX
 from controller.deciders.tiers import Tiers
-from controller.processes.flag_types import Options, positive
+from controller.processes.flag_types import Options, option, positive
 from events.errors import UsageError
 from events.json_types import Json
 
@@ -27,52 +27,24 @@ def _count(text: str) -> int:
 
 
 OBJECTIVES: Mapping[str, tuple[str, Options]] = {
-    "--slo-throughput": (
-        "slo_throughput_rps",
-        {
-            "type": positive,
-            "metavar": "RPS",
-            "help": "requests per second promised per model; below this capacity the fleet degrades level by level "
-            "(default: none, no degradation)",
-        },
-    ),
-    "--slo-ttft-ms": (
-        "slo_ttft_ms",
-        {
-            "type": positive,
-            "metavar": "X",
-            "help": "objective for the time to the first token, in milliseconds (default: 500)",
-        },
-    ),
-    "--slo-tpot-ms": (
-        "slo_tpot_ms",
-        {
-            "type": positive,
-            "metavar": "X",
-            "help": "objective for the time between tokens, in milliseconds (default: 30)",
-        },
-    ),
-    "--max-batch-size": (
-        "max_batch_size",
-        {
-            "type": _count,
-            "metavar": "N",
-            "help": "concurrent requests per worker that capacity estimates assume at most (default: 256)",
-        },
-    ),
-}
+    "--slo-throughput": ("slo_throughput_rps", option(
+        "requests per second promised per model; below this capacity the fleet degrades level by level "
+        "(default: none, no degradation)", type=positive, metavar="RPS")),
+    "--slo-ttft-ms": ("slo_ttft_ms", option("objective for the time to the first token, in milliseconds (default: 500)",
+        type=positive, metavar="X")),
+    "--slo-tpot-ms": ("slo_tpot_ms", option("objective for the time between tokens, in milliseconds (default: 30)",
+        type=positive, metavar="X")),
+    "--max-batch-size": ("max_batch_size", option(
+        "concurrent requests per worker that capacity estimates assume at most (default: 256)", type=_count, metavar="N")),
+}  # fmt: skip
 """Each flag, the objective that it sets, and its argparse options."""
 
 TIER_FLAGS: Mapping[str, Options] = {
-    "--priority-tiers": {
-        "metavar": "A,B,...",
-        "help": "tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
-    },
-    "--tier-default": {
-        "metavar": "T",
-        "help": "tier of requests without X-Priority (default: standard)",
-    },
-}
+    "--priority-tiers": option(
+        "tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
+        metavar="A,B,..."),
+    "--tier-default": option("tier of requests without X-Priority (default: standard)", metavar="T"),
+}  # fmt: skip
 
 
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from controller.config.variables import PREFIX, WORKER_PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
-from controller.processes.flag_types import Options, not_negative, port, positive
+from controller.processes.flag_types import Options, not_negative, option, port, positive
 from controller.processes.ladder_flags import OBJECTIVES, add_ladder_flags, ladder_variables
 from controller.processes.notifying.webhook_flags import FLAGS as WEBHOOK_FLAGS
 from controller.processes.notifying.webhook_flags import add_webhook_flags
@@ -59,126 +59,56 @@ def spares(args: argparse.Namespace, workers: int) -> int:
 
 
 FLAGS: Mapping[str, Options] = {
-    "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "number of workers (default: 3)"},
-    "--spares": {
-        "type": _spares,
-        "default": 0,
-        "metavar": "N|auto",
-        "help": "additional workers that stand by with the model loaded and replace failed ones; auto: as many as the failure "
+    "--workers": option("number of workers (default: 3)", type=_count, default=3, metavar="N"),
+    "--spares": option(
+        "additional workers that stand by with the model loaded and replace failed ones; auto: as many as the failure "
         "rate requires, from --spare-threshold workers on. With --engine openai they are the last N of --upstream "
-        "(default: 0)",
-    },
-    "--spare-threshold": {
-        "type": _count,
-        "metavar": "N",
-        "help": f"minimum number of workers for --spares auto to keep any (default: {SparePolicy().spare_threshold})",
-    },
-    "--spares-on-return": {
-        "choices": ("swap", "release"),
-        "help": "role of a lost worker that recovers: swap: it becomes the spare; release: it replaces its spare again "
-        "(default: swap)",
-    },
-    "--workers-per-process": {
-        "type": _count,
-        "default": 1,
-        "metavar": "N",
-        "help": f"workers per process with the simulated engine, at most {PER_PROCESS_MAX} (default: 1)",
-    },
-    "--engine": {
-        "choices": ENGINES,
-        "default": "simulated",
-        "help": "engine that runs the model (default: simulated)",
-    },
-    "--model": {
-        "type": Path,
-        "metavar": "DIR",
-        "help": "folder of the model (weights for transformers, tokenizer for openai)",
-    },
-    "--upstream": {
-        **EACH,
-        "metavar": "URL",
-        "help": "URL of an OpenAI-compatible server; one worker per server; repeatable",
-    },
-    "--upstream-key-file": {
-        **EACH,
-        "type": Path,
-        "metavar": "FILE",
-        "help": "file with the API key of the upstreams; once for all, or once for each --upstream",
-    },
-    "--revision": {
-        **EACH,
-        "metavar": "NAME",
-        "help": "revision of the upstreams' weights, part of the canary key: workers of different revisions share no golden; "
-        "once for all, or once for each --upstream",
-    },
-    "--upstream-kv-events": {
-        **EACH,
-        "metavar": "ENDPOINT",
-        "help": "endpoint at which an upstream publishes KV events, e.g. tcp://host:5557; once for each --upstream",
-    },
-    "--upstream-kv-replay": {
-        **EACH,
-        "metavar": "ENDPOINT",
-        "help": "endpoint at which an upstream replays lost KV events; once for each --upstream",
-    },
-    "--ready-timeout": {
-        "type": positive,
-        "metavar": "S",
-        "help": "seconds to wait for a worker to become ready "
-        f"(default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
-    },
-    "--host": {
-        "default": "127.0.0.1",
-        "help": "address that frontends listen on (default: 127.0.0.1)",
-    },
-    "--port": {"type": port, "default": 8000, "help": "port that frontends share (default: 8000)"},
-    "--frontends": {
-        "type": _count,
-        "default": 1,
-        "metavar": "N",
-        "help": "number of frontend processes on that port (default: 1)",
-    },
-    "--itl-ms": {
-        "type": not_negative,
-        "metavar": "X",
-        "help": "milliseconds per step of the simulated engine; 0: no delay",
-    },
-    "--request-plane": {
-        "choices": PLANES,
-        "default": "tcp",
-        "help": "connection between frontends and workers: tcp (direct) or nats (through the broker) (default: tcp)",
-    },
-    "--planner-mode": {
-        "choices": ("off", "observe", "propose", "act"),
-        "default": "propose",
-        "help": "planner activity: off, observe (report capacity), propose (propose worker counts), or act (apply them) "
-        "(default: propose)",
-    },
-    "--observability": {
-        "action": "store_true",
-        "help": "also start Prometheus, if it is installed, with all targets and alert rules",
-    },
-    "--nats-monitor": {
-        "type": port,
-        "metavar": "PORT",
-        "help": "port on 127.0.0.1 for the embedded broker's monitoring pages, open to all local users (default: none)",
-    },
-    "--canary-interval": {
-        "type": positive,
-        "metavar": "S",
-        "help": "seconds between canary probes of a worker (default: 30)",
-    },
-    "--breaker-wait": {
-        "type": positive,
-        "metavar": "S",
-        "help": "seconds until the first trial of an open breaker (default: 60)",
-    },
-    "--breaker-backoff": {
-        "type": positive,
-        "metavar": "X",
-        "help": "factor on --breaker-wait after each failed trial (default: 2)",
-    },
-}
+        "(default: 0)", type=_spares, default=0, metavar="N|auto"),
+    "--spare-threshold": option(
+        f"minimum number of workers for --spares auto to keep any (default: {SparePolicy().spare_threshold})",
+        type=_count, metavar="N"),
+    "--spares-on-return": option(
+        "role of a lost worker that recovers: swap: it becomes the spare; release: it replaces its spare again "
+        "(default: swap)", choices=("swap", "release")),
+    "--workers-per-process": option(
+        f"workers per process with the simulated engine, at most {PER_PROCESS_MAX} (default: 1)",
+        type=_count, default=1, metavar="N"),
+    "--engine": option("engine that runs the model (default: simulated)", choices=ENGINES, default="simulated"),
+    "--model": option("folder of the model (weights for transformers, tokenizer for openai)", type=Path, metavar="DIR"),
+    "--upstream": option("URL of an OpenAI-compatible server; one worker per server; repeatable", metavar="URL", **EACH),
+    "--upstream-key-file": option("file with the API key of the upstreams; once for all, or once for each --upstream",
+        type=Path, metavar="FILE", **EACH),
+    "--revision": option(
+        "revision of the upstreams' weights, part of the canary key: workers of different revisions share no golden; "
+        "once for all, or once for each --upstream", metavar="NAME", **EACH),
+    "--upstream-kv-events": option(
+        "endpoint at which an upstream publishes KV events, e.g. tcp://host:5557; once for each --upstream",
+        metavar="ENDPOINT", **EACH),
+    "--upstream-kv-replay": option("endpoint at which an upstream replays lost KV events; once for each --upstream",
+        metavar="ENDPOINT", **EACH),
+    "--ready-timeout": option(
+        "seconds to wait for a worker to become ready "
+        f"(default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})", type=positive, metavar="S"),
+    "--host": option("address that frontends listen on (default: 127.0.0.1)", default="127.0.0.1"),
+    "--port": option("port that frontends share (default: 8000)", type=port, default=8000),
+    "--frontends": option("number of frontend processes on that port (default: 1)", type=_count, default=1, metavar="N"),
+    "--itl-ms": option("milliseconds per step of the simulated engine; 0: no delay", type=not_negative, metavar="X"),
+    "--request-plane": option(
+        "connection between frontends and workers: tcp (direct) or nats (through the broker) (default: tcp)",
+        choices=PLANES, default="tcp"),
+    "--planner-mode": option(
+        "planner activity: off, observe (report capacity), propose (propose worker counts), or act (apply them) "
+        "(default: propose)", choices=("off", "observe", "propose", "act"), default="propose"),
+    "--observability": option("also start Prometheus, if it is installed, with all targets and alert rules",
+        action="store_true"),
+    "--nats-monitor": option(
+        "port on 127.0.0.1 for the embedded broker's monitoring pages, open to all local users (default: none)",
+        type=port, metavar="PORT"),
+    "--canary-interval": option("seconds between canary probes of a worker (default: 30)", type=positive, metavar="S"),
+    "--breaker-wait": option("seconds until the first trial of an open breaker (default: 60)", type=positive, metavar="S"),
+    "--breaker-backoff": option("factor on --breaker-wait after each failed trial (default: 2)",
+        type=positive, metavar="X"),
+}  # fmt: skip
 """The flags of `up` itself with their argparse options, in the order of the help."""
 
 VARIABLES: Mapping[str, str] = {

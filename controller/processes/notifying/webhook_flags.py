@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 
-from controller.processes.flag_types import Options
+from controller.processes.flag_types import Options, option
 from events.errors import UsageError
 from events.json_types import Json
 
@@ -13,28 +13,17 @@ NONE = "-"
 EACH: Options = {"action": "append", "default": []}
 TEMPLATES = ("cloudevents", "slack", "pagerduty")
 FLAGS: Mapping[str, Options] = {
-    "--webhook": {
-        **EACH,
-        "metavar": "[NAME=]URL",
-        "help": "URL to send events to (docs/guides/webhooks.md), or @FILE for a file that contains it; repeatable",
-    },
-    "--webhook-kinds": {
-        **EACH,
-        "metavar": "K,K",
-        "help": "kinds of events to send (docs/reference/events.md), or all; once for all webhooks, or once for each "
-        "(default: those that need attention)",
-    },
-    "--webhook-template": {
-        **EACH,
-        "choices": TEMPLATES,
-        "help": "format of the requests; once for all webhooks, or once for each (default: cloudevents)",
-    },
-    "--webhook-secret-file": {
-        **EACH,
-        "metavar": "FILE",
-        "help": f"file with the secret (whsec_…) or PagerDuty's routing key; once for all or for each webhook, {NONE}: none",
-    },
-}
+    "--webhook": option("URL to send events to (docs/guides/webhooks.md), or @FILE for a file that contains it; repeatable",
+        metavar="[NAME=]URL", **EACH),
+    "--webhook-kinds": option(
+        "kinds of events to send (docs/reference/events.md), or all; once for all webhooks, or once for each "
+        "(default: those that need attention)", metavar="K,K", **EACH),
+    "--webhook-template": option("format of the requests; once for all webhooks, or once for each (default: cloudevents)",
+        choices=TEMPLATES, **EACH),
+    "--webhook-secret-file": option(
+        f"file with the secret (whsec_…) or PagerDuty's routing key; once for all or for each webhook, {NONE}: none",
+        metavar="FILE", **EACH),
+}  # fmt: skip
 
 
 def add_webhook_flags(parser: argparse.ArgumentParser) -> None:
