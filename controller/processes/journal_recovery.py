@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from controller.processes.console import say, warn
-from controller.processes.servers.fleet_database import FleetDatabase
+from controller.processes.supervised_servers import FleetDatabase
 from controller.runtime.snapshot_publisher import newest_kept
 from events.codec import new_id
 from events.errors import HoldfastError

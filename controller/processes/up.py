@@ -24,10 +24,8 @@ from controller.processes.operator_client import http_ok
 from controller.processes.process_plan import database_processes, frontend_grace_s, names, plan, spare_names
 from controller.processes.readiness_watch import ReadinessWatch, status_reader
 from controller.processes.scaling.worker_scaling import WorkerScaling
-from controller.processes.servers.fleet_broker import FleetBroker
-from controller.processes.servers.fleet_database import FleetDatabase
-from controller.processes.servers.fleet_prometheus import FleetPrometheus
 from controller.processes.store_rebuilder import StoreRebuilder
+from controller.processes.supervised_servers import FleetBroker, FleetDatabase, FleetPrometheus
 from controller.processes.up_checks import check, hold
 from controller.processes.up_flags import PATIENT, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
@@ -292,13 +290,13 @@ class FleetSupervisor:
             if child.due():
                 self._spawn(child)
         self.broker.check()
-        self.database.check()
+        self.database.server.check()
         self.prometheus.tend()
         self.readiness.check()
 
     def _trim(self) -> None:
         """Rotate the logs of all processes that exceed their limit."""
-        kept = (self.broker, self.database, self.prometheus)
+        kept = (self.broker.server, self.database.server, self.prometheus.server)
         servers = [log for server in kept if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
@@ -338,7 +336,7 @@ class FleetSupervisor:
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.rebuilder.stop()
-        await self.prometheus.stop()
+        await self.prometheus.server.stop()
         for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await stop_all(
@@ -352,6 +350,6 @@ class FleetSupervisor:
                 await watch.stop()
         if self.journal is not None:
             await self.journal.close()
-        await self.database.stop()
-        await self.broker.stop()
+        await self.database.server.stop()
+        await self.broker.server.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import pytest
 from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer, ServerFailed, Stuck
-from controller.processes.servers.supervised_server import KeepingPolicy, KeptServer
+from controller.processes.supervised_servers import KeepingPolicy, KeptServer
 
 OFTEN = KeepingPolicy(look_s=0.001, looks_per_checkup=2, wait_min_s=0.001, wait_max_s=0.002)
 

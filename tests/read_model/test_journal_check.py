@@ -13,7 +13,7 @@ from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.journal_recovery import JournalLost, JournalWatch, accept, open_journal, refuse_lost
-from controller.processes.servers.fleet_database import FleetDatabase
+from controller.processes.supervised_servers import FleetDatabase
 from controller.runtime.projection.projector import Projector
 from events import subjects
 from events.journal.acknowledged import remembered

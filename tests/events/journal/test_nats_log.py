@@ -8,7 +8,7 @@ import pytest
 
 from controller.adapters.embedded.nats_log import STRANGER, Refused, refusals
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.servers.fleet_broker import FleetBroker
+from controller.processes.supervised_servers import FleetBroker
 from events.nats.urls import addresses
 from events.observations import IntrusionRefused
 
@@ -87,4 +87,4 @@ async def test_refusals_before_the_first_read_of_the_log_are_reported(tmp_path: 
         broker.check()
         assert [(one.who, one.tried) for one in told] == [(STRANGER, "connect")]
     finally:
-        await broker.stop()
+        await broker.server.stop()

@@ -1,1 +1,0 @@
-"""The broker, database and Prometheus of a fleet: embedded and supervised, or external."""

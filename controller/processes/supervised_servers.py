@@ -1,0 +1,351 @@
+"""Supervises a fleet's embedded servers (broker, database, Prometheus): restarts each whenever it ends.
+
+The fleet keeps serving without these servers. One that cannot be restarted (full disk, port taken) is reported and retried; it
+never ends the fleet, and never blocks the supervision of the rest.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from controller.adapters.embedded.accounts import DatabaseAccounts, DatabaseUrls
+from controller.adapters.embedded.nats_log import REFUSAL, LogTail, refusals
+from controller.adapters.embedded.nats_users import BrokerUsers
+from controller.adapters.embedded.prometheus import alert_rules, start_prometheus
+from controller.adapters.embedded.servers import (
+    EmbeddedServer,
+    Stuck,
+    reload_users,
+    start_nats,
+    start_postgres,
+)
+from controller.processes.children import die_with
+from controller.processes.console import say, warn
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.observability.scrape_targets import TargetGroup, file_sd, rule_files, target_groups
+from controller.processes.operator_client import reachable
+from events.broker_users import workers_of
+from events.errors import HoldfastError
+from events.fact import Fact
+from events.nats.urls import with_keys
+from events.observations import IntrusionRefused
+from events.process.presence import present
+
+Start = Callable[[int], Coroutine[object, object, EmbeddedServer]]
+"""Starts the server on a port; 0: any free port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingPolicy:
+    """Intervals of checks and restarts, in seconds."""
+
+    look_s: float = 0.05
+    looks_per_checkup: int = 40  # one check in so many also tests whether a running server is stuck
+    wait_min_s: float = 0.2  # delay between two attempts to start it; doubles after each failure
+    wait_max_s: float = 10.0
+
+
+class KeptServer:
+    """One embedded server across restarts."""
+
+    def __init__(
+        self,
+        start: Start,
+        announce: Callable[[EmbeddedServer], None],
+        stuck: Callable[[EmbeddedServer], bool] = lambda server: False,
+        policy: KeepingPolicy = KeepingPolicy(),
+    ) -> None:
+        self._policy = policy
+        self._start = start
+        self._stuck = stuck  # returns whether a running server must be restarted
+        self._announce = announce  # called after each start
+        self._server: EmbeddedServer | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def log(self) -> Path | None:
+        """The log of the server; None before its first start."""
+        return self._server.log if self._server is not None else None
+
+    async def begin(self) -> EmbeddedServer:
+        """Start the server for the first time, and supervise it from now on. Raise ServerFailed."""
+        server = self._server = await self._start(0)
+        self._announce(server)
+        self._keeping = asyncio.create_task(self._keep(server), name=f"keep-{server.role}")
+        return server
+
+    def check(self) -> None:
+        """Raise the error that ended the supervision, if any."""
+        if self._keeping is not None and self._keeping.done():
+            self._keeping.result()
+
+    async def _keep(self, server: EmbeddedServer) -> None:
+        while True:
+            await self._end_of(server)
+            server = self._server = await self._again(server)
+            self._announce(server)
+
+    async def _end_of(self, server: EmbeddedServer) -> None:
+        """Wait until the server has ended, or stop it if it is stuck."""
+        for look in itertools.count(1):
+            await asyncio.sleep(self._policy.look_s)
+            if not server.running:
+                return warn(f"{server.role} ended; starting it again")
+            if look % self._policy.looks_per_checkup == 0 and self._stuck(server):
+                warn(f"{server.role} is stuck; starting it again")
+                await server.stop()
+                return None
+
+    async def _again(self, server: EmbeddedServer) -> EmbeddedServer:
+        """Start the server on its old port, which the kernel may free only after a moment."""
+        wait_s, failures = self._policy.wait_min_s, 0
+        while True:
+            try:
+                return await self._start(server.port)
+            except (HoldfastError, OSError) as error:
+                failures += 1
+                if failures > 1:  # the first failure may only be the port
+                    warn(f"{server.role} does not start: {error}")
+            await asyncio.sleep(wait_s)
+            wait_s = min(wait_s * 2, self._policy.wait_max_s)
+
+    async def stop(self) -> None:
+        """Stop the server gracefully."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
+        if self._server is not None:
+            await self._server.stop()
+
+
+LOOK_EVERY_S = 2.0
+
+
+class FleetBroker:
+    """The broker of a fleet: the embedded one with its users and permissions, or an external one.
+
+    The embedded broker has a user for each role and for each worker process, authenticated by nkeys. Their seeds are in
+    DIR/secrets/nats. A process that joins later writes its own seed there and is admitted a moment later. The broker's refusals
+    are reported on the console and on the journal. An external broker has the users that its operator configured.
+
+    `url` is set once it has started; each process derives its own user from it.
+    """
+
+    def __init__(
+        self,
+        directory: FleetDir,
+        url: str,
+        present: Callable[[EmbeddedServer], None],
+        tell: Callable[[IntrusionRefused], None],
+        monitor: int | None,
+    ) -> None:
+        self.url = url
+        self._embedded = not url
+        self._directory = directory
+        self._present = present
+        self._monitor = monitor
+        self._tell = tell
+        self._log = LogTail()
+        self._look_at = 0.0  # monotonic seconds
+        self._users = BrokerUsers(directory.broker_keys.resolve())
+        self._running: EmbeddedServer | None = None
+        self.server = KeptServer(self._start, self._began, Stuck())
+
+    async def begin(self, processes: Iterable[str]) -> None:
+        """Start the embedded server with users for all roles and for these worker processes, or check that the external one
+        answers. Raise ServerFailed, Unreachable, BadSetting or OSError."""
+        if not self._embedded:
+            await reachable(self.url)
+            return
+        self._users.make(processes)
+        self.url = with_keys((await self.server.begin()).url, self._users.folder)
+
+    def admit(self, process: str) -> None:
+        """Create the user of one more worker process, before it starts. Raise OSError or what `written` raises."""
+        if self._embedded:
+            self._users.make((process,))
+            self._reload_users()
+
+    def hear(self, fact: Fact) -> None:
+        """Withdraw the account of a sender that is to be ejected. Its successor gets a new seed through `admit`."""
+        if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
+            for user in self._users.withdraw(fact.who, fact.worker):
+                warn(f"withdrew the broker account of {user}: it tried to {fact.tried}")
+            self._reload_users()
+
+    async def _start(self, port: int) -> EmbeddedServer:
+        return await start_nats(
+            self._directory.nats, port=port, users=self._users.written(), monitor=self._monitor
+        )
+
+    def _began(self, server: EmbeddedServer) -> None:
+        self._running = server
+        with contextlib.suppress(OSError):
+            self._log.news(server)  # refusals are reported from here on
+        self._users.admitted()
+        self._present(server)
+
+    def check(self) -> None:
+        """Admit users that were added since the last call, and report refusals. Raise the error that ended the supervision of
+        the server, if any."""
+        self.server.check()
+        if self._running is None or not self._running.running:
+            return
+        self._reload_users()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._report_refusals(self._running)
+
+    def _reload_users(self) -> None:
+        """Reload the server's configuration if users have changed."""
+        if self._running is not None and self._users.changed():
+            reload_users(self._running, self._users.written())
+            self._users.admitted()
+
+    def _report_refusals(self, server: EmbeddedServer) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the next call reads the log again
+            if REFUSAL in (news := self._log.news(server)):
+                for one in refusals(news, self._users.names_by_key()):
+                    warn(f"the broker refused {one.client} {one.times} times; first attempt: to {one.tried}")
+                    self._tell(IntrusionRefused(who=one.client, tried=one.tried, times=one.times))
+
+
+VARIABLE = "HOLDFAST_DATABASE_URL"
+
+
+class FleetDatabase:
+    """The database of a fleet, embedded or external, and the URL that each process gets.
+
+        owner    migrations and rebuilds; no long-running process has it
+        writer   the projector
+        reader   controllers and frontends; `holdfast database reader` prints it
+
+    An external database has one account for everything: the one in its URL.
+    """
+
+    def __init__(self, directory: FleetDir, url: str, present: Callable[[EmbeddedServer], None]) -> None:
+        self.embedded = not url
+        self.urls = DatabaseUrls.all_as(url)
+        self._directory = directory
+        self._accounts: DatabaseAccounts | None = None
+        self.server = KeptServer(self._start, present)
+
+    async def begin(self) -> None:
+        """Start the embedded server, unless the database is external. Raise ServerFailed."""
+        if self.embedded:
+            server = await self.server.begin()
+            assert self._accounts is not None
+            self.urls = self._accounts.urls(server.url)
+
+    async def _start(self, port: int) -> EmbeddedServer:
+        if self._accounts is None:
+            self._accounts = DatabaseAccounts.kept(self._directory.accounts)
+        return await start_postgres(self._directory.postgres, port=port, accounts=self._accounts)
+
+    def known(self) -> dict[str, str]:
+        """Return the database URLs for the fleet's other commands: the reader's, and the owner's for a rebuild."""
+        return {"database_url": self.urls.reader, "database_owner_url": self.urls.owner}
+
+    def environment(self, role: str) -> dict[str, str]:
+        """Return the environment of a role's process. An empty value keeps it from inheriting ours."""
+        url_of = {
+            "projector": self.urls.writer,
+            **dict.fromkeys(("controller", "frontend", "planner"), self.urls.reader),
+        }
+        return {VARIABLE: url_of.get(role, "")}
+
+    async def migrate(self) -> tuple[int, str] | None:
+        """Migrate the schema in a child process, to keep its imports out of this one. Raise HoldfastError.
+
+        Return the last event that the database has folded, as a stream sequence and ce-id; None if there is none."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # not an argument, which `ps` would show to all users
+            env={**os.environ, VARIABLE: self.urls.owner},
+            preexec_fn=die_with(os.getpid()),
+        )
+        try:
+            output, errors = await process.communicate()  # the child has its own deadline
+        finally:
+            if process.returncode is None:  # cancelled: no caller waits for it
+                process.kill()
+        if process.returncode:
+            raise HoldfastError(
+                errors.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
+            )
+        place = json.loads(output.decode().strip().splitlines()[-1])
+        return (place[0], place[1]) if place else None
+
+    async def put_aside(self, name: str) -> None:
+        """Rename the schema, so that its rows stay readable, and create a new one. Raise HoldfastError."""
+        from controller.adapters.postgres.migrate import rename
+
+        await rename(self.urls.owner, name)
+        await self.migrate()
+
+
+WRITE_EVERY_S = 2.0
+
+
+class FleetPrometheus:
+    """The Prometheus of `holdfast up --observability`: scrapes every process and loads alert rules.
+
+    It reads its targets from a file that is rewritten when processes start or stop. The fleet does not depend on it: if it is
+    not installed or does not start, that is reported and has no other effect.
+    """
+
+    def __init__(self, data: Path, announce: Callable[[EmbeddedServer], None]) -> None:
+        self._data = data
+        self._folder = data / "prometheus"
+        self._targets = self._folder / "targets.json"
+        self.server = KeptServer(self._start, announce)
+        self._begun = False
+        self._written: list[TargetGroup] | None = None
+        self._write_at = 0.0  # monotonic seconds
+
+    async def begin(self) -> None:
+        """Start the server and supervise it from now on. Report a failure on the console."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+            server = await self.server.begin()
+        except (HoldfastError, OSError) as error:
+            return warn(f"Prometheus is not running: {error}")
+        self._begun = True
+        say(
+            f"  Prometheus at {server.url}{'' if alert_rules() else ' (without alert rules, which are only in the source tree)'}"
+        )
+
+    async def _start(self, port: int) -> EmbeddedServer:
+        config = file_sd(str(self._targets.resolve())) + rule_files(str(path) for path in alert_rules())
+        return await start_prometheus(self._folder, config, port=port)
+
+    def tend(self) -> None:
+        """Update its targets. Raise the error that ended its supervision."""
+        if not self._begun:
+            return
+        self.server.check()
+        if time.monotonic() >= self._write_at:
+            try:
+                self._write()
+            except OSError as error:
+                warn(f"cannot write {self._targets}: {error.strerror}")
+
+    def _write(self) -> None:
+        self._write_at = time.monotonic() + WRITE_EVERY_S
+        groups = target_groups(present(self._data))
+        if groups == self._written:
+            return
+        fresh = self._targets.with_suffix(".tmp")
+        fresh.write_text(json.dumps(groups, indent=2))
+        fresh.replace(self._targets)
+        self._written = groups
