@@ -21,11 +21,9 @@ from events.errors import HoldfastError
 from events.fact import Decision, Observation
 from events.journal import broker, messages, stream
 from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
-from events.journal.announcer import Announcer
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
-from events.journal.kind_gate import IN_FORCE, KindGate, KindMemory
-from events.journal.outbox import Outbox
+from events.journal.kind_gate import IN_FORCE, Announcer, KindGate, KindMemory
 from events.journal.port import (
     Fenced,
     JournalChanged,
@@ -34,7 +32,7 @@ from events.journal.port import (
     StopsAt,
     StreamEnd,
 )
-from events.journal.publisher import Publisher
+from events.journal.publisher import Outbox, Publisher
 from events.journal.reader import JournalReadAccess
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused

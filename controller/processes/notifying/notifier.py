@@ -20,9 +20,8 @@ from controller.webhooks.settings import NotifierSettings, Webhook
 from events import codec
 from events.dead_letters import DeadLetters
 from events.follow import FollowedEvent, Since, follow
-from events.journal.announcer import Announcer
 from events.journal.counters import JournalCounters
-from events.journal.kind_gate import KindGate
+from events.journal.kind_gate import Announcer, KindGate
 from events.nats.connection import BrokerConnection
 from events.process import presence
 from events.versions import Known

@@ -2,7 +2,7 @@
     announced by every live process for `soak_s` ──▶ put in force
     allowed by an operator ──▶ put in force at once
 
-Live processes are those that announce themselves (`events.journal.announcer`), and those of older releases, which do not: workers
+Live processes are those that announce themselves (`events.journal.kind_gate`), and those of older releases, which do not: workers
 are found by their heartbeats, frontends by their link reports, and other readers by their consumer on the stream. A process that
 is stopped or cut off is not seen; it stops at an unknown kind when it returns.
 """
