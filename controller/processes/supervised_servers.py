@@ -1,4 +1,4 @@
-"""Supervises a fleet's embedded servers (broker, database, Prometheus): restarts each whenever it ends.
+"""A fleet's supervised servers (broker, database, Prometheus): each is restarted whenever it ends.
 
 The fleet keeps serving without these servers. One that cannot be restarted (full disk, port taken) is reported and retried; it
 never ends the fleet, and never blocks the supervision of the rest.
@@ -216,6 +216,10 @@ class FleetBroker:
                     warn(f"the broker refused {one.client} {one.times} times; first attempt: to {one.tried}")
                     self._tell(IntrusionRefused(who=one.client, tried=one.tried, times=one.times))
 
+    async def stop(self) -> None:
+        """Stop the embedded server gracefully."""
+        await self.server.stop()
+
 
 VARIABLE = "HOLDFAST_DATABASE_URL"
 
@@ -292,6 +296,14 @@ class FleetDatabase:
         await rename(self.urls.owner, name)
         await self.migrate()
 
+    def check(self) -> None:
+        """Raise the error that ended the supervision of the server, if any."""
+        self.server.check()
+
+    async def stop(self) -> None:
+        """Stop the embedded server gracefully."""
+        await self.server.stop()
+
 
 WRITE_EVERY_S = 2.0
 
@@ -349,3 +361,7 @@ class FleetPrometheus:
         fresh.write_text(json.dumps(groups, indent=2))
         fresh.replace(self._targets)
         self._written = groups
+
+    async def stop(self) -> None:
+        """Stop the embedded server gracefully."""
+        await self.server.stop()

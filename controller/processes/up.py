@@ -290,7 +290,7 @@ class FleetSupervisor:
             if child.due():
                 self._spawn(child)
         self.broker.check()
-        self.database.server.check()
+        self.database.check()
         self.prometheus.tend()
         self.readiness.check()
 
@@ -336,7 +336,7 @@ class FleetSupervisor:
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.rebuilder.stop()
-        await self.prometheus.server.stop()
+        await self.prometheus.stop()
         for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await stop_all(
@@ -350,6 +350,6 @@ class FleetSupervisor:
                 await watch.stop()
         if self.journal is not None:
             await self.journal.close()
-        await self.database.server.stop()
-        await self.broker.server.stop()
+        await self.database.stop()
+        await self.broker.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)

@@ -64,7 +64,7 @@ async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
         found = json.loads((tmp_path / "prometheus" / "targets.json").read_text())
         assert [group["labels"] for group in found] == [{"role": "worker", "process": "w0"}]
     finally:
-        await beside.prometheus.server.stop()
+        await beside.prometheus.stop()
     assert not beside.lives[-1].running
 
 
@@ -76,7 +76,7 @@ async def test_it_loads_the_alert_rules(tmp_path: Path, monkeypatch: pytest.Monk
         written = (tmp_path / "prometheus" / "prometheus.yml").read_text()
         assert written.endswith(rule_files([str(embedded.RULES)]))
     finally:
-        await beside.prometheus.server.stop()
+        await beside.prometheus.stop()
 
 
 async def test_without_a_prometheus_binary_the_fleet_continues_and_prints_how_to_install_it(
@@ -87,7 +87,7 @@ async def test_without_a_prometheus_binary_the_fleet_continues_and_prints_how_to
     beside = Beside(tmp_path)
     await beside.prometheus.begin()
     beside.prometheus.tend()
-    await beside.prometheus.server.stop()
+    await beside.prometheus.stop()
     output = "".join(capsys.readouterr())
     assert "Prometheus is not running" in output and "make prometheus" in output
     assert beside.prometheus.server.log is None and not beside.lives
