@@ -13,6 +13,8 @@ from controller.simulator.rates import HOURS_PER_YEAR, PRESETS, mtbf_hours
 from events.errors import UsageError
 from events.observations import Profile
 
+Figures = dict[str, Any]  # estimates, as plain JSON types
+
 TOKENS = (256, 1024, 4096, 16_384, 65_536, 131_072)
 GIB = 1 << 30
 
@@ -48,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def moving(args: argparse.Namespace) -> dict[str, Any]:
+def moving(args: argparse.Namespace) -> Figures:
     """Return the times of transfer and re-prefill in milliseconds, per length and link, and the crossovers. Raise ValueError."""
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip
-    measured: dict[str, Any] = {name: LinkSpec(bytes_per_s=rate * 1e9) for name, rate in args.link}
+    measured: Figures = {name: LinkSpec(bytes_per_s=rate * 1e9) for name, rate in args.link}
     policy = MovingPolicy(links=replace(LinkTable(), **measured), setup_s=args.setup_ms / 1000)
     profile = Profile(
         kv_blocks=0, block_tokens=16, max_batch=1, prefill_tokens_per_s=args.prefill_tokens_per_s, tpot_ms=()
@@ -79,7 +81,7 @@ def moving(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def failing(args: argparse.Namespace) -> dict[str, Any]:
+def failing(args: argparse.Namespace) -> Figures:
     """Return how often the fleet fails, the cost of each failure, and the spares needed. Raise ValueError."""
     rates = PRESETS[args.rates]
     afr = args.afr if args.afr is not None else rates.afr
@@ -110,7 +112,7 @@ def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> floa
     return weights_gb / storage_gbps + start_s
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(found: Figures) -> list[str]:
     """Return the tables as lines of text."""
     move, fleet = found["move"], found["fleet"]
     head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])

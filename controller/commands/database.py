@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any
 
 from controller.adapters.postgres.link import HEAD, SCHEMA
 from controller.read_model.grants import script
@@ -17,7 +16,7 @@ class NoDatabase(HoldfastError):
     """The database of the fleet is not known yet: the fleet is still starting. Try again."""
 
 
-def _found(args: argparse.Namespace) -> dict[str, Any]:
+def _found(args: argparse.Namespace) -> dict[str, object]:
     from controller.processes.operator_client import find
 
     found = find(args.data)

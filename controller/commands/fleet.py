@@ -7,6 +7,8 @@ from typing import Any
 from controller.processes.operator_client import ask, operator_name
 from controller.terminal_text import fitted
 
+Report = dict[str, Any]  # the answer of a controller, as plain JSON types
+
 
 async def run(args: argparse.Namespace) -> int:
     """Send the request to the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
@@ -19,7 +21,7 @@ async def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def text(report: dict[str, Any]) -> str:
+def text(report: Report) -> str:
     """Return the report of `control.versions` as text."""
     rows = [("process", "release", "deciders", "does not support"), *map(_row, report["processes"])]
     force, held = report["in_force"], report["held_back"]
@@ -43,7 +45,7 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(process: dict[str, Any]) -> tuple[str, str, str, str]:
+def _row(process: Report) -> tuple[str, str, str, str]:
     release = process["release"] or ("0.2.0 or older" if not process["announces"] else "-")
     lacks = process["lacks"]
     shown = ", ".join(lacks[:2]) + (f" and {len(lacks) - 2} more" if len(lacks) > 2 else "")

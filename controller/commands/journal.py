@@ -33,7 +33,7 @@ State = Literal["stops", "quarantined", "skipped"]
 
 
 class NotToQuarantine(HoldfastError):
-    """Only an event that stops this version, or that it skips, can be quarantined. Any other event has been folded already, so
+    """Only an event that stops this version, or that it skips, can be quarantined. object other event has been folded already, so
     quarantining it would contradict what its readers did."""
 
 

@@ -20,6 +20,8 @@ from controller.trace.rows import TraceReader, TraceRow
 from events.errors import UsageError
 from events.observations import Profile
 
+Figures = dict[str, Any]  # the results of a rehearsal, as plain JSON types
+
 FIRST_MINUTES = 5  # a rehearsal starts with the workers that these minutes need
 ARRIVALS_MAX = 5_000_000
 DAYS_MAX = 31
@@ -118,7 +120,7 @@ def rehearse(
     fixed: int,
     gpus: int,
     report_progress: Callable[[str], object],
-) -> dict[str, Any]:
+) -> Figures:
     """Return the results of a day with the planner, with a fixed fleet and with perfect foresight. Hours are GPU hours."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
     report_progress("perfect knowledge")
@@ -140,12 +142,12 @@ def rehearse(
     }
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(change: Change) -> Figures:
     at_s = (change.at - rehearsal.EPOCH).total_seconds()
     return {"at_s": at_s, "from": change.before, "to": change.after}
 
 
-def _figures(day: DayFigures, perfect: DayFigures, gpus: int, minutes: int) -> dict[str, Any]:
+def _figures(day: DayFigures, perfect: DayFigures, gpus: int, minutes: int) -> Figures:
     hours = day.worker_s * gpus / 3600
     return {
         "gpu_hours": round(hours, 3),
@@ -160,7 +162,7 @@ def _figures(day: DayFigures, perfect: DayFigures, gpus: int, minutes: int) -> d
     }
 
 
-def _lines(day: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
+def _lines(day: Figures, args: argparse.Namespace) -> Iterator[str]:
     yield (
         f"{day['requests']:,} requests within {day['minutes']} minutes; the busiest minute needs {day['most_needed']} workers "
         f"for a first token within {args.slo_ttft_ms:g} ms and {args.slo_tpot_ms:g} ms for each other"

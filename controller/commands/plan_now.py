@@ -12,6 +12,8 @@ from controller.terminal_text import escape_controls
 from events.errors import HoldfastError
 from events.process.presence import present
 
+Plan = dict[str, Any]  # the answer of a planner, or the part of one model
+
 ANSWER_S = 10.0
 
 
@@ -26,7 +28,7 @@ def show(data: Path, output: str) -> int:
     return 0
 
 
-def fetch_plan(data: Path) -> dict[str, Any]:
+def fetch_plan(data: Path) -> Plan:
     """Return the plan of a planner on this host. Raise HoldfastError if none answers."""
     planners = [one for one in present(data) if one.role == "planner" and one.url]
     if not planners:
@@ -38,14 +40,14 @@ def fetch_plan(data: Path) -> dict[str, Any]:
     for one in planners:
         try:
             with urllib.request.urlopen(f"{one.url}/plan", timeout=ANSWER_S) as answer:
-                found: dict[str, Any] = json.load(answer)
+                found: Plan = json.load(answer)
                 return found
         except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
             why = error
     raise HoldfastError(f"the planner at {planners[-1].url} does not answer: {why}")
 
 
-def lines(plan: dict[str, Any]) -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     """Yield a plan as text: a line per model, followed by the reasons."""
     yield f"{plan['planner']} ({plan['mode']})" + (f", waiting: {plan['waits']}" if plan["waits"] else "")
     if "at" not in plan:
@@ -61,7 +63,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
         yield "no worker of any model is known yet"
 
 
-def _of(model: dict[str, Any]) -> Iterator[str]:
+def _of(model: Plan) -> Iterator[str]:
     now, then = model["workers"], model["proposed"]
     lost = f", {model['lost']} of them lost" if model["lost"] else ""
     change = (

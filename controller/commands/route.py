@@ -21,6 +21,7 @@ from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
 LINE_CHARS_MAX = 1_000  # width of the table; a terminal may wrap it, nothing is truncated
+Answer = Mapping[str, Any]  # of a frontend, as plain JSON types
 # Terms of a worker's cost, as in the frontend's answer, in the order of the table's columns.
 TERMS = (
     *(
@@ -86,7 +87,7 @@ def _tokens(file: str) -> list[int]:
     return list(tokens)
 
 
-def _ask(frontend: Presence, question: Mapping[str, Any]) -> dict[str, Any]:
+def _ask(frontend: Presence, question: Answer) -> Answer:
     """Return the frontend's answer. Raise HoldfastError with the frontend's reason."""
     body = json.dumps(question).encode()
     request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
@@ -106,7 +107,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return f"status {error.code}"
 
 
-def _print(answer: Mapping[str, Any], *, explain: bool) -> None:
+def _print(answer: Answer, *, explain: bool) -> None:
     chosen = answer["chosen"]
     print(f"{_name(chosen)} would get the request ({answer['mode']}, {answer['why']})")
     if not explain:
@@ -118,7 +119,7 @@ def _print(answer: Mapping[str, Any], *, explain: bool) -> None:
         print(f"{one['worker']} was filtered out: {one['why']}")
 
 
-def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
+def _table(candidates: list[Answer], chosen: Answer) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -137,5 +138,5 @@ def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
     print(written.get(), end="")
 
 
-def _name(one: Mapping[str, Any]) -> str:
+def _name(one: Answer) -> str:
     return f"{one['worker']}/{one['rank']}" if one["ranks"] > 1 else str(one["worker"])

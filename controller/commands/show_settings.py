@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from controller.config.sections import effective, masked
 from controller.config.variables import PREFIX, WORKER_PREFIX
@@ -15,7 +14,7 @@ from workers.config.settings_check import load_settings
 SECRETS = ("upstream_key",)
 
 
-def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, effective value, variable). Raise BadSetting for an unknown name or an invalid value."""
     for name, value in effective(environment).items():
         yield name, value, PREFIX + name.upper().replace(".", "__")

@@ -20,6 +20,8 @@ from controller.catalogue import SHAPES, CatalogueEntry, FieldEntry, entries, fi
 from controller.commands.configuration.schema import schema
 from events.decisions import HealthStatus
 
+Schema = dict[str, Any]  # a JSON Schema, or a part of one
+
 BEGIN = "<!-- generated: kinds (python -m controller.commands.write_docs) -->"
 END = "<!-- end of generated -->"
 VERSION = "v1"
@@ -71,7 +73,7 @@ def config_schema() -> str:
     return _written(schema())
 
 
-def _schema(entry: CatalogueEntry) -> dict[str, Any]:
+def _schema(entry: CatalogueEntry) -> Schema:
     (made,), shapes = msgspec.json.schema_components([entry.fact], ref_template="#/$defs/{name}")
     name = made["$ref"].rpartition("/")[2]
     for shape in SHAPES:
@@ -89,7 +91,7 @@ def _schema(entry: CatalogueEntry) -> dict[str, Any]:
     }
 
 
-def _noted(schema: dict[str, Any], fields: tuple[FieldEntry, ...]) -> dict[str, Any]:
+def _noted(schema: Schema, fields: tuple[FieldEntry, ...]) -> Schema:
     """Add each field's note as its description, and the date-time format that msgspec omits if the zone is optional."""
     for field in fields:
         described = schema["properties"][field.name]
@@ -101,7 +103,7 @@ def _noted(schema: dict[str, Any], fields: tuple[FieldEntry, ...]) -> dict[str, 
     return schema
 
 
-def _written(schema: dict[str, Any]) -> str:
+def _written(schema: Schema) -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import structlog
 from aiohttp import web
@@ -68,7 +68,7 @@ class ActionUnclear(HoldfastError):
 class WorkerAct(Protocol):
     """Carries out an operator's command on a worker."""
 
-    async def __call__(self, verb: str, body: dict[str, Any]) -> str:
+    async def __call__(self, verb: str, body: dict[str, object]) -> str:
         """Run the action and return a sentence about the result. Raise HoldfastError with the reason if it failed."""
         ...
 
@@ -83,9 +83,9 @@ class Action(BaseModel):
     deadline_s: float | None = Field(default=None, gt=0, le=86_400)  # only for drain
     to: str = Field(default="", max_length=200)  # only for move
 
-    def body(self, by: str) -> dict[str, Any]:
+    def body(self, by: str) -> dict[str, object]:
         """Return the command's body for the controller."""
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if self.verb == "drain":
             more["deadline_s"] = self.deadline_s
         elif self.verb == "move":

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from events.errors import HoldfastError
 
@@ -95,10 +94,10 @@ class HistoryReader:
             await self._run("replay", "report", *self.options, part, "-o", str(page))
             return await asyncio.to_thread(page.read_bytes)
 
-    async def story(self, request: str) -> dict[str, Any]:
+    async def story(self, request: str) -> dict[str, object]:
         """Return the history of a request, as `holdfast request -o json` prints it. Raise HistoryBusy or HistoryUnavailable."""
         output = await self._run("request", *self.options, "-o", "json", "--", _name(request))
-        story: dict[str, Any] = json.loads(output)
+        story: dict[str, object] = json.loads(output)
         return story
 
     async def _run(self, *words: str) -> str:

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from controller.console import rows
 from controller.console.memory import HARM_OVER, FlowMemory
@@ -114,7 +113,7 @@ class FleetPicture:
             self._told[seq] = found
         return {str(seq): row for seq, (_, _, row) in self._told.items()}
 
-    def _head(self, moment: FleetMoment, models: Mapping[str, rows.ModelRow]) -> dict[str, Any]:
+    def _head(self, moment: FleetMoment, models: Mapping[str, rows.ModelRow]) -> dict[str, object]:
         rate, states = self._recent.rate(), Counter(row.state for row in self._rows.values())
         harm = self._memory.harm(moment.now)
         return {

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -154,9 +154,9 @@ def event_row(told: RecentEvent) -> EventRow:
     return EventRow(event.at.isoformat(timespec="milliseconds"), event.fact.kind(), text, told.more + 1)
 
 
-Sections = Mapping[str, Mapping[str, Any]]
+Sections = Mapping[str, Mapping[str, object]]
 """By section, then by key. A row compares by value and is never None."""
-Changes = dict[str, dict[str, Any]]
+Changes = dict[str, dict[str, object]]
 
 
 def changes(before: Sections, after: Sections) -> Changes:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from controller.ports import Archive, CatchUp, RowsRead, StateStore
 
@@ -16,7 +16,7 @@ class StoreSnapshot(Protocol):
         """Return the sequence at which an event is stored, by its ce-id; None if it is not stored."""
         ...
 
-    def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+    def events(self, after: int) -> AsyncIterator[Sequence[Sequence[object]]]:
         """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
         ...
 

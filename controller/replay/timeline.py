@@ -142,10 +142,11 @@ async def _scene(
         if closed and batch[-1].at > closed.at + IMPACT_AFTER:
             break
     early = _prelude([e for e in here if e.seq < symptom.seq], symptom.at)
-    end = here[-1].seq if here and closed is None else closed.seq if closed else 0
-    during = [e for e in here if symptom.seq <= e.seq <= end and _belongs(e, kind, subject_name)]
-    late = _aftermath([e for e in here if e.seq > end], closed.at) if closed and worker else []
-    return early + during + late
+    during = [e for e in here if e.seq >= symptom.seq and _belongs(e, kind, subject_name)]
+    if closed is None:
+        return early + during
+    during = [e for e in during if e.seq <= closed.seq]
+    return early + during + (_aftermath([e for e in here if e.seq > closed.seq], closed.at) if worker else [])
 
 
 def _came_from_another(fact: Fact, worker: str | None) -> bool:

@@ -29,6 +29,7 @@ SHARED = ("nats_url", "data", "fleet_key_file")  # a worker's own setting overri
 OF_ONE_WORKER = (*SHARED, "name", "port")  # `up` sets them for each worker
 SECRET = ("nats_url", "database_url", "worker.nats_url", "worker.upstream_key")
 
+Toml = Mapping[str, Any]  # a table of the file
 Variables = Iterator[tuple[str, str]]
 
 
@@ -36,9 +37,7 @@ class BadConfigFile(UsageError):
     """The configuration file cannot be used."""
 
 
-def apply(
-    path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES
-) -> Mapping[str, Any]:
+def apply(path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES) -> Toml:
     """Set the variables of a file's top-level keys and `tables` that the environment does not set. Return the table `up`. Raise
     BadConfigFile. With all tables, the file is that of a fleet: [worker] must not set what differs between its workers."""
     document = _read(path)
@@ -76,19 +75,19 @@ def _check_known(path: Path, key: str, above: str, known: Collection[str]) -> No
         raise BadConfigFile(f"{path}: {above}{key} is not a setting; {hint}")
 
 
-def _table(path: Path, name: str, value: Any) -> Mapping[str, Any]:
+def _table(path: Path, name: str, value: Any) -> Toml:
     if not isinstance(value, dict):
         raise BadConfigFile(f"{path}: {name} = {value!r}: must be a table, [{name}]")
     return value
 
 
-def _role(path: Path, name: str, table: Mapping[str, Any]) -> Variables:
+def _role(path: Path, name: str, table: Toml) -> Variables:
     from controller.config.sections import section  # pydantic, without which a worker needs less memory
 
     return _section(path, (name,), section(name), table)
 
 
-def _section(path: Path, place: tuple[str, ...], model: type, table: Mapping[str, Any]) -> Variables:
+def _section(path: Path, place: tuple[str, ...], model: type, table: Toml) -> Variables:
     """Yield the variables of a table. Its settings are the fields of `model`."""
     from controller.config.flags import fields_of, is_section
 
@@ -102,12 +101,12 @@ def _section(path: Path, place: tuple[str, ...], model: type, table: Mapping[str
             yield PREFIX + "__".join(here).upper(), _text(path, name, value)
 
 
-def _of_one_worker(values: Mapping[str, Any]) -> list[str]:
+def _of_one_worker(values: Toml) -> list[str]:
     defaults = WorkerSettings()
     return [key for key in OF_ONE_WORKER if key in values and str(values[key]) != str(getattr(defaults, key))]
 
 
-def _worker(path: Path, table: Mapping[str, Any]) -> Variables:
+def _worker(path: Path, table: Toml) -> Variables:
     for key, value in table.items():
         _check_known(path, key, f"{WORKER}.", annotations())
         yield f"{PREFIX}WORKER_{key.upper()}", _text(path, f"{WORKER}.{key}", value, plain=True)
@@ -169,7 +168,7 @@ def _check_role(role: str, variables: Mapping[str, str]) -> None:
             raise BadSetting(text) from None
 
 
-def _is_of_one_setting(error: Mapping[str, Any]) -> bool:
+def _is_of_one_setting(error: Toml) -> bool:
     """Return whether a validation error is about one setting, or an item in its list, and not about several settings."""
     return not isinstance(error["input"], Mapping) or any(isinstance(part, int) for part in error["loc"])
 
@@ -194,7 +193,7 @@ def _aliases(place: str) -> Iterator[str]:
 
 def arguments(
     path: Path,
-    table: Mapping[str, Any],
+    table: Toml,
     flags: Mapping[str, argparse.Action],
     setting_of: Callable[[argparse.Action], str | None],
     given: Sequence[str],

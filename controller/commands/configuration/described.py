@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,7 +25,7 @@ TOP: Mapping[str, tuple[str, str]] = {
 """The description and the default of each key outside tables."""
 
 
-def below(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
+def below(value: object, path: str = "") -> Iterator[tuple[str, object, str]]:
     """Yield (dotted path, default, description) of every setting below a settings model or policy."""
     notes = notes_of(type(value))
     for name in fields_of(type(value)):
@@ -38,7 +37,7 @@ def below(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
         yield place, inner, described or notes.get(name, "")
 
 
-def of_worker() -> Iterator[tuple[str, Any, str]]:
+def of_worker() -> Iterator[tuple[str, object, str]]:
     """Yield (name, default, description) of every setting of a worker."""
     defaults = WorkerSettings()
     for settings in groups().values():

@@ -17,6 +17,8 @@ from controller.config.variables import SECTIONS
 from controller.processes.flag_types import not_negative, positive
 from workers.config.settings import annotations
 
+Schema = dict[str, Any]  # a JSON Schema, or a part of one
+
 REF = "#/$defs/{}"
 NUMBERS = (positive, not_negative)
 
@@ -24,7 +26,7 @@ NUMBERS = (positive, not_negative)
 class _InSeconds(GenerateJsonSchema):
     """Generates schemas with durations as numbers of seconds."""
 
-    def timedelta_schema(self, schema: Any) -> dict[str, Any]:
+    def timedelta_schema(self, schema: Any) -> Schema:
         """Return the schema of a duration."""
         return {"type": "number"}
 
@@ -33,11 +35,11 @@ class _InSeconds(GenerateJsonSchema):
         return dft.total_seconds() if isinstance(dft, timedelta) else super().encode_default(dft)
 
 
-def schema() -> dict[str, Any]:
+def schema() -> Schema:
     """Return the schema (draft 2020-12)."""
-    defs: dict[str, Any] = {}
+    defs: Schema = {}
     tables = {role: _of_role(role, defs) for role in SECTIONS}
-    top: dict[str, Any] = {name: {"type": "string", "description": text} for name, (text, _) in TOP.items()}
+    top: Schema = {name: {"type": "string", "description": text} for name, (text, _) in TOP.items()}
     top["admin_hosts"]["type"] = ["string", "array"]
     for shape in defs.values():
         if "properties" in shape:
@@ -53,7 +55,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _of_role(role: str, defs: dict[str, Any]) -> dict[str, Any]:
+def _of_role(role: str, defs: Schema) -> Schema:
     """Add the definitions of a role's settings. Return the reference to them."""
     model = section(role)
     made = model.model_json_schema(schema_generator=_InSeconds, ref_template=REF.format("{model}"))
@@ -88,7 +90,7 @@ def _plain(shape: Any) -> Any:
     return kept
 
 
-def _of_worker() -> dict[str, Any]:
+def _of_worker() -> Schema:
     properties = {}
     for name, default, text in of_worker():
         shape = msgspec.json.schema(annotations()[name], schema_hook=lambda kind: {"type": "string"})
@@ -98,13 +100,13 @@ def _of_worker() -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _of_up() -> dict[str, Any]:
+def _of_up() -> Schema:
     properties = {key: _flag(action) for key, action in of_up().items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _flag(action: argparse.Action) -> dict[str, Any]:
-    kind: dict[str, Any] = {"type": "string"}
+def _flag(action: argparse.Action) -> Schema:
+    kind: Schema = {"type": "string"}
     if action.nargs == 0:
         kind = {"type": "boolean"}
     elif isinstance(action.default, list):

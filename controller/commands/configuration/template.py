@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from controller.commands.configuration.described import TOP, below, of_up, of_worker
 from controller.config.sections import section
@@ -19,7 +18,7 @@ HEAD = """\
 # `holdfast settings --schema > config.schema.json` writes the schema for editors. Durations (_s) are in seconds.
 """
 
-Described = Iterable[tuple[str, Any, str]]
+Described = Iterable[tuple[str, object, str]]
 
 
 def template() -> str:
@@ -35,7 +34,7 @@ def template() -> str:
 
 def _tables(role: str, described: Described) -> Iterator[str]:
     """Yield a role's table and its inner tables. The keys of a table come before those of inner tables."""
-    tables: dict[str, list[tuple[str, Any, str]]] = {role: []}
+    tables: dict[str, list[tuple[str, object, str]]] = {role: []}
     for place, default, text in described:
         above, _, name = f"{role}.{place}".rpartition(".")
         tables.setdefault(above, []).append((name, default, text))
@@ -54,7 +53,7 @@ def _keys(described: Described) -> Iterator[str]:
             yield f"#{name} = {as_toml(default)}"
 
 
-def as_toml(value: Any) -> str:
+def as_toml(value: object) -> str:
     """Return a default as a TOML value."""
     if isinstance(value, timedelta):
         return as_toml(value.total_seconds())

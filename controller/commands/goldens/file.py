@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -108,9 +108,9 @@ def _wrong(entry: Entry, known: list[str]) -> str:
     return ""
 
 
-def batches(answers: Iterable[GoldenAnswer]) -> Iterable[list[dict[str, Any]]]:
+def batches(answers: Iterable[GoldenAnswer]) -> Iterable[list[dict[str, object]]]:
     """Yield the goldens of one canary key in batches, as bodies of commands. Each batch fits into one event."""
-    batch: list[dict[str, Any]] = []
+    batch: list[dict[str, object]] = []
     size = 0
     for answer in answers:
         text = codec.to_json(answer)

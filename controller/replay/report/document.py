@@ -18,6 +18,8 @@ from events import observations as o
 from events.decisions import IncidentOpened
 from events.fact import Decision, Fact, Recorded
 
+Document = dict[str, Any]  # a report or a part of it, as plain JSON types
+
 PLANNED = (o.ScaleProposed, o.ScaleApplied)  # in these facts, `by` names the process that applies a proposal
 # what the page draws of a worker, with the values of the state store (`holdfast replay at`)
 WORKER_FIELDS = ("health", "weight", "breaker", "reason", "incident", "state", "spare", "gpus", "model")
@@ -64,7 +66,7 @@ class Report:
     hurt: Impact
     acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
     phases: Sequence[PhaseTimes]  # phases of the incident; empty without an incident
-    policy: dict[str, Any] | None  # policy in force at the end of the window
+    policy: Document | None  # policy in force at the end of the window
     unusual: Sequence[tuple[str, Any, Any]]  # settings that differ from the default: setting, value, default
     cut: bool  # the window has more events than a report shows
 
@@ -186,15 +188,15 @@ def causes(events: Sequence[Recorded]) -> Causes:
     return Causes(nodes[:NODES_MAX], max(0, len(nodes) - NODES_MAX))
 
 
-def _unusual(policy: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def _unusual(policy: Document) -> list[tuple[str, Any, Any]]:
     defaults = _flat(dump(FleetPolicy()))
     flat = _flat(policy)
     return [(key, flat[key], defaults.get(key)) for key in flat if flat[key] != defaults.get(key)]
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def _flat(value: Any, path: str = "") -> Document:
     if isinstance(value, dict) and value:
-        found: dict[str, Any] = {}
+        found: Document = {}
         for key, item in value.items():
             found |= _flat(item, f"{path}.{key}" if path else str(key))
         return found
@@ -226,12 +228,12 @@ def _be(number: int) -> str:
     return "was" if number == 1 else "were"
 
 
-def _node(depth: int, event: Recorded) -> dict[str, Any]:
+def _node(depth: int, event: Recorded) -> Document:
     text = sentences.sentence(event.fact)
     return {"depth": depth, "event": name(event), "seq": event.seq, "at": event.at.isoformat(), "text": text}
 
 
-def _event(event: Recorded) -> dict[str, Any]:
+def _event(event: Recorded) -> Document:
     """Return an event as JSON types. A snapshot's data is left out: it is the whole fleet in packed form."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
     if isinstance(event.fact, o.SnapshotKept):
@@ -251,7 +253,7 @@ def _first(found: Report) -> int:
     return next((n for n, frame in enumerate(found.frames) if frame.seq >= opened), 0)
 
 
-def plain(found: Report) -> dict[str, Any]:
+def plain(found: Report) -> Document:
     """Return a report as plain JSON types."""
     hurt_, story = found.hurt, found.story
     return {

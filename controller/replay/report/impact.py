@@ -10,7 +10,7 @@ from controller.replay import request_story
 from controller.replay.report.frames import Frame
 from controller.replay.request_story import RequestStory
 from events import observations as o
-from events.fact import Recorded
+from events.fact import Fact, Recorded
 
 
 @dataclass(slots=True)
@@ -51,28 +51,32 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
         if event.id in seen:
             continue  # a repetition
         seen.add(event.id)
-        fact = event.fact
-        match fact:
-            case o.RequestsRejected():
-                found.rejected[fact.reason] += fact.count
-            case o.ExposureUnknown():
-                found.unknown.append(fact)
-            case o.RequestsServed():
-                found.served += fact.count
-                found.tokens_served += fact.tokens
-            case o.RequestMigrated():
-                found.bytes_moved += fact.bytes
-                found.tokens_again += fact.tokens if fact.method == "reprefill" else 0
-            case o.RequestExposed():
-                found.tokens_exposed += fact.last - fact.first + 1
-            case _:
-                pass
-        if request := getattr(fact, "request", ""):
+        _count(found, event.fact)
+        if request := getattr(event.fact, "request", ""):
             by_request.setdefault(request, []).append(event)
     stories = (request_story.story_of(request, its) for request, its in by_request.items())
     found.requests = [one for one in stories if one.gaps_ms or one.exposed or one.lost or one.put_off]
     found.gpu_s, found.least_capacity = _missing(frames, events[0].at, end)
     return found
+
+
+def _count(found: Impact, fact: Fact) -> None:
+    """Add one fact to the costs."""
+    match fact:
+        case o.RequestsRejected():
+            found.rejected[fact.reason] += fact.count
+        case o.ExposureUnknown():
+            found.unknown.append(fact)
+        case o.RequestsServed():
+            found.served += fact.count
+            found.tokens_served += fact.tokens
+        case o.RequestMigrated():
+            found.bytes_moved += fact.bytes
+            found.tokens_again += fact.tokens if fact.method == "reprefill" else 0
+        case o.RequestExposed():
+            found.tokens_exposed += fact.last - fact.first + 1
+        case _:
+            pass
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:

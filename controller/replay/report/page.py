@@ -8,10 +8,12 @@ from typing import Any
 from controller.replay.pages import asset, environment, plotly
 from controller.replay.report.figure import COLORS, figure
 
+Document = dict[str, Any]  # a report or its lanes, as plain JSON types
+
 ROWS_MAX = 1000  # rows shown per table; further ones are only in the page's data
 
 
-def html(report: dict[str, Any], lanes: dict[str, Any]) -> str:
+def html(report: Document, lanes: Document) -> str:
     """Return a report as an HTML page. Raise NoPlotly."""
     data = {
         "figure": figure(lanes),
@@ -37,7 +39,7 @@ def html(report: dict[str, Any], lanes: dict[str, Any]) -> str:
     )
 
 
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: Document) -> str:
     """Return a report as Markdown."""
     return (
         environment(__package__, escape=False)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
 
 from controller.deciders import breaker, drain, health_moves, worker_removal
 from controller.deciders.degradation import due_at as level_due_at
@@ -49,7 +48,7 @@ FAR = (
 )  # decisions that may change other workers
 ROUTINE = (o.CanaryResult, o.RequestsServed, o.RequestFailed)
 
-PolicyOf = Callable[[Mapping[str, Any]], FleetPolicy]
+PolicyOf = Callable[[Mapping[str, object]], FleetPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,22 +268,13 @@ class _Course:
         """
         before, at = self._fleet.workers, now.timestamp()
         decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
-        fleet, touched, others = self._fleet, set[str](), set[str]()
-        for decision in decisions:
-            self._moved[0].append(at)
-            self._moved[1].append(decision.number)
-            if isinstance(decision, d.WorkerDecision):
-                touched.add(decision.worker)
-            if not isinstance(decision, d.PolicyAdopted):
-                self.decided.append(decision)
-        if any(isinstance(decision, FAR) for decision in decisions):
-            others = {*changed_since(before, fleet.workers)}
+        fleet = self._fleet
+        far = any(isinstance(decision, FAR) for decision in decisions)
+        others = {*changed_since(before, fleet.workers)} if far else set[str]()
+        touched = {decision.worker for decision in decisions if isinstance(decision, d.WorkerDecision)}
         self._changed.clear()
         for decision in decisions:
-            if isinstance(decision, d.DrainStarted):
-                self._drains(at, decision)
-            elif isinstance(decision, d.HealthChanged) and decision.after is d.HealthStatus.DEAD:
-                self._succeeds(at, decision)
+            self._decided(at, decision)
         concerned = touched | others
         for name in fleet.workers if among is None else (among | concerned):
             self._remember(name, now)
@@ -299,6 +289,17 @@ class _Course:
             self._settle(now, self._concerned(now))
         else:
             self._due = self._next_due(now)
+
+    def _decided(self, at: float, decision: Decision) -> None:
+        """Record a decision, and schedule its consequences."""
+        self._moved[0].append(at)
+        self._moved[1].append(decision.number)
+        if not isinstance(decision, d.PolicyAdopted):
+            self.decided.append(decision)
+        if isinstance(decision, d.DrainStarted):
+            self._drains(at, decision)
+        elif isinstance(decision, d.HealthChanged) and decision.after is d.HealthStatus.DEAD:
+            self._succeeds(at, decision)
 
     def _drains(self, at: float, decision: d.DrainStarted) -> None:
         """Schedule a draining worker's report that it is empty."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from statistics import median
-from typing import Any
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import Archive, StateStore
@@ -78,7 +77,7 @@ class Recording:
     late_s: float  # usual delay of decisions that became due by time alone
 
     @property
-    def policy(self) -> Mapping[str, Any]:
+    def policy(self) -> Mapping[str, object]:
         """The policy adopted at the beginning."""
         if self.fleet.policy is not None:
             return self.fleet.policy

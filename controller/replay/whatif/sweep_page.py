@@ -6,10 +6,12 @@ from controller.replay.pages import asset, environment, plotly
 from controller.replay.whatif.comparison import Estimate
 from controller.replay.whatif.sweep import SweepPoint, Swept
 
+Document = dict[str, Any]  # a sweep or its chart, as plain JSON types
+
 STYLE = ("controller.replay.report", "report.css")  # shared by all report pages
 
 
-def html(document: dict[str, Any], picture: dict[str, Any], asked: list[str]) -> str:
+def html(document: Document, picture: Document, asked: list[str]) -> str:
     """Return the sweep as an HTML page. Raise NoPlotly."""
     return (
         environment(__package__, escape=True)
@@ -37,10 +39,10 @@ COLOR, BAND = "#0072b2", "rgba(0,114,178,0.2)"
 COLUMNS = 2
 
 
-def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
+def figure(asked_for: Swept, points: list[SweepPoint]) -> Document:
     """Return `data` and `layout` for Plotly: a panel per figure, with a band from the lowest to the highest estimate."""
-    data: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {
+    data: list[Document] = []
+    layout: Document = {
         "showlegend": False, "height": 900,
         "grid": {"rows": (len(PANELS) + 1) // COLUMNS, "columns": COLUMNS, "pattern": "independent"},
         "margin": {"t": 20, "b": 60},
@@ -54,7 +56,7 @@ def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
-def _panel(values: list[float], figures: list[Estimate], number: str, text: str) -> list[dict[str, Any]]:
+def _panel(values: list[float], figures: list[Estimate], number: str, text: str) -> list[Document]:
     axes = {"xaxis": f"x{number}", "yaxis": f"y{number}", "type": "scatter"}
     around = {
         "x": [*values, *reversed(values)],
