@@ -19,7 +19,6 @@ from controller.processes.operator_client import closing, find
 from controller.replay.sentences import count
 from controller.terminal_text import fitted
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.message_context import FleetWording
 from controller.webhooks.retry_policy import Answer, is_away
 from controller.webhooks.settings import NotifierSettings, Webhook, named
 from events import codec, subjects
@@ -35,8 +34,8 @@ REACH_S = 3.0
 SAMPLE = "incident-0"
 
 
-def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
-    """Return the webhook, its secret and the wording of messages. Raise BadSetting."""
+def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, NotifierSettings]:
+    """Return the webhook, its secret and the settings for messages. Raise BadSetting."""
     from controller.config.flags import gather
 
     try:
@@ -44,7 +43,7 @@ def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
     except ValidationError as error:
         raise BadSetting(describe(error, "webhook")) from error
     try:
-        return webhook, webhook.secret(), FleetWording.of(gather(NotifierSettings, "notifier", {}))
+        return webhook, webhook.secret(), gather(NotifierSettings, "notifier", {})
     except ValueError as error:
         raise BadSetting(f"invalid secret of the webhook: {error}") from error
 
@@ -69,12 +68,12 @@ def samples(template: str, now: datetime) -> list[FollowedEvent]:
 
 
 async def _test(args: argparse.Namespace) -> int:
-    webhook, secret, wording = _webhook(args)
+    webhook, secret, settings = _webhook(args)
     accepted = True
     async with _sender() as send:
         for event in samples(args.template, SystemClock().now()):
             began = time.monotonic()
-            answer = await send(webhook, secret, wording, event)
+            answer = await send(webhook, secret, settings, event)
             took_ms = (time.monotonic() - began) * 1000
             good = _is_good(answer)
             status = answer.status if answer.status is not None else "none"
@@ -115,7 +114,7 @@ def _print(seq: int, letter: DeadLetter) -> None:
 
 
 async def _resend(args: argparse.Namespace) -> int:
-    webhook, secret, wording = _webhook(args)
+    webhook, secret, settings = _webhook(args)
     accepted = kept = 0
     async with _letters(args.data) as dead, _sender() as send:
         async for seq, letter in dead.all(args.webhook):
@@ -124,7 +123,7 @@ async def _resend(args: argparse.Namespace) -> int:
             except ValueError as error:
                 answer = Answer(0, str(error))
             else:
-                answer = await send(webhook, secret, wording, event)
+                answer = await send(webhook, secret, settings, event)
             if _is_good(answer):
                 await dead.forget(seq)
                 accepted += 1
@@ -159,7 +158,7 @@ async def _letters(data: Path) -> AsyncIterator[DeadLetters]:
         raise HoldfastError(f"cannot read the dead letters: {error}") from error
 
 
-Send = Callable[[Webhook, str, FleetWording, FollowedEvent], Awaitable[Answer]]
+Send = Callable[[Webhook, str, NotifierSettings, FollowedEvent], Awaitable[Answer]]
 
 
 @asynccontextmanager
@@ -171,8 +170,8 @@ async def _sender() -> AsyncIterator[Send]:
     clock = SystemClock()
     async with closing(WebhookSender.open(clock, NotifierSettings().timeout_s)) as sender:
 
-        async def send(webhook: Webhook, secret: str, wording: FleetWording, event: FollowedEvent) -> Answer:
-            made = templates.request(webhook.template, event, wording, secret, int(clock.now().timestamp()))
+        async def send(webhook: Webhook, secret: str, settings: NotifierSettings, event: FollowedEvent) -> Answer:
+            made = templates.request(webhook.template, event, settings, secret, int(clock.now().timestamp()))
             if made is None:
                 return Answer(204, "nothing for this template")
             return await sender.send(webhook.address, made)

@@ -13,27 +13,58 @@ before a crash is delivered again, with the same id.
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
 
 import structlog
 
+from controller.metric_table import MetricTable, counter, gauge
 from controller.ports import Clock
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.message_context import FleetWording
-from controller.webhooks.metrics import NotifierMetrics
 from controller.webhooks.retry_policy import (
     Answer,
     ReceiverGone,
     RetryLater,
-    RetryPolicy,
     Undeliverable,
     step,
 )
-from controller.webhooks.settings import Webhook
+from controller.webhooks.settings import NotifierSettings, Webhook
 from events.dead_letters import DeadLetter, LetterNotStored
 from events.follow import CannotFollow, FollowedEvent
+
+OUTCOMES = ("delivered", "failed", "dead_letter", "left_out")
+
+
+class NotifierMetrics(MetricTable):
+    """The notifier's metrics, in the process's own registry."""
+
+    deliveries = counter(
+        "holdfast_webhook_deliveries",
+        "Delivery attempts by outcome: delivered, failed (retried later), dead_letter (given up), left_out (the template has "
+        "nothing for it)",
+        "webhook",
+        "outcome",
+    )
+    pending = gauge("holdfast_webhook_pending", "Events waiting for this webhook", "webhook")
+    lag = gauge(
+        "holdfast_webhook_lag_seconds", "Age of the event being delivered; 0: none is waiting", "webhook"
+    )
+    in_a_row = gauge("holdfast_webhook_failures_in_a_row", "Consecutive failed tries", "webhook")
+    last_success = gauge(
+        "holdfast_webhook_last_success_timestamp_seconds",
+        "Unix time of the last accepted event; 0: none yet",
+        "webhook",
+    )
+    stopped = gauge("holdfast_webhook_stopped", "1: it answered 410 Gone and gets no more events", "webhook")
+
+    def begin(self, webhook: str) -> None:
+        """Create all series of a webhook, at 0."""
+        for outcome in OUTCOMES:
+            self.deliveries.labels(webhook, outcome)
+        for one in (self.pending, self.lag, self.in_a_row, self.last_success, self.stopped):
+            one.labels(webhook).set(0)
+
 
 FOLLOW_AGAIN_S = 2.0
 SETTLED_S = 30.0  # following the journal this long without an error counts as healthy
@@ -44,62 +75,41 @@ TAKEN_S = 1.0  # seconds to acknowledge that event to the broker afterwards
 log = structlog.get_logger(__name__)
 
 
-class Following(Protocol):
-    """Follows the journal for one webhook: `events.follow.follow`."""
-
-    def __call__(self, since: datetime) -> AsyncGenerator[FollowedEvent, None]: ...
-
-
-class Sending(Protocol):
-    """Posts requests: `WebhookSender`."""
-
-    async def send(self, url: str, request: templates.WebhookRequest) -> Answer: ...
-
-
-class Burying(Protocol):
-    """Stores undeliverable events as dead letters: `events.dead_letters.DeadLetters`."""
-
-    async def bury(self, letter: DeadLetter) -> None: ...
-
-
+@dataclass(eq=False)
 class Delivery:
     """Delivers to one webhook, until it is stopped or cancelled."""
 
-    def __init__(
-        self,
-        webhook: Webhook,
-        policy: RetryPolicy,
-        wording: FleetWording,
-        follow: Following,
-        sender: Sending,
-        dead: Burying,
-        clock: Clock,
-        metrics: NotifierMetrics,
-    ) -> None:
-        self.webhook, self._policy, self._wording = webhook, policy, wording
-        self._follow, self._sender, self._dead, self._clock = follow, sender, dead, clock
-        self._metrics = metrics
-        self.chance: Callable[[], float] = random.random
-        self.stopped = ""  # why nothing more is sent
-        self._reason = ""  # why the journal could last not be followed
-        self._began_s = 0.0  # when following it last began
-        self._at: datetime | None = None  # time of the current event
-        self._last = ""  # id of the last delivered event
-        self._since = clock.now()  # where to start if the broker has no position for this webhook
-        self._answered = False  # the last try before the end was accepted
-        metrics.begin(webhook.called)
+    webhook: Webhook
+    settings: NotifierSettings
+    follow: Callable[[datetime], AsyncGenerator[FollowedEvent, None]]  # follows the journal for this webhook
+    send: Callable[[str, templates.WebhookRequest], Awaitable[Answer]]  # posts a request to a URL
+    bury: Callable[[DeadLetter], Awaitable[None]]  # stores an undeliverable event
+    clock: Clock
+    metrics: NotifierMetrics
+    chance: Callable[[], float] = random.random
+    stopped: str = ""  # why nothing more is sent
+    _reason: str = ""  # why the journal could last not be followed
+    _began_s: float = 0.0  # when following it last began
+    _at: datetime | None = None  # time of the current event
+    _last: str = ""  # id of the last delivered event
+    _answered: bool = False  # the last try before the end was accepted
+
+    def __post_init__(self) -> None:
+        self._policy = self.settings.policy()
+        self._since = self.clock.now()  # where to start if the broker has no position for this webhook
+        self.metrics.begin(self.webhook.called)
 
     async def run(self) -> None:
         """Deliver until the webhook is stopped, then wait until cancelled. Raise UsageError."""
         while not self.stopped:
-            following, self._began_s = self._follow(self._since), self._clock.monotonic()
+            following, self._began_s = self.follow(self._since), self.clock.monotonic()
             try:
                 await self._deliver_all(following)
             except CannotFollow as error:
                 if str(error) != self._reason:
                     log.warning("webhook_waits", webhook=self.webhook.called, reason=str(error))
                 self._reason = str(error)
-                await self._clock.sleep(FOLLOW_AGAIN_S)
+                await self.clock.sleep(FOLLOW_AGAIN_S)
             except asyncio.CancelledError:
                 if self._answered:
                     with contextlib.suppress(Exception):
@@ -114,24 +124,24 @@ class Delivery:
         name = self.webhook.called
         async for event in following:
             self._reason, self._at = "", event.at
-            self._metrics.pending.labels(name).set(event.pending + 1)
+            self.metrics.pending.labels(name).set(event.pending + 1)
             if event.id != self._last:  # else a redelivery: the broker missed the acknowledgement
                 await self._deliver(event)
             if self.stopped:
                 return
             self._last, self._since, self._at = event.id, event.at, None
-            self._metrics.pending.labels(name).set(event.pending)
+            self.metrics.pending.labels(name).set(event.pending)
 
     @property
     def why_not(self) -> str:
         """Why nothing is delivered; empty while it delivers, or waits for its receiver or the next event."""
-        follows = self._clock.monotonic() - self._began_s > SETTLED_S
+        follows = self.clock.monotonic() - self._began_s > SETTLED_S
         return self.stopped or ("" if follows else self._reason)
 
     def measure(self) -> None:
         """Update the metrics that change with time."""
-        age_s = 0.0 if self._at is None else max(0.0, (self._clock.now() - self._at).total_seconds())
-        self._metrics.lag.labels(self.webhook.called).set(age_s)
+        age_s = 0.0 if self._at is None else max(0.0, (self.clock.now() - self._at).total_seconds())
+        self.metrics.lag.labels(self.webhook.called).set(age_s)
 
     # --- one event --------------------------------------------------------------------------------------------------
 
@@ -142,11 +152,11 @@ class Delivery:
             if answer is None:
                 return self._count("left_out")
             tries += 1
-            age_s = (self._clock.now() - event.at).total_seconds()
+            age_s = (self.clock.now() - event.at).total_seconds()
             match step(self._policy, answer, tries, age_s, self.chance()):
                 case RetryLater(wait_s=wait_s):
                     self._failed(event, answer, tries, wait_s)
-                    await self._clock.sleep(wait_s)
+                    await self.clock.sleep(wait_s)
                 case Undeliverable(reason=reason):
                     self._failed(event, answer, tries)
                     return await self._bury(event, answer, tries, reason)
@@ -157,17 +167,17 @@ class Delivery:
 
     async def _try(self, event: FollowedEvent) -> Answer | None:
         """Return the response to one try; None if the template has no message for this event."""
-        now = int(self._clock.now().timestamp())
+        now = int(self.clock.now().timestamp())
         try:
             secret = ""
             if self.webhook.secret_file:
                 secret = await asyncio.to_thread(self.webhook.secret)  # it may have been rotated
-            request = templates.request(self.webhook.template, event, self._wording, secret, now)
+            request = templates.request(self.webhook.template, event, self.settings, secret, now)
         except ValueError as error:
             return Answer(None, f"its secret cannot be read: {error}")
         if request is None:
             return None
-        trying = asyncio.ensure_future(self._sender.send(self.webhook.address, request))
+        trying = asyncio.ensure_future(self.send(self.webhook.address, request))
         try:
             return await asyncio.shield(trying)
         except asyncio.CancelledError:
@@ -181,15 +191,15 @@ class Delivery:
     async def _bury(self, event: FollowedEvent, answer: Answer, tries: int, reason: str) -> None:
         letter = DeadLetter(
             webhook=self.webhook.called, reason=reason, tries=tries, status=answer.status,
-            event=cloud_event.attributes(event), given_up_at=self._clock.now(),
+            event=cloud_event.attributes(event), given_up_at=self.clock.now(),
         )  # fmt: skip
         while True:
             try:
-                await self._dead.bury(letter)
+                await self.bury(letter)
                 break
             except LetterNotStored as error:
                 log.warning("dead_letter_waits", webhook=letter.webhook, reason=str(error))
-                await self._clock.sleep(BURY_AGAIN_S)
+                await self.clock.sleep(BURY_AGAIN_S)
         self._count("dead_letter")
         log.error(
             "webhook_gave_up",
@@ -202,11 +212,11 @@ class Delivery:
     # --- metrics and logs -----------------------------------------------------------------------------------------
 
     def _count(self, outcome: str) -> None:
-        self._metrics.deliveries.labels(self.webhook.called, outcome).inc()
+        self.metrics.deliveries.labels(self.webhook.called, outcome).inc()
 
     def _failed(self, event: FollowedEvent, answer: Answer, tries: int, wait_s: float | None = None) -> None:
         self._count("failed")
-        self._metrics.in_a_row.labels(self.webhook.called).inc()
+        self.metrics.in_a_row.labels(self.webhook.called).inc()
         log.warning(
             "webhook_failed", webhook=self.webhook.called, event_id=event.id, kind=event.fact.kind(), tries=tries,
             status=answer.status, says=answer.says, wait_s=wait_s,
@@ -214,10 +224,10 @@ class Delivery:
 
     def _succeeded(self) -> None:
         self._count("delivered")
-        self._metrics.in_a_row.labels(self.webhook.called).set(0)
-        self._metrics.last_success.labels(self.webhook.called).set(self._clock.now().timestamp())
+        self.metrics.in_a_row.labels(self.webhook.called).set(0)
+        self.metrics.last_success.labels(self.webhook.called).set(self.clock.now().timestamp())
 
     def _stop(self, event: FollowedEvent, reason: str) -> None:
         self.stopped, self._at = reason, None
-        self._metrics.stopped.labels(self.webhook.called).set(1)
+        self.metrics.stopped.labels(self.webhook.called).set(1)
         log.error("webhook_stopped", webhook=self.webhook.called, event_id=event.id, reason=reason)

@@ -11,7 +11,7 @@ from typing import Literal
 from controller.webhooks.settings import NotifierSettings
 from events import decisions as d
 from events import observations as o
-from events.fact import Decision
+from events.fact import Decision, Fact
 from events.follow import FollowedEvent
 
 Severity = Literal["critical", "error", "warning", "info"]
@@ -40,26 +40,33 @@ _WARNINGS = (
 )
 _ENDS = (d.BreakerClosed, d.BreakerHalfOpened, d.DrainEnded, d.IncidentClosed, d.GoldenAgreed, d.GoldenRetired,
          o.PanicEnded, o.DeviceRecovered, o.WorkerHeard, o.WorkerSlowCleared)  # fmt: skip
+_THREADS: Mapping[type[Fact], tuple[str, ...]] = {
+    kind: named
+    for named, kinds in {
+        ("golden", "canary_key"): (o.GoldenDisputed, d.GoldenAgreed, d.GoldenRetired),
+        ("panic", "frontend", "model"): (o.PanicBegan, o.PanicEnded),
+        ("device", "device", "fault_class"): (o.DeviceFaulted, o.DeviceRecovered),
+        ("degradation", "model"): (d.DegradationChanged,),
+        ("silent", "worker"): (o.WorkerSilent, o.WorkerHeard),
+        ("slow", "worker", "frontend"): (o.WorkerSlow, o.WorkerSlowCleared),
+        ("worker", "worker"): (
+            d.BreakerOpened, d.BreakerClosed, d.BreakerHalfOpened, d.HealthChanged, d.DrainStarted, d.DrainEnded,
+        ),
+        ("exposure_unknown", "worker"): (o.ExposureUnknown,),
+        ("worker_lingered", "worker"): (o.WorkerLingered,),
+        ("intrusion", "who"): (o.IntrusionRefused,),
+        ("observer_blind",): (o.ObserverBlind,),
+    }.items()
+    for kind in kinds
+}  # fmt: skip
+"""The key of a thread outside incidents, by the event's kind: a prefix, and the fact's fields after it."""
 _UNWELL = (d.HealthStatus.SUSPICIOUS, d.HealthStatus.UNHEALTHY, d.HealthStatus.DEAD)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetWording:
-    """Details added to an event's message: the fleet's name, and links."""
-
-    fleet: str = "holdfast"
-    runbooks_url: str = ""  # the folder of the runbooks; empty: no links to them
-    console_url: str = ""  # URL of a console or dashboard
-
-    @classmethod
-    def of(cls, settings: NotifierSettings) -> "FleetWording":
-        """Return the wording that the settings describe."""
-        return cls(fleet=settings.fleet, runbooks_url=settings.runbooks_url, console_url=settings.console_url)
-
-    def runbook(self, event: FollowedEvent) -> str:
-        """Return the URL of an event's runbook; empty if there is none."""
-        page = RUNBOOKS.get(event.fact.kind())
-        return f"{self.runbooks_url.rstrip('/')}/{page}.md" if page and self.runbooks_url else ""
+def runbook(event: FollowedEvent, settings: NotifierSettings) -> str:
+    """Return the URL of an event's runbook; empty if there is none."""
+    page = RUNBOOKS.get(event.fact.kind())
+    return f"{settings.runbooks_url.rstrip('/')}/{page}.md" if page and settings.runbooks_url else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,9 @@ def thread(event: FollowedEvent) -> Thread:
     if incident:
         resolves = isinstance(fact, d.IncidentClosed)
         return Thread(incident, "resolve" if resolves else None if _ends(event) else "trigger")
-    return Thread(_key(event), "resolve" if _ends(event) else "trigger")
+    prefix, *names = _THREADS.get(type(fact), ("",))
+    key = ":".join((prefix, *(str(getattr(fact, name)) for name in names))) if prefix else event.id
+    return Thread(key, "resolve" if _ends(event) else "trigger")
 
 
 def _ends(event: FollowedEvent) -> bool:
@@ -106,39 +115,3 @@ def _ends(event: FollowedEvent) -> bool:
             return after not in _UNWELL
         case fact:
             return isinstance(fact, _ENDS)
-
-
-def _key(event: FollowedEvent) -> str:
-    match event.fact:
-        case (
-            o.GoldenDisputed(canary_key=key)
-            | d.GoldenAgreed(canary_key=key)
-            | d.GoldenRetired(canary_key=key)
-        ):
-            return f"golden:{key}"
-        case o.PanicBegan(frontend=frontend, model=model) | o.PanicEnded(frontend=frontend, model=model):
-            return f"panic:{frontend}:{model}"
-        case (
-            o.DeviceFaulted(device=device, fault_class=fault)
-            | o.DeviceRecovered(device=device, fault_class=fault)
-        ):
-            return f"device:{device}:{fault}"
-        case d.DegradationChanged(model=model):
-            return f"degradation:{model}"
-        case o.WorkerSilent(worker=worker) | o.WorkerHeard(worker=worker):
-            return f"silent:{worker}"
-        case (
-            o.WorkerSlow(worker=worker, frontend=frontend)
-            | o.WorkerSlowCleared(worker=worker, frontend=frontend)
-        ):
-            return f"slow:{worker}:{frontend}"
-        case (d.BreakerOpened(worker=worker) | d.BreakerClosed(worker=worker) | d.BreakerHalfOpened(worker=worker)
-              | d.HealthChanged(worker=worker) | d.DrainStarted(worker=worker) | d.DrainEnded(worker=worker)):  # fmt: skip
-            return f"worker:{worker}"
-        case o.ExposureUnknown(worker=worker) | o.WorkerLingered(worker=worker):
-            return f"{event.fact.kind()}:{worker}"
-        case o.IntrusionRefused(who=source):
-            return f"intrusion:{source}"
-        case o.ObserverBlind():
-            return "observer_blind"
-    return event.id

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,8 +14,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from controller.adapters.scaling.one_line import one_line
 from controller.ports import Clock
-from controller.webhooks.link_local import LinkLocalRefused, refusal
 from controller.webhooks.retry_policy import Answer, retry_after_s
+from controller.webhooks.settings import LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
 from events.errors import os_reason
 
@@ -23,19 +24,15 @@ KEPT_S = 3.0  # keep-alive of idle connections, shorter than that of servers
 SAYS_S = 1.0  # time limit for reading the body after the status
 
 
+@dataclass(frozen=True, slots=True)
 class WebhookSender:
     """Posts webhook requests."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        clock: Clock,
-        timeout_s: float,
-        *,
-        allow_link_local: bool = False,
-    ) -> None:
-        self._session, self._clock, self._timeout_s = session, clock, timeout_s
-        self._allow_link_local = allow_link_local
+    session: aiohttp.ClientSession
+    clock: Clock
+    timeout_s: float
+    _: KW_ONLY
+    allow_link_local: bool = False
 
     @classmethod
     async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
@@ -62,29 +59,29 @@ class WebhookSender:
     async def send(self, url: str, request: WebhookRequest) -> Answer:
         """Post once, within the timeout. Raises only if cancelled."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 answer = await self._posted(url, request)
         except TimeoutError:
-            return Answer(None, f"no answer within {self._timeout_s:g} s")
+            return Answer(None, f"no answer within {self.timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Answer(None, one_line(f"cannot be reached: {_reason(error)}"))
         try:
-            wait_s = retry_after_s(answer.headers, self._clock.now())
+            wait_s = retry_after_s(answer.headers, self.clock.now())
             return Answer(answer.status, one_line(await _beginning(answer)), wait_s)
         finally:
             answer.close()
 
     async def _posted(self, url: str, request: WebhookRequest) -> aiohttp.ClientResponse:
-        why = "" if self._allow_link_local else refusal(urlsplit(url).hostname or "")
+        why = "" if self.allow_link_local else refusal(urlsplit(url).hostname or "")
         if why:  # aiohttp does not resolve literal addresses, so the resolver does not see them
             raise LinkLocalRefused(why)
         own = {"User-Agent": f"Holdfast/{version('holdfast')}", "Accept-Encoding": "identity"}
         headers = {**own, **request.headers}
-        return await self._session.post(url, data=request.body, headers=headers, allow_redirects=False)
+        return await self.session.post(url, data=request.body, headers=headers, allow_redirects=False)
 
     async def close(self) -> None:
         """Close the session."""
-        await self._session.close()
+        await self.session.close()
 
 
 class GuardedResolver(AbstractResolver):

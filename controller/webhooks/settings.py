@@ -1,21 +1,149 @@
 """Settings of the notifier: webhooks, templates and retries."""
 
+import base64
+import binascii
 import hashlib
 import re
+import socket
+from collections import Counter
 from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cached_property
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from controller.setting_types import Positive, Strict
-from controller.webhooks import secrets
-from controller.webhooks.kinds import checked
-from controller.webhooks.link_local import refusal
 from controller.webhooks.retry_policy import RetryPolicy
+from events import codec
 from events.errors import BadSetting
+
+PREFIX = "whsec_"
+KEY_MIN, KEY_MAX = 24, 64  # bytes, as in Standard Webhooks
+FILE_MAX = 64 * 1024
+KEYS_MAX = 8
+MAKES_ONE = f'`echo "{PREFIX}$(head -c 32 /dev/urandom | base64)"` generates one'
+ROUTING_KEY = re.compile(r"[A-Za-z0-9]{32}")
+
+
+def read_secret(file: Path) -> str:
+    """Return the text of a secret file. Raise ValueError with the reason if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(FILE_MAX).decode("ascii").strip()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not a secret file: secrets are ASCII text") from None
+    if not text:
+        raise ValueError(f"{file} is empty")
+    return text
+
+
+def keys_of(text: str) -> list[bytes]:
+    """Return the keys in a file's text. Raise ValueError for an invalid line."""
+    found = [_key(line.strip(), number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not 0 < len(found) <= KEYS_MAX:
+        raise ValueError(f"it has {len(found)} keys: it must have 1 to {KEYS_MAX}, one per line")
+    return found
+
+
+def _key(line: str, number: int) -> bytes:
+    try:
+        key = base64.b64decode(line.removeprefix(PREFIX), validate=True)
+    except binascii.Error:
+        key = b""
+    if not line.startswith(PREFIX) or not KEY_MIN <= len(key) <= KEY_MAX:
+        raise ValueError(
+            f"line {number} is not a key: it must be {PREFIX} and {KEY_MIN} to {KEY_MAX} bytes in base64; {MAKES_ONE}"
+        )
+    return key
+
+
+def routing_key(text: str) -> str:
+    """Return the routing key in a file's text. Raise ValueError if it is not one."""
+    if not ROUTING_KEY.fullmatch(text):
+        raise ValueError(
+            "it is not a PagerDuty routing key: the file must hold only its 32 letters and digits"
+        )
+    return text
+
+
+METADATA_HOSTS = ("metadata.google.internal", "metadata.goog", "metadata")
+NETWORKS: tuple[IPv4Network | IPv6Network, ...] = (
+    IPv4Network("169.254.0.0/16"),  # link-local; metadata of AWS, Azure, Google Cloud, Oracle
+    IPv4Network("100.100.100.200/32"),  # metadata of Alibaba Cloud
+    IPv6Network("fe80::/10"),
+    IPv6Network("fd00:ec2::/32"),  # metadata of AWS
+    IPv6Network("fd20:ce::/32"),  # metadata of Google Cloud
+)
+_NAT64 = IPv6Network("64:ff9b::/96")
+
+
+class LinkLocalRefused(OSError):
+    """A host name resolves to a link-local or metadata address."""
+
+
+def refusal(host: str) -> str:
+    """Return why a webhook may not be sent to a host (an address or a name); empty if it may."""
+    name = host.rstrip(".").lower()
+    if name in METADATA_HOSTS:
+        return f"{host} is a cloud's metadata service"
+    address = _address(name)
+    if address is not None and any(address in network for network in NETWORKS):
+        return f"{host} is a link-local or metadata address"
+    return ""
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host denotes, including one written as a number or as an IPv4-mapped IPv6 address."""
+    try:
+        found = ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            return IPv4Address(socket.inet_aton(host))  # 2852039166, 0xa9fea9fe, 169.254.43518
+        except (OSError, UnicodeError):
+            return None
+    if not isinstance(found, IPv6Address):
+        return found
+    translated = IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else found
+    return found.ipv4_mapped or found.sixtofour or translated
+
+
+DEFAULT_KINDS = (
+    "incident_opened",
+    "incident_closed",
+    "breaker_opened",
+    "degradation_changed",
+    "spare_activated",
+    "golden_disputed",
+    "exposure_unknown",
+    "panic_began",
+    "panic_ended",
+    "observer_blind",
+    "worker_lingered",
+    "intrusion_refused",
+)
+"""The default kinds. An incident is about a worker that is suspicious, convicted, broken or dead, or about a model with too
+little capacity. It closes when the worker or model is healthy again, or the worker is gone for good."""
+ALL = "all"
+
+
+def checked(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return validated kinds; the default kinds if none are given. Raise ValueError for an unknown one."""
+    wanted = tuple(dict.fromkeys(kinds))
+    if wanted == (ALL,):
+        return tuple(sorted(codec.KINDS))
+    for name in wanted:
+        if name not in codec.KINDS:
+            near = get_close_matches(name, codec.KINDS, n=3, cutoff=0.5)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(f"unknown kind {name!r}: {meant}docs/reference/events.md lists all kinds")
+    return wanted or DEFAULT_KINDS
+
 
 TemplateName = Literal["cloudevents", "slack", "pagerduty"]
 WEBHOOKS_MAX = 32
@@ -28,7 +156,7 @@ class Webhook(Strict):
 
     url: str = Field(repr=False)
     name: Annotated[str, Field(pattern=_NAME)] = ""
-    kinds: tuple[str, ...] = Field((), validate_default=True)
+    kinds: Annotated[tuple[str, ...], AfterValidator(checked)] = Field((), validate_default=True)
     template: TemplateName = "cloudevents"
     secret_file: str = ""
 
@@ -39,15 +167,10 @@ class Webhook(Strict):
         self.address  # noqa: B018 (rejects an invalid URL)
         return self
 
-    @field_validator("kinds")
-    @classmethod
-    def _are_kinds(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        return checked(kinds)
-
     @cached_property
     def address(self) -> str:
         """The URL itself. Raise ValueError if it is invalid, or its file cannot be read."""
-        url = secrets.read_secret(Path(self.url[1:])) if self.url.startswith("@") else self.url
+        url = read_secret(Path(self.url[1:])) if self.url.startswith("@") else self.url
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -71,10 +194,10 @@ class Webhook(Strict):
 
     def secret(self) -> str:
         """Return the content of the secret file, empty without one. Raise ValueError if it is invalid for the template."""
-        text = secrets.read_secret(Path(self.secret_file)) if self.secret_file else ""
+        text = read_secret(Path(self.secret_file)) if self.secret_file else ""
         if text:
             try:
-                _ = secrets.routing_key(text) if self.template == "pagerduty" else secrets.keys_of(text)
+                _ = routing_key(text) if self.template == "pagerduty" else keys_of(text)
             except ValueError as error:
                 raise ValueError(f"{self.secret_file}: {error}") from None
         return text
@@ -119,7 +242,8 @@ class NotifierSettings(Strict):
     def _make_sense(self) -> Self:
         if len(self.webhooks) > WEBHOOKS_MAX:
             raise ValueError(f"{len(self.webhooks)} webhooks: at most {WEBHOOKS_MAX} are allowed")
-        if twice := _twice(webhook.called for webhook in self.webhooks):
+        names = Counter(webhook.called for webhook in self.webhooks)
+        if twice := next((name for name, times in names.items() if times > 1), ""):
             raise ValueError(f"two webhooks are named {twice!r}: give each its own name")
         for webhook in self.webhooks:
             why = refusal(urlsplit(webhook.address).hostname or "")
@@ -154,8 +278,3 @@ def named(text: str) -> tuple[str, str]:
     """Split `NAME=URL` into name and URL; the name is empty for a URL alone."""
     found = _NAMED.fullmatch(text)
     return (found[1], found[2]) if found else ("", text)
-
-
-def _twice(names: Iterable[str]) -> str:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), "")  # type: ignore[func-returns-value]

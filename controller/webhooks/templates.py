@@ -1,11 +1,32 @@
-"""Builds a webhook's request by its template, signed unless the template is a vendor's own."""
+"""Builds a webhook's request by its template, signed unless the template is a vendor's own.
 
+    cloudevents  the event itself: see `cloud_event`
+    slack        {"text": SENTENCE, "blocks": [section, context]}: one sentence, and blocks with links and details
+                 https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks
+    pagerduty    Events API v2: an event triggers an alert, or resolves one
+                 POST https://events.pagerduty.com/v2/enqueue    https://developer.pagerduty.com/docs/send-alert-event
+
+Signed by Standard Webhooks (standardwebhooks.com), HMAC-SHA256 in three headers:
+
+    webhook-id         the event's id: the same for every try and redelivery
+    webhook-timestamp  Unix seconds of this try
+    webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one per key, separated by spaces
+"""
+
+import base64
+import hmac
+import json
 from dataclasses import dataclass
 
-from controller.webhooks import cloud_event, pagerduty, secrets, signature, slack
-from controller.webhooks.message_context import FleetWording
-from controller.webhooks.settings import TemplateName
+from controller.replay.sentences import sentence
+from controller.webhooks import cloud_event
+from controller.webhooks.message_context import runbook, severity, thread
+from controller.webhooks.settings import NotifierSettings, TemplateName, keys_of, routing_key
 from events.follow import FollowedEvent
+
+JSON = "application/json"
+SLACK_TEXT_MAX = 3_000  # characters of a block's text
+PAGERDUTY_SUMMARY_MAX, PAGERDUTY_KEY_MAX = 1_024, 255  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +38,7 @@ class WebhookRequest:
 
 
 def request(
-    template: TemplateName, event: FollowedEvent, wording: FleetWording, secret: str, timestamp: int
+    template: TemplateName, event: FollowedEvent, settings: NotifierSettings, secret: str, timestamp: int
 ) -> WebhookRequest | None:
     """Return the request for an event; None if the template has no message for it. Raise ValueError for an invalid secret.
 
@@ -25,12 +46,81 @@ def request(
     """
     match template:
         case "pagerduty":
-            body, kind = pagerduty.written(event, wording, secrets.routing_key(secret)), pagerduty.TYPE
+            body, kind = pagerduty(event, settings, routing_key(secret)), JSON
         case "slack":
-            body, kind = slack.written(event, wording), slack.TYPE
+            body, kind = slack(event, settings), JSON
         case _:
             body, kind = cloud_event.written(event), cloud_event.TYPE
     if body is None:
         return None
-    keys = secrets.keys_of(secret) if secret and template != "pagerduty" else ()
-    return WebhookRequest({"Content-Type": kind, **signature.headers(keys, event.id, timestamp, body)}, body)
+    headers = {"Content-Type": kind, "webhook-id": event.id, "webhook-timestamp": str(timestamp)}
+    if secret and template != "pagerduty":
+        signed = f"{event.id}.{timestamp}.".encode() + body
+        digests = [hmac.digest(key, signed, "sha256") for key in keys_of(secret)]
+        headers["webhook-signature"] = " ".join(f"v1,{base64.b64encode(one).decode()}" for one in digests)
+    return WebhookRequest(headers, body)
+
+
+def slack(event: FollowedEvent, settings: NotifierSettings) -> bytes:
+    """Return the request body for Slack."""
+    summary, fleet = _escaped(sentence(event.fact)), _escaped(settings.fleet)
+    linked = {"runbook": runbook(event, settings), "console": settings.console_url}
+    links = [f"<{_escaped(url).replace('|', '%7C')}|{name}>" for name, url in linked.items() if url]
+    when = int(event.at.timestamp())
+    stamp = f"<!date^{when}^{{date_num}} {{time_secs}}|{event.at:%Y-%m-%d %H:%M:%S} UTC>"
+    about = [severity(event), event.fact.kind(), stamp, *filter(None, [event.correlation]), *links]
+    body = {
+        "text": _short(f"{fleet}: {summary}"),
+        "blocks": [
+            {"type": "section", "text": _mrkdwn(f"*{fleet}* {summary}")},
+            {"type": "context", "elements": [_mrkdwn(" · ".join(about))]},
+        ],
+    }
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+def _mrkdwn(text: str) -> dict[str, str]:
+    return {"type": "mrkdwn", "text": _short(text)}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SLACK_TEXT_MAX else f"{text[: SLACK_TEXT_MAX - 1]}…"
+
+
+def _escaped(text: str) -> str:
+    """Return a text without Slack markup: names in it may come from a third party."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def pagerduty(event: FollowedEvent, settings: NotifierSettings, key: str) -> bytes | None:
+    """Return the request body for PagerDuty. Its `dedup_key` is the fleet's name and the event's thread.
+
+    None if the event neither begins nor ends a thread, such as a breaker that closes while its incident is open.
+    """
+    belongs = thread(event)
+    if belongs.action is None:
+        return None
+    body: dict[str, object] = {
+        "routing_key": key,
+        "event_action": belongs.action,
+        "dedup_key": f"{settings.fleet}:{belongs.key}"[:PAGERDUTY_KEY_MAX],
+    }
+    if belongs.action == "trigger":
+        links = {"Runbook": runbook(event, settings), "Console": settings.console_url}
+        about = str(getattr(event.fact, "worker", "") or getattr(event.fact, "subject", ""))
+        body |= {
+            "payload": {
+                "summary": f"{settings.fleet}: {sentence(event.fact)}"[:PAGERDUTY_SUMMARY_MAX],
+                "source": settings.fleet,
+                "severity": severity(event),
+                "timestamp": event.at.isoformat(),
+                "component": about or "fleet",
+                "class": event.fact.kind(),
+                "custom_details": {"event": event.id, "sequence": event.seq, **event.data},
+            },
+            "links": [{"href": url, "text": name} for name, url in links.items() if url],
+            "client": "Holdfast",
+        }
+        if settings.console_url:
+            body["client_url"] = settings.console_url
+    return json.dumps(body, ensure_ascii=False).encode()

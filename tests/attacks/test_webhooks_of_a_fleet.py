@@ -13,7 +13,7 @@ from waits import until
 from webhook_receiver import Act, Received, Receiver, receiving
 
 from controller.demo.fleet import DemoFleet
-from controller.webhooks.kinds import DEFAULT_KINDS
+from controller.webhooks.settings import DEFAULT_KINDS
 from events.observations import IntrusionRefused
 
 KEY = f"whsec_{base64.b64encode(bytes(32)).decode()}"

@@ -16,7 +16,7 @@ from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector, JournalMetrics
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
-from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.delivery import NotifierMetrics
 from events.journal.memory import MemoryJournal, MemoryStream
 from workers.admin.server import WorkerMetrics
 
@@ -40,7 +40,8 @@ def roles() -> dict[str, list[Entry]]:
     controller = ControllerMetrics()
     controller.registry.register(FleetCollector(Fleet, None, dict))
     projector = ProjectorMetrics(CollectorRegistry())
-    worker = CollectorRegistry()
+    worker, notifier = CollectorRegistry(), CollectorRegistry()
+    NotifierMetrics(notifier)
     journal = MemoryJournal(MemoryStream(), "metrics-page")
     worker.register(WorkerMetrics([], journal))
     frontend, planner = FrontendMetrics().registry, PlannerMetrics(CollectorRegistry()).registry
@@ -49,7 +50,7 @@ def roles() -> dict[str, list[Entry]]:
     registries = {
         "Controller": controller.registry,
         "Frontend": frontend,
-        "Notifier": NotifierMetrics(CollectorRegistry()).registry,
+        "Notifier": notifier,
         "Planner": planner,
         "Projector": projector.registry,
         "Worker": worker,

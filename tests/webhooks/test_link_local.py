@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from controller.webhooks.link_local import LinkLocalRefused, refusal
 from controller.webhooks.sender import GuardedResolver
-from controller.webhooks.settings import NotifierSettings
+from controller.webhooks.settings import LinkLocalRefused, NotifierSettings, refusal
 
 REFUSED = [
     "169.254.169.254", "169.254.0.1", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518", "169.16689662",

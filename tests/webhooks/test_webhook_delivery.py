@@ -12,16 +12,14 @@ from prometheus_client import CollectorRegistry
 from told_events import AT, event, heard
 
 from controller.adapters.clock import VirtualClock
-from controller.webhooks.delivery import Delivery
-from controller.webhooks.message_context import FleetWording
-from controller.webhooks.metrics import NotifierMetrics
-from controller.webhooks.retry_policy import Answer, RetryPolicy
-from controller.webhooks.settings import Webhook
+from controller.webhooks.delivery import Delivery, NotifierMetrics
+from controller.webhooks.retry_policy import Answer
+from controller.webhooks.settings import NotifierSettings, Webhook
 from controller.webhooks.templates import WebhookRequest
 from events.dead_letters import DeadLetter, LetterNotStored
 from events.follow import CannotFollow, FollowedEvent
 
-POLICY = RetryPolicy(tries_max=3, hold_s=3_600, wait_min_s=1, wait_max_s=60)
+SETTINGS = NotifierSettings(tries_max=3, hold_s=3_600, wait_min_s=1, wait_max_s=60)
 
 
 @dataclass
@@ -54,7 +52,10 @@ class World:
     tried: list[tuple[str, int | None]] = field(default_factory=list)
     letters: list[DeadLetter] = field(default_factory=list)
     unburied: int = 0  # times that the broker rejects a letter
-    metrics: NotifierMetrics = field(default_factory=lambda: NotifierMetrics(CollectorRegistry()))
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self.metrics = NotifierMetrics(self.registry)
 
     async def send(self, url: str, request: WebhookRequest) -> Answer:
         status = self.answers.pop(0) if self.answers else 200
@@ -70,7 +71,13 @@ class World:
     def delivery(self) -> Delivery:
         webhook = Webhook(url="http://receiver/", name="ops", kinds=("worker_heard",))
         made = Delivery(
-            webhook, POLICY, FleetWording(), self.journal.follow, self, self, self.clock, self.metrics
+            webhook,
+            SETTINGS,
+            self.journal.follow,
+            self.send,
+            self.bury,
+            self.clock,
+            self.metrics,
         )
         made.chance = lambda: 1.0
         return made
@@ -88,7 +95,7 @@ class World:
         return delivery
 
     def counted(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(name, {"webhook": "ops", **labels})
+        return self.registry.get_sample_value(name, {"webhook": "ops", **labels})
 
 
 def world(count: int, *answers: int | None) -> World:
@@ -116,7 +123,7 @@ async def test_a_receiver_that_returns_late_gets_the_events_that_are_young_enoug
     here.journal.events[2] = event(heard(2), 2, after_s=7_000.0)
     await here.run(lambda: len(here.letters) == 2, step_s=30)
     assert [letter.event["id"] for letter in here.letters] == ["id-0", "id-1"]
-    assert (here.clock.now() - AT).total_seconds() == pytest.approx(POLICY.hold_s, abs=120)
+    assert (here.clock.now() - AT).total_seconds() == pytest.approx(SETTINGS.hold_s, abs=120)
     assert "older than 3600 s" in here.letters[0].reason and here.letters[1].tries == 1
     here.answers = [None, None]
     await here.run(all_taken(here))

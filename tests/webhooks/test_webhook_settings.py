@@ -8,8 +8,7 @@ import pytest
 from typed_commands import run_command
 
 from controller.config.flags import gather
-from controller.webhooks.kinds import DEFAULT_KINDS, checked
-from controller.webhooks.settings import NotifierSettings, Webhook
+from controller.webhooks.settings import DEFAULT_KINDS, NotifierSettings, Webhook, checked
 from events import codec
 from events.errors import BadSetting
 

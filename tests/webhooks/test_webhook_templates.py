@@ -14,17 +14,19 @@ from standardwebhooks import WebhookVerificationError
 from told_events import AT, breaker, closed, event, heard, level, opened, panic, shut
 
 from controller.replay.sentences import sentence
-from controller.webhooks import cloud_event, pagerduty, slack
-from controller.webhooks.kinds import DEFAULT_KINDS
-from controller.webhooks.message_context import RUNBOOKS, FleetWording, severity, thread
-from controller.webhooks.templates import WebhookRequest, request
+from controller.webhooks import cloud_event
+from controller.webhooks.message_context import RUNBOOKS, runbook, severity, thread
+from controller.webhooks.settings import DEFAULT_KINDS, NotifierSettings
+from controller.webhooks.templates import WebhookRequest, pagerduty, request, slack
 from events import codec
 from events.fact import Fact
 from events.observations import CanaryFailed, GoldenDisputed
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "tests" / "events" / "facts" / "samples"
-WORDING = FleetWording(fleet="prod", runbooks_url="https://docs/runbooks/", console_url="https://grafana/d/1")
+WORDING = NotifierSettings(
+    fleet="prod", runbooks_url="https://docs/runbooks/", console_url="https://grafana/d/1"
+)
 ROUTING_KEY = "R" * 32
 # https://developer.pagerduty.com/docs/send-alert-event
 PAGERDUTY: dict[str, Any] = {
@@ -120,7 +122,7 @@ FACTS = every_fact()
 
 
 def paged(fact: Fact) -> dict[str, Any]:
-    body = pagerduty.written(event(fact), WORDING, ROUTING_KEY)
+    body = pagerduty(event(fact), WORDING, ROUTING_KEY)
     assert body is not None
     found: dict[str, Any] = json.loads(body)
     return found
@@ -132,8 +134,8 @@ def paged(fact: Fact) -> dict[str, Any]:
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.kind())
 def test_every_kind_has_the_shape_that_each_receiver_expects(fact: Fact) -> None:
     said = event(fact)
-    jsonschema.validate(json.loads(slack.written(said, WORDING)), SLACK)
-    page = pagerduty.written(said, WORDING, ROUTING_KEY)
+    jsonschema.validate(json.loads(slack(said, WORDING)), SLACK)
+    page = pagerduty(said, WORDING, ROUTING_KEY)
     if page is not None:
         jsonschema.validate(json.loads(page), PAGERDUTY)
     body = json.loads(cloud_event.written(said))
@@ -169,7 +171,7 @@ def test_an_invalid_event_cannot_be_sent_again() -> None:
 
 
 def test_slack_gets_one_sentence_and_links() -> None:
-    said = json.loads(slack.written(event(breaker()), WORDING))
+    said = json.loads(slack(event(breaker()), WORDING))
     assert said["text"] == "prod: the breaker of w1 opened for 60 s (timeout)"
     (about,) = said["blocks"][1]["elements"]
     assert "<https://docs/runbooks/HoldfastBreakerFlapping.md|runbook>" in about["text"]
@@ -177,15 +179,15 @@ def test_slack_gets_one_sentence_and_links() -> None:
 
 
 def test_names_are_escaped_for_slack() -> None:
-    said = slack.written(
-        event(opened(subject="worker:<!channel>&", symptom="<http://evil|ok>")), FleetWording()
+    said = slack(
+        event(opened(subject="worker:<!channel>&", symptom="<http://evil|ok>")), NotifierSettings()
     ).decode()
     assert "<!channel>" not in said and "<http" not in said
     assert "&lt;!channel&gt;&amp;" in said
 
 
 def test_a_long_sentence_fits() -> None:
-    jsonschema.validate(json.loads(slack.written(event(opened(symptom="x" * 50_000)), WORDING)), SLACK)
+    jsonschema.validate(json.loads(slack(event(opened(symptom="x" * 50_000)), WORDING)), SLACK)
     assert len(paged(opened(symptom="x" * 50_000))["payload"]["summary"]) == 1024
 
 
@@ -204,7 +206,7 @@ def test_a_recovery_resolves_the_alert_of_its_incident() -> None:
 
 
 def test_a_breaker_that_closes_within_an_incident_resolves_nothing() -> None:
-    assert pagerduty.written(event(shut()), WORDING, ROUTING_KEY) is None
+    assert pagerduty(event(shut()), WORDING, ROUTING_KEY) is None
     assert paged(shut(""))["event_action"] == "resolve"
     assert paged(shut(""))["dedup_key"] == paged(breaker(""))["dedup_key"] == "prod:worker:w1"
 
@@ -238,7 +240,7 @@ def test_runbooks_exist() -> None:
     assert set(RUNBOOKS) <= set(codec.KINDS)
     for page in RUNBOOKS.values():
         assert (ROOT / "docs" / "operations" / "runbooks" / f"{page}.md").exists()
-    assert FleetWording().runbook(event(breaker())) == "" and WORDING.runbook(event(heard(1))) == ""
+    assert runbook(event(breaker()), NotifierSettings()) == "" and runbook(event(heard(1)), WORDING) == ""
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from notifier_world import KEY
 from typed_commands import run_command
 
 from controller.adapters.embedded.free_port import free_port
-from controller.webhooks.kinds import DEFAULT_KINDS
 from controller.webhooks.retry_policy import AWAY
-from controller.webhooks.settings import NotifierSettings
+from controller.webhooks.settings import DEFAULT_KINDS, NotifierSettings
 from events.dead_letters import BYTES_MAX, LETTERS_MAX
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "webhooks.md").read_text()

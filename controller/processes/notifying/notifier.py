@@ -12,9 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from controller.adapters.clock import SystemClock
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
-from controller.webhooks.delivery import Delivery
-from controller.webhooks.message_context import FleetWording
-from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.delivery import Delivery, NotifierMetrics
 from controller.webhooks.sender import WebhookSender
 from controller.webhooks.settings import NotifierSettings, Webhook
 from events import codec
@@ -39,24 +37,19 @@ async def run_notifier(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     connection = await BrokerConnection.open(nats_url, f"notifier:{name}")
-    clock, metrics = SystemClock(), NotifierMetrics(CollectorRegistry())
-    sender, dead = (
-        await WebhookSender.open(clock, settings.timeout_s, allow_link_local=settings.allow_link_local),
-        DeadLetters(connection),
-    )
-    wording = FleetWording.of(settings)
+    clock, registry = SystemClock(), CollectorRegistry()
+    metrics, bury = NotifierMetrics(registry), DeadLetters(connection).bury
+    sender = await WebhookSender.open(clock, settings.timeout_s, allow_link_local=settings.allow_link_local)
     deliveries = [
-        Delivery(
-            webhook, settings.policy(), wording, partial(_followed, nats_url, webhook), sender, dead, clock, metrics
-        )
+        Delivery(webhook, settings, partial(_followed, nats_url, webhook), sender.send, bury, clock, metrics)
         for webhook in settings.webhooks
-    ]  # fmt: skip
+    ]
     announcer = Announcer(
         connection, KindGate(JournalCounters()), f"notifier:{name}:{codec.new_id()}", Known.ours()
     )
     announcing = asyncio.create_task(announcer.run())
     runner = await serve(
-        partial(_render, deliveries, metrics),
+        partial(_render, deliveries, registry),
         partial(report, deliveries, connection),
         settings.admin_host,
         settings.admin_port,
@@ -78,10 +71,10 @@ def _followed(nats_url: str, webhook: Webhook, since: Since) -> AsyncGenerator[F
     return follow(nats_url, kinds=webhook.kinds, since=since, durable=webhook.durable, may_change_kinds=True)
 
 
-def _render(deliveries: list[Delivery], metrics: NotifierMetrics) -> bytes:
+def _render(deliveries: list[Delivery], registry: CollectorRegistry) -> bytes:
     for delivery in deliveries:
         delivery.measure()
-    return generate_latest(metrics.registry)
+    return generate_latest(registry)
 
 
 def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str, object]:
