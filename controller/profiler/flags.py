@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 KEY = "OPENAI_API_KEY"
@@ -24,13 +24,9 @@ class Sweep:
         """Return the part that fits into an engine's context."""
         if context_tokens is None:
             return self
-        return Sweep(
-            lengths=[n for n in self.lengths if n < context_tokens],
-            batches=self.batches,
-            contexts=[n for n in self.contexts if n + self.tokens < context_tokens],
-            repeats=self.repeats,
-            tokens=self.tokens,
-        )
+        lengths = [n for n in self.lengths if n < context_tokens]
+        contexts = [n for n in self.contexts if n + self.tokens < context_tokens]
+        return replace(self, lengths=lengths, contexts=contexts)
 
     @property
     def steps(self) -> int:
@@ -44,11 +40,7 @@ DEFAULTS = Sweep()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add(
-        "url",
-        metavar="URL",
-        help="OpenAI-compatible server (http://…), or a worker (tcp://host:port)",
-    )
+    add("url", metavar="URL", help="OpenAI-compatible server (http://…), or a worker (tcp://host:port)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
     add("--model", default="", help="model to measure if the server has several")
     add("--key", default="", help=f"API key of the server (default: {KEY} of the environment)")
@@ -59,20 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         default = ",".join(map(str, getattr(DEFAULTS, name)))
         add(flag, type=_numbers, default=None, metavar="N,N…", dest=name, help=f"{text} (default: {default})")
-    add(
-        "--repeats",
-        type=_count,
-        default=DEFAULTS.repeats,
-        metavar="N",
-        help="measurements of each point (default: 3)",
-    )
-    add(
-        "--tokens",
-        type=_count,
-        default=DEFAULTS.tokens,
-        metavar="N",
-        help="tokens of each answer of a batch (default: 48)",
-    )
+    for name, text in (
+        ("repeats", "measurements of each point"),
+        ("tokens", "tokens of each answer of a batch"),
+    ):
+        value = getattr(DEFAULTS, name)
+        add(f"--{name}", type=_count, default=value, metavar="N", help=f"{text} (default: {value})")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

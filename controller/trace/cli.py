@@ -13,7 +13,6 @@ from controller.trace.replay.flags import add_flags
 from controller.trace.rows import BLOCK_TOKENS, TraceReader
 from events.errors import HoldfastError, UsageError
 
-Run = Callable[[argparse.Namespace], int]
 REQUESTS_MAX = 1_000_000_000
 GZIP_LEVEL = 3  # gzip level; 9 takes four times as long, and saves 1 %
 
@@ -25,117 +24,62 @@ class TraceUnwritable(HoldfastError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `holdfast trace`, each with its flags."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _analyze_flags(
-        _command(
-            commands,
-            "analyze",
-            "print the lengths of prompts and answers, and how much prompts share",
-            analyze,
+    for run, files, flags, text in (
+        (analyze, "FILE", _analyze_flags, "print the lengths of prompts and answers, and how much prompts share"),
+        (synthesize, "FILE|PROFILE", _synthesize_flags, "generate requests like those of a trace or a profile"),
+        (fit, "FILE", _fit_flags, "learn a profile of a trace, without any of its requests"),
+        (replay, "FILE|PROFILE", add_flags, "send a trace to an OpenAI-compatible server, and measure the answers"),
+    ):  # fmt: skip
+        command = commands.add_parser(
+            run.__name__, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
         )
-    )
-    _synthesize_flags(
-        _command(commands, "synthesize", "generate requests like those of a trace or a profile", synthesize)
-    )
-    _fit_flags(_command(commands, "fit", "learn a profile of a trace, without any of its requests", fit))
-    replaying = _command(
-        commands, "replay", "send a trace to an OpenAI-compatible server, and measure the answers", replay
-    )
-    _reading_flags(replaying, "FILE|PROFILE")
-    add_flags(replaying)
+        command.set_defaults(trace_command=run)
+        _reading_flags(command.add_argument, files)
+        flags(command)
 
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run one command and return its exit code."""
-    command: Run = args.trace_command
+    command: Callable[[argparse.Namespace], int] = args.trace_command
     return command(args)
 
 
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, run: Run
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
-    )
-    command.set_defaults(trace_command=run)
-    return command
-
-
-def _reading_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "file", type=Path, metavar=what, help="trace file: Mooncake JSONL or Azure CSV, plain or gzip"
-    )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help=f"tokens in the block that a hash id names (default: {BLOCK_TOKENS})",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count invalid lines instead of failing at the first one",
-    )
+def _reading_flags(add: Callable[..., object], what: str) -> None:
+    blocks = f"tokens in the block that a hash id names (default: {BLOCK_TOKENS})"
+    bad = "skip and count invalid lines instead of failing at the first one"
+    add("file", type=Path, metavar=what, help="trace file: Mooncake JSONL or Azure CSV, plain or gzip")
+    add("--block-size", type=int, metavar="N", help=blocks)
+    add("--skip-bad", action="store_true", help=bad)
 
 
 def _analyze_flags(parser: argparse.ArgumentParser) -> None:
-    _reading_flags(parser, "FILE")
-    parser.add_argument(
-        "--plot", type=Path, metavar="PICTURE", help="chart to write, .png or .svg (needs the extra `plots`)"
-    )
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
-    )
+    add = parser.add_argument
+    add("--plot", type=Path, metavar="PICTURE", help="chart to write, .png or .svg (needs the extra `plots`)")
+    add("-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)")
 
 
 def _fit_flags(parser: argparse.ArgumentParser) -> None:
-    _reading_flags(parser, "FILE")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PROFILE",
-        help="file to write the profile to, e.g. profile.json.gz",
-    )
+    text = "file to write the profile to, e.g. profile.json.gz"
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PROFILE", help=text)
 
 
 def _synthesize_flags(parser: argparse.ArgumentParser) -> None:
-    _reading_flags(parser, "FILE|PROFILE")
-    parser.add_argument(
-        "--requests", type=int, required=True, metavar="N", help="number of requests to generate"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="file to write them to; compressed if it ends in .gz (default: standard output)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="random seed; the same seed generates the same requests (default: 0)",
-    )
+    add = parser.add_argument
+    add("--requests", type=int, required=True, metavar="N", help="number of requests to generate")
+    out = "file to write them to; compressed if it ends in .gz (default: standard output)"
+    add("-o", "--output", type=Path, metavar="FILE", help=out)
+    seed = "random seed; the same seed generates the same requests (default: 0)"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
     for flag, kind, text in (
         ("--prefix-len-multiplier", float, "factor on the length of shared prefixes (default: 1)"),
-        (
-            "--prefix-root-multiplier",
-            int,
-            "number of disjoint prefix trees (default: 1)",
-        ),
-        (
-            "--prompt-len-multiplier",
-            float,
-            "factor on the unshared part of each prompt (default: 1)",
-        ),
+        ("--prefix-root-multiplier", int, "number of disjoint prefix trees (default: 1)"),
+        ("--prompt-len-multiplier", float, "factor on the unshared part of each prompt (default: 1)"),
         ("--osl-multiplier", float, "factor on the length of outputs (default: 1)"),
         ("--speedup-ratio", float, "factor on the request rate (default: 1)"),
         ("--max-isl", int, "maximum prompt tokens; longer prompts are redrawn (default: no limit)"),
         ("--max-osl", int, "maximum output tokens; longer outputs are cut (default: no limit)"),
     ):
-        parser.add_argument(flag, type=kind, metavar="X" if kind is float else "N", help=text)
+        add(flag, type=kind, metavar="X" if kind is float else "N", help=text)
 
 
 def analyze(args: argparse.Namespace) -> int:
