@@ -16,7 +16,7 @@ or, from a worker, below the worker's own name. So no process can read or forge 
 
 Note: a role that may read the journal can make JetStream deliver it to a subject to which the role itself may not publish.
 A worker that uses the intake has no JetStream permission: it can neither read the journal nor publish to it, so no
-acknowledgement of its facts reaches another subject. A controller publishes them (`controller.runtime.intrusion.intake`). A
+acknowledgement of its facts reaches another subject. A controller publishes them (`controller.runtime.intake`). A
 worker of 0.2.0, which does not know the intake, and one without a seed file publish to the journal themselves.
 """
 

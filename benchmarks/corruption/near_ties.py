@@ -28,8 +28,7 @@ import numpy as np
 
 from controller.deciders.golden import Golden
 from controller.runtime.canary.canary_set import CanarySet, open_calibration
-from controller.runtime.canary.goldens import Canary, CanaryAnswer, GoldenDifference, compare
-from controller.runtime.canary.near_ties import HiddenTies
+from controller.runtime.canary.goldens import Canary, CanaryAnswer, GoldenDifference, HiddenTies, compare
 from controller.runtime.canary.probe import ProbeResult, ask_until_sure
 from controller.runtime.canary.sampled import SamplingParameters, surprise
 from controller.runtime.settings import CanarySettings

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from controller.runtime.canary import goldens
 from controller.runtime.canary.canary_set import open_calibration
-from controller.runtime.canary.coverage import covering, dealt
+from controller.runtime.canary.goldens import covering, dealt
 from controller.runtime.settings import CanarySettings
 from events.observations import TopK
 from events.wire import Chunk, Generate, Sampling

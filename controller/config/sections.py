@@ -26,11 +26,11 @@ def section(role: str) -> type[BaseModel]:
 
             return FrontendSettings
         case "projector":
-            from controller.runtime.projection.settings import ProjectorSettings
+            from controller.runtime.settings import ProjectorSettings
 
             return ProjectorSettings
         case "planner":
-            from controller.runtime.planning.settings import PlannerSettings
+            from controller.runtime.settings import PlannerSettings
 
             return PlannerSettings
         case "notifier":

@@ -37,18 +37,17 @@ from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.commands import OperatorCommands
-from controller.runtime.hang_check import HangCheck
+from controller.runtime.fleet_versions import FleetVersions
+from controller.runtime.host_processes import Lingering
 from controller.runtime.initial_fold import StoredHistory
-from controller.runtime.intrusion.intruders import Intruders
+from controller.runtime.intake import Intruders
 from controller.runtime.lease import Lease
-from controller.runtime.lingering_processes import Lingering
-from controller.runtime.liveness import Liveness
+from controller.runtime.liveness import HangCheck, Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.snapshot_publisher import SnapshotKeeper
 from controller.runtime.storage_usage import JournalRoom, StoredStatus
-from controller.runtime.versions.fleet_versions import FleetVersions
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded

@@ -15,9 +15,8 @@ from controller.ports import StoreLost, StoreUnavailable
 from controller.processes import collector
 from controller.processes.controller_admin import guarded, listen, url_of
 from controller.read_model.errors import StoreForbidden
-from controller.runtime.projection.metrics import ProjectorMetrics
-from controller.runtime.projection.projector import Projector
-from controller.runtime.projection.settings import ProjectorSettings
+from controller.runtime.projection.projector import Projector, ProjectorMetrics
+from controller.runtime.settings import ProjectorSettings
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable

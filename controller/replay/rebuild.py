@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from controller.ports import ReadPosition, StoreAhead, StoreForbidden, StoreRefused
 from controller.replay.store import HistoryStore
+from controller.runtime.initial_fold import refuse_foreign_stream
 from controller.runtime.projection.projector import Projector
-from controller.runtime.stream_check import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 

@@ -1,9 +1,10 @@
-"""The answer to an operator's command that was carried out, derived from the command's fact.
+"""The answer to an operator's command: an error that refuses it, or what its fact says once it was carried out.
 
 Any later reader of the journal therefore gives the same answer as the controller that carried it out.
 """
 
 from events.decisions import PolicyAdopted
+from events.errors import HoldfastError
 from events.observations import (
     ChaosInjected,
     Commanded,
@@ -13,6 +14,23 @@ from events.observations import (
     RestartRequested,
     ResumeRequested,
 )
+
+
+class UnknownWorker(HoldfastError):
+    """There is no worker of that name; `holdfast status` lists the workers."""
+
+
+class NotPossible(HoldfastError):
+    """The command cannot be applied to this worker now."""
+
+
+class Unanswered(NotPossible):
+    """The worker does not answer."""
+
+
+class ChaosRefused(HoldfastError):
+    """Fault injection is off: this fleet was not started with --chaos."""
+
 
 VERBS: dict[type[Commanded], str] = {
     DrainRequested: "drain",

@@ -1,4 +1,4 @@
-"""Builds the initial state of a fold: the state store's last snapshot, and the journal from there on.
+"""A fold of the fleet, and its initial state: the state store's last snapshot, and the journal from there on.
 
 If the journal has dropped what follows that snapshot, or there is none, the fold starts from a snapshot on the journal itself.
 While the broker is unavailable, it starts from what the state store holds.
@@ -11,11 +11,11 @@ from typing import Protocol
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, StoreUnavailable
+from controller.ports import ReadPosition, Snapshot, StateStore, StoreAhead, StoreRefused, StoreUnavailable
 from controller.read_model import snapshot as fleet_codec
-from controller.runtime.stream_check import refuse_foreign_stream
+from controller.runtime.bounded_read import history
 from events.fact import Recorded
-from events.journal.port import Journal, JournalDropped, JournalUnavailable
+from events.journal.port import Journal, JournalChanged, JournalDropped, JournalUnavailable
 from events.observations import SnapshotKept
 from events.order import Order
 
@@ -25,6 +25,39 @@ FIND_DEADLINE_S = 60.0  # a snapshot of ten thousand workers has many parts
 ASK_AGAIN_S = 0.1
 
 log = structlog.get_logger(__name__)
+
+
+class FleetFold:
+    """A fold of the fleet; the subclass feeds it events."""
+
+    def __init__(self, order: Order[Fleet]) -> None:
+        self.order = order
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet as of the last event read."""
+        return self.order.shown
+
+    @property
+    def seq(self) -> int:
+        """The sequence of the last event read."""
+        return self.order.last_seq
+
+    @property
+    def number(self) -> int:
+        """The number of the last decision folded: frontends record it as `routed_under`."""
+        return self.order.position.number
+
+    @property
+    def whole(self) -> bool:
+        """Whether the fold has read at least up to the last event that its snapshot contains."""
+        return self.order.last_seq >= self.order.position.decided
+
+    def take(self, batch: Sequence[Recorded]) -> None:
+        """Fold a batch. Raise OutOfOrder on a gap or an event out of order."""
+        take = self.order.take
+        for event in batch:
+            take(event)
 
 
 class StoredHistory(StateStore, Protocol):
@@ -130,3 +163,25 @@ async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]
             continue
         if whole is not None and whole[1].through + 1 >= first:
             yield event, Snapshot(*whole)
+
+
+async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
+    """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable.
+
+    A position that the journal has dropped cannot be compared, and is assumed to be its own.
+    """
+    if not position.seq:
+        return
+    last = await journal.last_seq()
+    if last < position.seq:
+        raise StoreAhead(
+            f"the state store has folded event {position.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
+        )
+    if position.seq < await journal.first_seq():
+        return
+    async for batch in history(journal, position.seq - 1, position.seq):
+        if batch and batch[0].id != position.id:
+            raise JournalChanged(
+                f"event {position.seq} of the stream is {batch[0].id}, the state store has folded {position.id} there. "
+                f"{JournalChanged.__doc__}"
+            )

@@ -14,8 +14,14 @@ import structlog
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import ReadPosition, StateStore
-from controller.runtime.fleet_fold import FleetFold
-from controller.runtime.initial_fold import LOAD_DEADLINE_S, StoredHistory, begin, by_the_store, join
+from controller.runtime.initial_fold import (
+    LOAD_DEADLINE_S,
+    FleetFold,
+    StoredHistory,
+    begin,
+    by_the_store,
+    join,
+)
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from canary_world import FakeWorker, World
 
-from controller.runtime.canary.goldens import CanaryAnswer, compare, settled_part
-from controller.runtime.canary.near_ties import HiddenTies
+from controller.runtime.canary.goldens import CanaryAnswer, HiddenTies, compare, settled_part
 from controller.runtime.settings import CanarySettings
 from events.observations import CanaryFailed, GoldenDisputed, GoldenProposed, TopK
 

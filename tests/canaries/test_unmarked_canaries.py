@@ -8,8 +8,8 @@ from canary_world import FakeWorker, World
 
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import FleetPolicy
-from controller.runtime.canary.fresh_questions import fresh_question
 from controller.runtime.canary.goldens import Vocabulary
+from controller.runtime.canary.unmarked import fresh_question
 from controller.runtime.settings import CanarySettings
 from events.decisions import GoldenRetired
 from events.observations import UNMARKED, CanaryFailed, CanaryPassed

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector, JournalMetrics
-from controller.runtime.planning.metrics import PlannerMetrics
-from controller.runtime.projection.metrics import ProjectorMetrics
+from controller.runtime.planning import PlannerMetrics
+from controller.runtime.projection.projector import ProjectorMetrics
 from controller.webhooks.delivery import NotifierMetrics
 from events.journal.memory import MemoryJournal, MemoryStream
 from workers.admin.server import WorkerMetrics

@@ -16,9 +16,8 @@ from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.planner.plan import PlannerPolicy
 from controller.ports import HookResult, ScaleRequest, Snapshot, StoreUnavailable
-from controller.runtime.planning.metrics import PlannerMetrics
-from controller.runtime.planning.planning import Planning
-from controller.runtime.planning.settings import PlannerSettings
+from controller.runtime.planning import PlannerMetrics, Planning
+from controller.runtime.settings import PlannerSettings
 from events.fact import Fact
 from events.journal.memory import MemoryJournal
 from events.observations import (

@@ -22,7 +22,7 @@ from controller.read_model.grants import READER_STATEMENT_S
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
-from controller.runtime.projection.settings import ProjectorSettings
+from controller.runtime.settings import ProjectorSettings
 from events.journal.memory import MemoryJournal, MemoryStream
 
 pytestmark = pytest.mark.servers

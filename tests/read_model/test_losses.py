@@ -17,8 +17,7 @@ from controller.ports import StoreLost
 from controller.read_model.errors import StoreGone
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
-from controller.runtime.projection.losses import refuse_lost_rows
-from controller.runtime.projection.projector import Projector
+from controller.runtime.projection.projector import Projector, refuse_lost_rows
 from events.journal.memory import MemoryJournal
 
 servers = pytest.mark.servers

@@ -17,7 +17,7 @@ import asyncio, sys
 from pathlib import Path
 from controller.adapters.postgres.store import PostgresStore
 from controller.processes.projector import run_projector
-from controller.runtime.projection.settings import ProjectorSettings
+from controller.runtime.settings import ProjectorSettings
 from events.journal.nats import NatsJournal
 from events.observations import ResumeRequested
 from events.process.presence import present

@@ -2,7 +2,7 @@
 
 import random
 
-from controller.runtime.canary.baseline import Baseline
+from controller.runtime.canary.canary_set import Baseline
 
 
 def warmed(*workers: str, ms: float = 100.0, samples: int = 10) -> Baseline:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from controller.runtime.canary.coverage import FIRST_ID, SLICES, covering, dealt
-from controller.runtime.canary.goldens import Canary
+from controller.runtime.canary.goldens import FIRST_ID, SLICES, Canary, covering, dealt
 
 POOL = tuple(Canary(f"q{n}", (7, 8, 9), 32, text="why") for n in range(12))
 

@@ -11,8 +11,7 @@ import pytest
 from canary_world import World
 
 from controller.runtime.beats import Beats
-from controller.runtime.hang_check import NEWS, HangCheck
-from controller.runtime.liveness import Liveness
+from controller.runtime.liveness import NEWS, HangCheck, Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
 from events.decisions import SpareActivated

@@ -14,7 +14,7 @@ from canary_world import World
 from test_operations import OperationsOverDoubles
 from waits import until
 
-from controller.runtime.command_errors import NotPossible
+from controller.runtime.command_answers import NotPossible
 from controller.runtime.host_processes import CLOCKS_S, HostProcesses, began_at
 from events import subjects
 from events.observations import ChaosInjected, DrainRequested, Topology, WorkerSilent

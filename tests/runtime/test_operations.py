@@ -11,7 +11,7 @@ from canary_world import World, joined
 
 from controller.ports import Command, StoreUnavailable
 from controller.runtime.beats import Beats
-from controller.runtime.command_errors import ChaosRefused, NotPossible, UnknownWorker
+from controller.runtime.command_answers import ChaosRefused, NotPossible, UnknownWorker
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.operations import ControlOperations, FleetSources
 from events import subjects

@@ -8,7 +8,7 @@ import pytest
 
 from controller.adapters.clock import VirtualClock
 from controller.ports import Answer, Command
-from controller.runtime.command_errors import NotPossible
+from controller.runtime.command_answers import NotPossible
 from controller.runtime.commands import AHEAD_MAX_S, KNOWN_MAX, SETTLE_S, OperatorCommands
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream

@@ -14,9 +14,8 @@ from controller.metrics import JournalMetrics
 from controller.ports import ScaleHook
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
-from controller.runtime.planning.metrics import PlannerMetrics
-from controller.runtime.planning.planning import Planning
-from controller.runtime.planning.settings import PlannerSettings
+from controller.runtime.planning import PlannerMetrics, Planning
+from controller.runtime.settings import PlannerSettings
 from events.errors import BadSetting
 from events.journal.nats import NatsJournal
 from events.process import presence

@@ -7,19 +7,159 @@ from a pool.
 
 Raw logits are not compared: they are defined only up to a shift, and no API guarantees them. Logprobs of the top k are
 compared (B14). A token missing from a top k ranked below its last entry, which gives a lower bound of the distance.
+
+A *near tie* is a position where two tokens are so close that a correct engine may choose either: the last bits of a logit
+depend on the batch. All tokens after a flipped tie differ as well. Such a flip is no evidence of corruption.
+
+- A golden is truncated before its first near tie (`usable`), so most goldens contain none.
+- If a tie remains (an older golden, or a tolerance that grew), a differing token counts only if the margin between it and
+  the expected token is larger than the tie margin (`margin`), and nothing after it is compared.
+- An engine without logprobs shows no margins. There a tie is found by repetition (`HiddenTies`).
+
+*Covering* questions are prefixed with a slice of the vocabulary. A fault in one row of the embeddings is visible only to
+requests that use that row. Four questions of thirty-two tokens touch a few hundred rows; users touch them all. With slices of
+512 tokens, four questions read 2,048 rows. That is all of a small vocabulary, and the most used part of a large one, since
+byte-pair tokenizers number tokens by how often they merged. Measured in `docs/concepts/silent-corruption.md`.
+Questions are still ranked by margin, but within their slice, so that the best-ranked questions cover every slice.
 """
 
 import hashlib
 import math
+import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Literal
 
-from controller.runtime.canary.calibration import Calibration as Calibration
-from controller.runtime.canary.near_ties import TOKENS_MIN, margin, usable
 from controller.runtime.settings import ConfiguredCanary
 from events.observations import TopK
 from events.wire import Chunk, Logprob
+
+TOKENS_MIN = 8  # a golden is not truncated below this: too few tokens would be compared
+
+
+def margin(golden: TopK, answer: TopK, expected: int, got: int) -> float | None:
+    """Return the lead of the expected token over the one that the answer has; None without logprobs.
+
+    The golden's logprobs decide. A token that they do not list was below the last one listed, so the lead is at least that.
+    Without them (a configured answer) it is the lead that the answer's own logprobs show, in reverse.
+    """
+    if golden:
+        return _lead(dict(golden), expected, got)
+    return _lead(dict(answer), got, expected) if answer else None
+
+
+def _lead(listed: dict[int, float], first: int, second: int) -> float:
+    last = min(listed.values())
+    return listed.get(first, last) - listed.get(second, last)
+
+
+def usable(top_k: Iterable[TopK], margin_min: float, length: int) -> int:
+    """Return how many of `length` tokens precede the first one with a margin below `margin_min`."""
+    for place, top in enumerate(top_k):
+        if len(top) > 1 and top[0][1] - top[1][1] < margin_min:
+            return place
+    return length
+
+
+@dataclass(slots=True)
+class HiddenTies:
+    """Near ties of one canary key with an engine that reports no logprobs, found by answers that vary.
+
+    A worker that gives two answers to the same question either met a near tie or is intermittently corrupt. It counts as a tie
+    if another worker varies at the same position, or if there is no other worker to compare with.
+    """
+
+    _flips: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # by canary and position: workers
+    _ties: dict[str, int] = field(default_factory=dict)  # by canary: the first position that is a tie
+
+    def note(self, canary: str, position: int, worker: str, *, alone: bool) -> bool:
+        """Record a worker's flip at a position; return whether it counts as a tie."""
+        if position >= self._ties.get(canary, position + 1):
+            return True
+        workers = self._flips.setdefault((canary, position), set())
+        workers.add(worker)
+        if alone or len(workers) > 1:
+            self._ties[canary] = position
+            return True
+        return False
+
+    def first(self, canary: str) -> int | None:
+        """Return the first position of a canary that is known to be a tie."""
+        return self._ties.get(canary)
+
+
+SAMPLES_MAX = 100  # distances kept per worker
+OTHERS_MIN = 2  # other workers needed before one can be an outlier
+OUTLIER = 10.0  # a worker's distance, as a multiple of the median of all workers
+
+
+@dataclass(slots=True)
+class Calibration:
+    """The logprob tolerance of one canary key: the largest distance of enough healthy samples, times a margin.
+
+    A worker that drifts from the start must not widen the tolerance until its own answers pass. So with three or more workers,
+    one that is far from the others does not count.
+    """
+
+    fixed: float | None  # the operator's tolerance; None: calibrate
+    floor: float
+    margin: float
+    before: float
+    samples_min: int
+    _distances: dict[str, deque[float]] = field(default_factory=dict)  # by worker
+    _worst: dict[str, float] = field(default_factory=dict)  # the largest distance, by worker
+    _samples: int = 0  # in all
+    _cached_noise: float | None = None  # the noise; None: it must be computed again
+
+    def add(self, distance: float, worker: str = "") -> None:
+        """Add the distance of one probe that passed on a healthy worker."""
+        if not math.isfinite(distance):
+            return
+        distances = self._distances.setdefault(worker, deque(maxlen=SAMPLES_MAX))
+        gone = distances[0] if len(distances) == SAMPLES_MAX else None
+        distances.append(distance)
+        self._samples += gone is None
+        worst = self._worst.get(worker, distance)
+        worst = max(distances) if gone == worst else max(worst, distance)
+        if self._worst.get(worker) != worst:
+            self._worst[worker], self._cached_noise = worst, None
+
+    def forget(self, worker: str) -> None:
+        """Drop the samples of a worker that is gone."""
+        self._samples -= len(self._distances.pop(worker, ()))
+        if self._worst.pop(worker, None) is not None:
+            self._cached_noise = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough samples to calibrate."""
+        return self._samples >= self.samples_min
+
+    @property
+    def tolerance(self) -> float:
+        """The current tolerance; 0.0: compare tokens only."""
+        if self.fixed is not None:
+            return self.fixed
+        if not self.enough:
+            return self.before
+        return max(self.floor, self._noise() * self.margin)
+
+    def _noise(self) -> float:
+        """Return the largest healthy distance, cached: each probe needs it twice, and a fleet of a thousand workers sends dozens
+        of probes a second."""
+        if self._cached_noise is None:
+            self._cached_noise = self._compute_noise()
+        return self._cached_noise
+
+    def _compute_noise(self) -> float:
+        worst = list(self._worst.values())
+        if len(worst) < OTHERS_MIN + 1:
+            return max(worst, default=0.0)
+        usual = max(median_low(worst), self.floor)
+        return max(one for one in worst if one <= usual * OUTLIER)
+
 
 Encode = Callable[[str], Sequence[int]]
 """Encodes text to token ids with a model's own tokenizer, in the way a plain prompt is encoded."""
@@ -340,3 +480,33 @@ def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> s
     values = [value for _, value in answer.top_k[0]]
     low, high = bounds
     return "" if low <= max(values) <= high else f"top_logit={max(values):.2f}, expected [{low}, {high}]"
+
+
+SLICES = 4
+SLICE_TOKENS = 512
+FIRST_ID = 3  # most vocabularies have their special tokens before it
+
+
+def covering(pool: Sequence[Canary], vocabulary: int) -> tuple[Canary, ...]:
+    """Return the pool with a slice of the vocabulary before each prompt: the n-th canary gets slice n modulo SLICES.
+
+    The text, for engines that accept no token ids, is not changed. Do not pass a configured canary: its answer belongs to its
+    exact prompt.
+    """
+    rows = list(range(FIRST_ID, min(vocabulary, FIRST_ID + SLICES * SLICE_TOKENS)))
+    random.Random(len(rows)).shuffle(rows)
+    return tuple(
+        replace(canary, prompt=(*rows[number % SLICES :: SLICES], *canary.prompt))
+        for number, canary in enumerate(pool)
+    )
+
+
+def dealt(order: Sequence[str], pool: Sequence[Canary]) -> tuple[str, ...]:
+    """Return the ids of `order` (best first), reordered: the best of each slice, then the second best of each, and so on."""
+    slice_of = {canary.id: number % SLICES for number, canary in enumerate(pool)}
+    taken = [0] * SLICES
+    places = {}
+    for place, id in enumerate(order):
+        places[id] = (taken[slice_of[id]], place)
+        taken[slice_of[id]] += 1
+    return tuple(sorted(order, key=places.__getitem__))

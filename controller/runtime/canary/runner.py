@@ -22,7 +22,6 @@ from controller.runtime.canary.canary_set import (
     open_calibration,
     open_canary_set,
 )
-from controller.runtime.canary.facts import Probed, golden_of
 from controller.runtime.canary.goldens import (
     Calibration,
     Canary,
@@ -43,7 +42,7 @@ from controller.runtime.canary.probe import (
 )
 from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
 from controller.runtime.canary.tools import ProberDependencies
-from controller.runtime.canary.turn import CanaryTurn, Probe
+from controller.runtime.canary.turn import CanaryTurn, Probe, Probed, golden_of
 from controller.runtime.canary.unmarked import UnmarkedCheck
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus

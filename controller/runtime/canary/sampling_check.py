@@ -19,9 +19,8 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
 from controller.runtime.canary.goldens import Canary, ExpectedAnswer, GoldenDifference
 from controller.runtime.canary.probe import ProbeResult, Verdict
-from controller.runtime.canary.sampled import SURPRISE_MIN, SamplingParameters, combined, surprise
+from controller.runtime.canary.sampled import SURPRISE_MIN, SamplingParameters, UserTokens, combined, surprise
 from controller.runtime.canary.tools import ProberDependencies
-from controller.runtime.canary.user_tokens import UserTokens
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.fact import Fact

@@ -1,14 +1,124 @@
-"""A worker's turn in the round robin of its canaries, and one probe of it."""
+"""A worker's turn in the round robin of its canaries, one probe of it, and the facts that record its verdict."""
 
+import math
 from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
 
 from controller.deciders.fleet import Worker
+from controller.deciders.golden import CONFIGURED, Golden
 from controller.runtime.canary.canary_set import CanarySet
-from controller.runtime.canary.facts import Probed
-from controller.runtime.canary.goldens import Canary
-from controller.runtime.canary.probe import Deadline
+from controller.runtime.canary.goldens import Canary, CanaryAnswer
+from controller.runtime.canary.probe import Deadline, Verdict
 from controller.runtime.canary.sampling_check import SamplingTurn
-from events.observations import CheckType
+from events.observations import (
+    UNMARKED,
+    CanaryFailed,
+    CanaryPassed,
+    CanaryReason,
+    CanarySlow,
+    CheckType,
+    GoldenDisputed,
+    GoldenProposed,
+)
+
+DETAIL_MAX = 300  # characters of an engine's message
+NO_REASON: CanaryReason = "no_response"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The context of a probe: worker, canary, time, and the last decision when it was sent."""
+
+    worker: str
+    instance: str
+    canary_key: str
+    canary: str
+    check_type: CheckType
+    sent_under: int
+    sent_at: datetime
+    rank: int | None = None  # the DP rank probed, if the worker has several
+    temperature: float | None = None  # set only for a sampled canary
+
+    def _common(self, verdict: Verdict) -> dict[str, Any]:
+        return {
+            "worker": self.worker,
+            "instance": self.instance,
+            "canary_key": self.canary_key,
+            "canary": self.canary,
+            "check_type": self.check_type,
+            "sent_under": self.sent_under,
+            "sent_at": self.sent_at,
+            "latency_ms": round(verdict.first.latency_ms, 3),
+            "attempts": verdict.attempts,
+            "rank": self.rank,
+            "temperature": self.temperature,
+        }
+
+    def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
+        """Return the fact of a right answer: passed, or slow if a baseline is given."""
+        distance = verdict.worst.distance or 0.0
+        if baseline_ms is None:
+            return CanaryPassed(**self._common(verdict), distance=distance)
+        return CanarySlow(**self._common(verdict), distance=distance, baseline_ms=round(baseline_ms, 3))
+
+    def failed(
+        self, verdict: Verdict, golden: Golden | None, *, contested: bool = False
+    ) -> CanaryFailed | GoldenDisputed:
+        """Return the fact of a wrong answer.
+
+        A confirmed wrong answer to another worker's provisional golden disputes the golden instead. So does one to a configured
+        answer that is `contested`."""
+        answer = verdict.first.answer
+        reason = verdict.worst.reason or verdict.first.failure or NO_REASON
+        wrong = reason in ("token_mismatch", "logit_drift")
+        if wrong and verdict.confirmed and answer is not None and (contested or self._is_foreign(golden)):
+            assert golden is not None
+            return GoldenDisputed(
+                worker=self.worker,
+                instance=self.instance,
+                canary_key=self.canary_key,
+                canary=self.canary,
+                proposed_by=CONFIGURED if golden.configured else golden.proposed_by,
+                tokens=answer.tokens,
+                distance=_finite(verdict.worst.distance),
+                rank=self.rank,
+            )
+        whole = (
+            answer is not None and not answer.cut and not self.canary.endswith(UNMARKED)
+        )  # unmarked questions have no golden
+        return CanaryFailed(
+            **self._common(verdict),
+            whole=whole and wrong and verdict.confirmed,
+            top_k=answer.top_k if answer is not None and whole and wrong else (),
+            reason=reason,
+            confirmed=verdict.confirmed,
+            golden=_standing(golden),
+            expected=golden.tokens if golden is not None and wrong else (),
+            got=answer.tokens if answer is not None else (),
+            distance=_finite(verdict.worst.distance),
+            engine_went_on=verdict.first.engine_went_on,
+            detail=(verdict.worst.detail or verdict.first.detail)[:DETAIL_MAX],
+        )
+
+    def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
+        """Return the proposal of this worker's answer as the golden; a configured canary supplies its own answer."""
+        return GoldenProposed(
+            worker=self.worker,
+            instance=self.instance,
+            canary_key=self.canary_key,
+            canary=self.canary,
+            prompt=canary.prompt,
+            tokens=canary.expected or answer.tokens,
+            top_k=() if canary.configured else answer.top_k,
+            margin=0.0 if canary.configured else _finite(answer.margin) or 0.0,
+            tolerance=0.0 if canary.configured or not answer.top_k else tolerance,
+            configured=canary.configured,
+            asked=len(answer.tokens) if answer.shortened else canary.max_tokens,
+        )
+
+    def _is_foreign(self, golden: Golden | None) -> bool:
+        return _standing(golden) == "provisional" and golden is not None and golden.proposed_by != self.worker
 
 
 @dataclass(slots=True)
@@ -42,3 +152,31 @@ class Probe:
     @property
     def name(self) -> str:
         return self.worker.joined.worker
+
+
+def golden_of(proposal: GoldenProposed) -> Golden:
+    """Return the golden that a proposal becomes once it is folded."""
+    return Golden(
+        canary_key=proposal.canary_key,
+        canary=proposal.canary,
+        status="agreed" if proposal.configured else "provisional",
+        prompt=proposal.prompt,
+        tokens=proposal.tokens,
+        top_k=proposal.top_k,
+        margin=proposal.margin,
+        tolerance=proposal.tolerance,
+        proposed_by=proposal.worker,
+        proposed_instance=proposal.instance,
+        configured=proposal.configured,
+        asked=proposal.asked,
+    )
+
+
+def _standing(golden: Golden | None) -> Literal["agreed", "provisional", "none"]:
+    if golden is None or golden.status == "retired":
+        return "none"
+    return "agreed" if golden.configured else golden.status
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from controller.deciders.fleet import Fleet
+from controller.metric_table import MetricTable, counter, gauge, histogram
 from controller.ports import (
     AnotherProjector,
     ReadPosition,
@@ -29,13 +31,43 @@ from controller.ports import (
     StoreRefused,
     StoreUnavailable,
 )
+from controller.read_model.rows import audited
 from controller.runtime.bounded_read import history
-from controller.runtime.initial_fold import oldest, order_from, snapshots
-from controller.runtime.projection.losses import refuse_lost_rows
-from controller.runtime.stream_check import refuse_foreign_stream
+from controller.runtime.initial_fold import oldest, order_from, refuse_foreign_stream, snapshots
 from events.fact import Recorded
-from events.journal.port import Journal, JournalUnavailable
+from events.journal.port import Journal, JournalChanged, JournalUnavailable
 from events.order import Order
+
+BATCHES = (1, 2, 5, 10, 50, 100, 500, 1_000, 5_000, 10_000)
+
+
+class ProjectorMetrics(MetricTable):
+    """The projector's metrics, in the registry of its process."""
+
+    position = gauge("holdfast_projector_position", "Stream sequence of the last event in the state store")
+    lag = gauge("holdfast_projector_lag", "Journal events that are not in the state store yet")
+    events = counter("holdfast_projector_events", "Events projected by this process")
+    restarts = counter(
+        "holdfast_projector_restarts",
+        "Times the projector restarted from the store's position, after a failure or another projector",
+    )
+    skipped = counter(
+        "holdfast_journal_skipped",
+        "Invalid messages on the journal that this process has skipped",
+    )
+    batch = histogram("holdfast_projector_batch_events", "Events per transaction", bounds=BATCHES)
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register with the process's registry."""
+        super().__init__(registry)
+        self.registry = registry
+
+    def written(self, seq: int, events: int) -> None:
+        """Record one committed batch."""
+        self.position.set(seq)
+        self.events.inc(events)
+        self.batch.observe(events)
+
 
 GATHER_MAX = 8_192  # events folded but not yet written; at this number the reader waits
 GATHER_HISTORY = 4_096  # events of a batch while catching up, where latency does not matter
@@ -234,3 +266,33 @@ async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
     retried = (StoreUnavailable, JournalUnavailable, TimeoutError)
     if failures:
         raise next((e for e in failures if not isinstance(e, retried)), failures[0])
+
+
+READ_MAX = 1_000  # events of the journal to check, at either end
+
+
+async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
+    """Raise StoreLost if the store lacks rows that it must hold; StoreUnavailable or JournalUnavailable."""
+    position, look = await store.position(), await store.look()
+    lost = list(look.lost)
+    last = max(look.last, position.seq - READ_MAX)
+    if "projection" not in lost and (
+        await _lacks(journal, store, 0, min(look.first - 1, READ_MAX))
+        or await _lacks(journal, store, last, position.seq)
+    ):
+        lost.append("fleet_events")
+    if lost:
+        raise StoreLost(f"rows are missing from {', '.join(lost)}. {StoreLost.__doc__}")
+
+
+async def _lacks(journal: Journal, store: StateStore, after: int, until: int) -> bool:
+    """Return whether the store lacks one of these events that it must hold. An event published twice is stored under
+    its first sequence."""
+    try:
+        async for batch in history(journal, after, until):
+            for event in batch:
+                if audited(event.fact) and await store.locate(event.id) is None:
+                    return True
+    except JournalChanged:  # the journal has dropped these events meanwhile
+        return False
+    return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from controller.deciders.fleet import Fleet
-from controller.runtime.fleet_fold import FleetFold
+from controller.runtime.initial_fold import FleetFold
 from controller.simulator.world.broker import Broker, Follower
 from controller.simulator.world.seams import Seams, Stored
 from events.fact import Recorded

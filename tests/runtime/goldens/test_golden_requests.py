@@ -8,7 +8,7 @@ from canary_world import World
 
 from controller.ports import Command, GoldenWish
 from controller.runtime.canary.golden_requests import GoldenRequests
-from controller.runtime.command_errors import NotPossible, UnknownWorker
+from controller.runtime.command_answers import NotPossible, UnknownWorker
 from controller.runtime.settings import CanarySettings
 from events.observations import GoldenAnswer, GoldenProposed, GoldenRequested
 

@@ -17,7 +17,7 @@ from scripted_worker import ScriptedWorker
 
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.worker import Worker
-from controller.runtime.command_errors import NotPossible
+from controller.runtime.command_answers import NotPossible
 from controller.runtime.host_processes import DEFAULT_NAME, HostProcesses
 from events.fact import Recorded
 from events.observations import Topology

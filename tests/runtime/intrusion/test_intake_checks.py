@@ -10,7 +10,7 @@ from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
 from controller.journal_settings import JournalSettings
-from controller.runtime.intrusion.intake import FactIntake, FactRefused, NotNow, accepted, written
+from controller.runtime.intake import FactIntake, FactRefused, NotNow, accepted, written
 from controller.runtime.settings import ControllerBudgets
 from events import codec, subjects
 from events.fact import Fact

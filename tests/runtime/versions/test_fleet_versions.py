@@ -8,8 +8,8 @@ from fleet_history import History
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, FleetPolicy
 from controller.runtime.beats import Beats
+from controller.runtime.fleet_versions import ANNOUNCED_S, LISTEN_S, FleetVersions
 from controller.runtime.settings import VersionSettings
-from controller.runtime.versions.fleet_versions import ANNOUNCED_S, LISTEN_S, FleetVersions
 from events import subjects
 from events.journal.port import JournalUnavailable
 from events.nats.bus import MemoryBus

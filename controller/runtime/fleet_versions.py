@@ -20,11 +20,33 @@ from controller.ports import Clock
 from controller.runtime.beats import Beats
 from controller.runtime.liveness import FleetSource
 from controller.runtime.settings import VersionSettings
-from controller.runtime.versions.known_process import KnownProcess
 from events import subjects
 from events.errors import HoldfastError
 from events.nats.bus import Body, Bus
 from events.versions import ANNOUNCES_NOTHING, InForce, Known, new_kinds
+
+
+@dataclass(frozen=True, slots=True)
+class KnownProcess:
+    """One live process."""
+
+    role: str
+    name: str
+    known: Known
+
+    @property
+    def announces(self) -> bool:
+        """Whether it announces what it knows."""
+        return self.known is not ANNOUNCES_NOTHING
+
+    def lacks(self, force: InForce) -> frozenset[str]:
+        """Return the kinds that it does not know."""
+        return force.kinds - self.known.kinds
+
+    def too_old_for(self, version: int) -> bool:
+        """Whether it does not know this version of the deciders. A process that neither decides nor reads decisions has none."""
+        return not self.announces or 0 < self.known.deciders_version < version
+
 
 ANNOUNCED_S = 15.0  # maximum age of an announcement: three were missed
 LOOK_S = 2.0

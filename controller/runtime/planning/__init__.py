@@ -1,1 +1,0 @@
-"""The planner loop: reads the state store, decides, and records and applies proposals."""
