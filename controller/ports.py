@@ -3,7 +3,7 @@
 The port of the journal is in `events.journal.port`.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol
@@ -211,7 +211,7 @@ class WorkerUnreachable(HoldfastError):
 class Prober(Protocol):
     """Sends one request to one worker, over the same path as user requests."""
 
-    def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+    def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
         """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
         ...
 

@@ -7,7 +7,7 @@ Note: a fault is placed right after a slot, its worst moment in that interval. A
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class RightAnswers:
         self._by_prompt = {one.prompt: one for one in questions}
         self.slots: list[str] = []
 
-    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+    async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
         """Answer at once."""
         asked = self._by_prompt[tuple(request.tokens)]
         self.slots.append(SAMPLED if request.sampling.temperature else asked.id)

@@ -109,6 +109,11 @@ class Fleet:
         """Return a worker of the fleet, or a forgotten one."""
         return self.workers.get(name) or self.departed.get(name)
 
+    def living(self, name: str, instance: str) -> Worker | None:
+        """Return a worker if this instance of it is alive."""
+        worker = self.workers.get(name)
+        return worker if worker is not None and worker.joined.instance == instance and worker.alive else None
+
 
 def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> list[str]:
     """Return the workers that changed. Workers are frozen, so the same object is an unchanged worker."""

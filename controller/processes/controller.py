@@ -160,7 +160,7 @@ class ControllerProcess:
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
         self.beats = Beats(clock, settings.worker_budgets.beats)
         self.versions = FleetVersions(
-            self.view, self.beats, bus, journal, clock, settings.versions, lambda: self.leading
+            self.view, self.beats, bus, journal.consumer_names, clock, settings.versions, lambda: self.leading
         )
         self.reconciler = Reconciler(
             journal, self.lease, settings.policy, clock, store=store, force=self.versions.wish

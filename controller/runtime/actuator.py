@@ -24,8 +24,9 @@ from controller.deciders.fleet import Worker
 from controller.deciders.health_state import ENGINE, SILENT
 from controller.ports import Clock
 from controller.runtime.beats import Beats
-from controller.runtime.canary.loop import View
+from controller.runtime.bounded_read import pause
 from controller.runtime.settings import ActuatorSettings
+from controller.runtime.view import View
 from events import subjects
 from events.decisions import DegradationChanged, HealthStatus, WorkerDecision
 from events.fact import Recorded
@@ -67,58 +68,40 @@ class _Attempt:
         return self.instance, self.command, self.share if self.command == "batch" else 1.0
 
 
+@dataclass(eq=False)
 class Actuator:
     """Sends workers the commands that the fold requires, while its controller leads."""
 
-    def __init__(
-        self,
-        view: View,
-        beats: Beats,
-        bus: Bus,
-        clock: Clock,
-        settings: ActuatorSettings,
-        leading: Callable[[], bool],
-    ) -> None:
-        self._view = view
-        self._beats = beats
-        self._bus = bus
-        self._clock = clock
-        self._settings = settings
-        self._leading = leading
+    view: View
+    beats: Beats
+    bus: Bus
+    clock: Clock
+    settings: ActuatorSettings
+    leading: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._attempts: dict[str, _Attempt] = {}
         self._changed = asyncio.Event()  # set when the fold has changed
-        view.listen(self._on_batch)
+        self.view.listen(self._on_batch)
 
-    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
-        if any(
-            isinstance(recorded.fact, WorkerDecision | ResumeRequested | DegradationChanged)
-            for recorded in batch
-        ):
+    def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
+        moving = (WorkerDecision, ResumeRequested, DegradationChanged)
+        if any(isinstance(recorded.fact, moving) for recorded in batch):
             self._changed.set()
 
     async def run(self) -> None:
         """Compare and send commands until cancelled."""
         while True:
             self._changed.clear()
-            if self._leading():
+            if self.leading():
                 await asyncio.gather(*(self._send(name, command) for name, command in self._due().items()))
-            await self._wait()
-
-    async def _wait(self) -> None:
-        """Wait until the fold changes, at most `retry_s`: beats can start to differ although the fold does not change."""
-        timer = asyncio.ensure_future(self._clock.sleep(self._settings.retry_s))
-        moved = asyncio.ensure_future(self._changed.wait())
-        try:
-            await asyncio.wait((timer, moved), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            timer.cancel()
-            moved.cancel()
-            await asyncio.gather(timer, moved, return_exceptions=True)
+            # beats can start to differ although the fold does not change
+            await pause(self._changed, self.clock, self.settings.retry_s)
 
     def _due(self) -> dict[str, ActuatorCommand]:
         """Return the command of each worker with beats that disagree with the fold, if the command is due for a (re)try."""
         found: dict[str, ActuatorCommand] = {}
-        workers = {**self._view.fleet.departed, **self._view.fleet.workers}
+        workers = {**self.view.fleet.departed, **self.view.fleet.workers}
         for name in self._attempts.keys() - workers.keys():
             del self._attempts[name]
         lost = any(not worker.alive and not worker.health.exit.left for worker in workers.values())
@@ -134,48 +117,48 @@ class Actuator:
             attempt = _Attempt(instance, command, self._share(worker))
             if known is None or known.wish != attempt.wish:
                 known = self._attempts[name] = attempt
-            if self._clock.monotonic() >= known.next_at:
+            if self.clock.monotonic() >= known.next_at:
                 found[name] = command
         return found
 
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
         """Return the command that the worker needs; None if its last beat agrees or no process would receive it. `heard`:
         the processes that are alive, because one of their workers sent a recent beat."""
-        health = worker.health
-        beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
+        beat = self.beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
+        drains, left = _should_drain(worker), worker.health.exit
         if not worker.alive:
             lives = beat is not None or _process(worker) in heard
-            return "retire" if lives and not health.exit.left else None
-        if beat is not None and beat.convicted is not bool(_doubtful_convictions(worker)):
+            return "retire" if lives and not left.left else None
+        if beat is None:
+            return "drain" if drains else None
+        if beat.convicted is not bool(_doubtful_convictions(worker)):
             return "trust" if beat.convicted else "distrust"
-        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
-        if draining:
-            return None if beat is not None and beat.draining else "drain"
-        if beat is not None and beat.draining and not health.exit.leaving:
+        if drains:
+            return None if beat.draining else "drain"
+        if beat.draining and not left.leaving:
             return "resume"
-        limited = beat is not None and beat.batch is not None and beat.batch != self._share(worker)
-        return "batch" if limited else None
+        return None if beat.batch in (None, self._share(worker)) else "batch"
 
     def _share(self, worker: Worker) -> float:
         """Return the share of its batch that a worker may fill."""
-        models = self._view.fleet.models
+        models = self.view.fleet.models
         model = models.get(worker.joined.model)
         return 1.0 if model is None else model.knobs.batch_size
 
     def _processes(self) -> set[tuple[str, int]]:
         """Return the processes with a recent beat from at least one of their workers."""
-        workers, fresh = self._view.fleet.workers, self._beats.fresh
+        workers, fresh = self.view.fleet.workers, self.beats.fresh
         heard = (w for n, w in workers.items() if fresh(n, w.joined.instance, BEAT_FRESH_S) is not None)
         return {_process(worker) for worker in heard if worker.joined.topology.host}
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
         """Return a live former instance of a dead worker, with the command to end it."""
         name, past = worker.joined.worker, worker.past
-        lives = [one for one in past if self._beats.fresh(name, one, BEAT_FRESH_S) is not None]
+        lives = [one for one in past if self.beats.fresh(name, one, BEAT_FRESH_S) is not None]
         return (lives[-1], "retire") if lives else ("", None)
 
     async def _send(self, name: str, command: ActuatorCommand) -> None:
-        fleet, attempt = self._view.fleet, self._attempts[name]
+        fleet, attempt = self.view.fleet, self._attempts[name]
         worker = fleet.remembered(name)
         assert worker is not None, "_due() returned it a moment ago"
         body: dict[str, Any] = {}
@@ -185,23 +168,28 @@ class Actuator:
         if command == "batch":
             body["share"] = attempt.share
         if command == "drain" and worker.drain.deadline is not None:
-            left = (worker.drain.deadline - self._clock.now()).total_seconds()
+            left = (worker.drain.deadline - self.clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)
         body = control(subject.split(".")[1], name, attempt.instance, "actuator", body)
         try:
-            answer = await self._bus.request(subject, body, self._settings.answer_s)
+            answer = await self.bus.request(subject, body, self.settings.answer_s)
             refusal = str(answer.get("error") or "")
         except (BusUnavailable, NoAnswer) as error:
             refusal = str(error)
-        s = self._settings
+        s = self.settings
         least = s.retry_s if refusal else max(s.retry_s, CONFIRMED_S)
         attempt.wait_s = min(max(attempt.wait_s * 2, least), s.retry_max_s)
-        attempt.next_at = self._clock.monotonic() + attempt.wait_s
+        attempt.next_at = self.clock.monotonic() + attempt.wait_s
         if refusal:
             log.warning("worker_not_told", worker=name, wish=command, why=refusal)
         elif not attempt.confirmed:
             attempt.confirmed = True
             log.info("worker_told", worker=name, wish=command)
+
+
+def _should_drain(worker: Worker) -> bool:
+    health = worker.health
+    return worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
 
 
 def _process(worker: Worker) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Reads the journal up to a known end, with a deadline.
+"""Reads the journal up to a known end, with a deadline, and waits for an event with one.
 
 A follower waits for the broker without limit; a query must instead report that the journal does not answer.
 """
@@ -6,10 +6,22 @@ A follower waits for the broker without limit; a query must instead report that 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from controller.ports import Clock
 from events.fact import Recorded
 from events.journal.port import Journal, JournalReads, JournalUnavailable
 
 PATIENCE_S = 30.0  # for the next batch of events that are known to exist
+
+
+async def pause(changed: asyncio.Event, clock: Clock, seconds: float) -> None:
+    """Wait until the event is set, at most `seconds` by this clock."""
+    waits = [asyncio.ensure_future(one) for one in (changed.wait(), clock.sleep(seconds))]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waits:
+            one.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def history(journal: JournalReads, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:

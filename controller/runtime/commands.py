@@ -16,6 +16,7 @@ ignore a fact that lands after it (`Commanded.late`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 
@@ -46,27 +47,19 @@ NOT_ACCEPTED = (
 )
 
 
+@dataclass(eq=False)
 class OperatorCommands:
     """One controller's handling of operator commands."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        clock: Clock,
-        *,
-        seq: Callable[[], int],
-        leading: Callable[[], bool],
-        vacant: Callable[[], bool],
-    ) -> None:
-        """`seq`: returns the journal position up to which `heard` was called. `vacant`: returns whether no controller seems to
-        lead."""
-        self._journal = journal
-        self._clock = clock
-        self._seq = seq
-        self._leading = leading
-        self._vacant = vacant
-        self._ended: dict[str, Answer] = {}  # by id, the oldest first
-        self._acting: set[str] = set()  # ids
+    journal: Journal
+    clock: Clock
+    _: KW_ONLY
+    seq: Callable[[], int]  # the journal position up to which `heard` was called
+    leading: Callable[[], bool]
+    vacant: Callable[[], bool]  # whether no controller seems to lead
+
+    _ended: dict[str, Answer] = field(init=False, default_factory=dict)  # by id, the oldest first
+    _acting: set[str] = field(init=False, default_factory=set)  # ids
 
     def heard(self, batch: Sequence[Recorded]) -> None:
         """Record the outcomes of commands that these events report."""
@@ -78,22 +71,22 @@ class OperatorCommands:
                     self._end(id, {"says": command_answers.allowed(fact)})
                 case Commanded(command=id) as fact if id and not fact.late(recorded.at):
                     self._end(id, {"says": command_answers.done(fact)})
-                case Commanded(command=id) as fact if id and self._leading() and id not in self._ended:
+                case Commanded(command=id) as fact if id and self.leading() and id not in self._ended:
                     command = Command(id, fact.until, command_answers.verb(fact), fact.worker, fact.by)
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
         """Execute an operator command and return its answer; None if another controller answers or the outcome is unknown."""
-        give_up = self._clock.monotonic() + PATIENCE_S
-        while self._clock.monotonic() < give_up:
+        give_up = self.clock.monotonic() + PATIENCE_S
+        while self.clock.monotonic() < give_up:
             # read before the journal's end: a previous leader may have acted on the command until then
             led = self._ours(command)
             due = await self._due(command)
-            now, ours = self._clock.monotonic(), self._ours(command)
+            now, ours = self.clock.monotonic(), self._ours(command)
             if due is None:
-                await self._clock.sleep(LOOK_S * 10)
+                await self.clock.sleep(LOOK_S * 10)
             elif command.id in self._ended:
-                return self._ended[command.id] if self._leading() else None
+                return self._ended[command.id] if self.leading() else None
             elif now >= due + (0 if ours else SETTLE_S):
                 return await self._refused(command, LATE, late=True)
             elif led and ours:
@@ -105,10 +98,10 @@ class OperatorCommands:
 
     async def ours_to_answer(self) -> bool:
         """Return whether this controller answers a read-only query: it leads, or no controller does for `SPELL_S`."""
-        give_up = self._clock.monotonic() + SPELL_S
-        while not self._leading() and self._clock.monotonic() < give_up:
-            await self._clock.sleep(LOOK_S)
-        return self._leading() or self._vacant()
+        give_up = self.clock.monotonic() + SPELL_S
+        while not self.leading() and self.clock.monotonic() < give_up:
+            await self.clock.sleep(LOOK_S)
+        return self.leading() or self.vacant()
 
     async def _due(self, command: Command) -> float | None:
         """Return when the deadline passes, by our monotonic clock, rather too early than too late; None if that is unknown now.
@@ -116,30 +109,30 @@ class OperatorCommands:
         On return, everything that the journal held at the start of this call has been read.
         """
         assert command.deadline is not None
-        asked_at = self._clock.monotonic()
+        asked_at = self.clock.monotonic()
         try:
-            end = await self._journal.end()
+            end = await self.journal.end()
         except JournalUnavailable:
             return None
-        while self._seq() < end.seq:
-            if self._clock.monotonic() > asked_at + READ_S:
+        while self.seq() < end.seq:
+            if self.clock.monotonic() > asked_at + READ_S:
                 return None
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
         return asked_at + (command.deadline - end.at).total_seconds()
 
     def _ours(self, command: Command) -> bool:
-        return self._leading() and command.id not in self._acting
+        return self.leading() and command.id not in self._acting
 
     async def _wait(self, command: Command, due: float) -> None:
         """Wait until the command is ours, has ended, or its deadline and grace have passed."""
         while not self._ours(command) and command.id not in self._ended:
-            if self._clock.monotonic() >= due + SETTLE_S:
+            if self.clock.monotonic() >= due + SETTLE_S:
                 return
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
 
     async def _act(self, command: Command, due: float, act: Callable[[], Awaitable[object]]) -> Answer | None:
         """Carry out the command as the only leader, and answer once the journal has its fact."""
-        if due - self._clock.monotonic() > AHEAD_MAX_S:
+        if due - self.clock.monotonic() > AHEAD_MAX_S:
             return await self._refused(
                 command, f"its deadline is more than {AHEAD_MAX_S:g} s away by the broker's clock"
             )
@@ -153,12 +146,11 @@ class OperatorCommands:
             return await self._refused(command, "internal error, see the controller's log")
         finally:
             self._acting.discard(command.id)
-        if isinstance(said, str) and self._journal.withheld(command.id):
-            self._end(
-                command.id, {"says": said}
-            )  # carried out, although the kinds in force do not yet allow its fact on the journal
-        while command.id not in self._ended and self._clock.monotonic() < due:
-            await self._clock.sleep(LOOK_S)
+        if isinstance(said, str) and self.journal.withheld(command.id):
+            # carried out, although the kinds in force do not yet allow its fact on the journal
+            self._end(command.id, {"says": said})
+        while command.id not in self._ended and self.clock.monotonic() < due:
+            await self.clock.sleep(LOOK_S)
         if isinstance(said, str) and "says" in self._ended.get(command.id, {}):
             self._ended[command.id] = {"says": said}  # more detailed than the answer derived from the fact
         return self._ended.get(command.id) or await self._not_accepted(command)
@@ -168,24 +160,24 @@ class OperatorCommands:
 
         It is certain once we have read everything that the journal held at the deadline (by the journal's clock) or later.
         """
-        give_up = self._clock.monotonic() + CERTAIN_S
-        while command.id not in self._ended and (asked_at := self._clock.monotonic()) < give_up:
+        give_up = self.clock.monotonic() + CERTAIN_S
+        while command.id not in self._ended and (asked_at := self.clock.monotonic()) < give_up:
             due = await self._due(command)
             if due is not None and due <= asked_at and command.id not in self._ended:
                 return {"error": NOT_ACCEPTED.format(verb=command.verb)}
-            await self._clock.sleep(LOOK_S * 5)
+            await self.clock.sleep(LOOK_S * 5)
         return self._ended.get(command.id)
 
     async def _refused(self, command: Command, why: str, *, late: bool = False) -> Answer:
         self._refuse(command, why, late=late)
-        await self._journal.flush(FLUSH_S)
+        await self.journal.flush(FLUSH_S)
         return self._ended[command.id]
 
     def _refuse(self, command: Command, why: str, *, late: bool = False) -> None:
         refused = CommandRefused(
             worker=command.worker, verb=command.verb, command=command.id, why=why, late=late, by=command.by
         )
-        self._journal.observe(refused)
+        self.journal.observe(refused)
         self._end(command.id, {"error": why})
         log.info("command_refused", verb=command.verb, worker=command.worker, why=why)
 

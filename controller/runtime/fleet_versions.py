@@ -8,18 +8,18 @@ is stopped or cut off is not seen; it stops at an unknown kind when it returns.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, in_force
 from controller.ports import Clock
 from controller.runtime.beats import Beats
-from controller.runtime.liveness import FleetSource
 from controller.runtime.settings import VersionSettings
+from controller.runtime.view import FleetSource
 from events import subjects
 from events.errors import HoldfastError
 from events.nats.bus import Body, Bus
@@ -52,9 +52,8 @@ ANNOUNCED_S = 15.0  # maximum age of an announcement: three were missed
 LOOK_S = 2.0
 LISTEN_S = 12.0  # a leader that has listened for less does not know all processes
 PROCESSES_MAX = 10_000  # remembered
-OLD_READER = re.compile(
-    r"r\d+-[0-9a-f]{12}"
-).fullmatch  # consumer names of releases that do not announce themselves
+# consumer names of releases that do not announce themselves
+OLD_READER = re.compile(r"r\d+-[0-9a-f]{12}").fullmatch
 
 log = structlog.get_logger(__name__)
 
@@ -67,29 +66,19 @@ class _Announcement:
     workers: tuple[str, ...]
 
 
-class Readers(Protocol):
-    """The part of a journal that this module needs."""
-
-    async def consumer_names(self) -> list[str]:
-        """Return the names of the stream's consumers. Raise JournalUnavailable."""
-        ...
-
-
+@dataclass(eq=False)
 class FleetVersions:
     """Receives announcements, and determines what can be put in force."""
 
-    def __init__(
-        self,
-        view: FleetSource,
-        beats: Beats,
-        bus: Bus,
-        journal: Readers,
-        clock: Clock,
-        settings: VersionSettings,
-        leading: Callable[[], bool],
-    ) -> None:
-        self._view, self._beats, self._bus, self._journal = view, beats, bus, journal
-        self._clock, self._settings, self._leading = clock, settings, leading
+    view: FleetSource
+    beats: Beats
+    bus: Bus
+    consumer_names: Callable[[], Awaitable[list[str]]]  # of the stream; raises JournalUnavailable
+    clock: Clock
+    settings: VersionSettings
+    leading: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._announcements: dict[str, _Announcement] = {}  # by source
         self._old_readers: tuple[str, ...] | None = None  # None: not known yet
         self._since: tuple[InForce, float] | None = None  # what could be put in force, and since when
@@ -99,10 +88,10 @@ class FleetVersions:
 
     async def run(self) -> None:
         """Listen and evaluate until cancelled."""
-        await self._bus.subscribe(subjects.KNOWN_ALL, self.on_known)
+        await self.bus.subscribe(subjects.KNOWN_ALL, self.on_known)
         while True:
             await self.look()
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
 
     async def on_known(self, subject: str, body: Body) -> None:
         """Record one announcement, and answer it with the kinds in force."""
@@ -122,22 +111,22 @@ class FleetVersions:
             self._announcements.pop(source, None)
             return
         process = KnownProcess(role, name, known)
-        self._announcements[source] = _Announcement(self._clock.monotonic(), source, process, workers)
-        if self._leading() and self._view.fleet.number:
+        self._announcements[source] = _Announcement(self.clock.monotonic(), source, process, workers)
+        if self.leading() and self.view.fleet.number:
             answer = subjects.kinds(workers[0] if workers else f"{role}-{name}")
-            await self._bus.publish(answer, {"kinds": sorted(in_force(self._view.fleet).kinds)})
+            await self.bus.publish(answer, {"kinds": sorted(in_force(self.view.fleet).kinds)})
 
     async def look(self) -> None:
         """Run one check of which kinds and deciders version every live process knows. Only the leader checks."""
-        now = self._clock.monotonic()
-        if not self._leading() or self._bus.since is None:
+        now = self.clock.monotonic()
+        if not self.leading() or self.bus.since is None:
             self._listening_since = self._since = self._old_readers = None
             return
         self._listening_since = self._listening_since or now
         for source in [s for s, heard in self._announcements.items() if now - heard.at > ANNOUNCED_S]:
             del self._announcements[source]
         try:
-            self._old_readers = tuple(sorted(filter(OLD_READER, await self._journal.consumer_names())))
+            self._old_readers = tuple(sorted(filter(OLD_READER, await self.consumer_names())))
         except HoldfastError as error:
             self._old_readers = None
             log.debug("consumers_not_listed", why=str(error))
@@ -151,12 +140,12 @@ class FleetVersions:
 
     def wish(self, fleet: Fleet) -> InForce | None:
         """Return the kinds and version to put in force now; None: no change."""
-        if not self._leading() or not fleet.number:
+        if not self.leading() or not fleet.number:
             return None
         now = in_force(fleet)
         if self._allowed is not None:
             allowed, until = self._allowed
-            if _exceeds(allowed, now) and (until is None or self._clock.now() < until):
+            if _exceeds(allowed, now) and (until is None or self.clock.now() < until):
                 return allowed
             self._allowed = None
         if self._since is None or self.due_in_s() != 0:
@@ -167,7 +156,7 @@ class FleetVersions:
         """Put everything that this release knows in force, whether every process knows it or not; None: it is in force already.
         Nothing is put in force later than `until`."""
         everything = InForce.of(
-            in_force(self._view.fleet).kinds | new_kinds(), DECIDERS_VERSION, by=by, command=command
+            in_force(self.view.fleet).kinds | new_kinds(), DECIDERS_VERSION, by=by, command=command
         )
         if not _exceeds(everything, self._in_force()):
             return None
@@ -179,14 +168,14 @@ class FleetVersions:
         """Return the seconds until more is put in force; None: nothing is pending."""
         if self._since is None:
             return None
-        return max(0.0, self._since[1] + self._settings.soak_s - self._clock.monotonic())
+        return max(0.0, self._since[1] + self.settings.soak_s - self.clock.monotonic())
 
     def processes(self) -> list[KnownProcess]:
         """Return every known live process, those that do not announce themselves last."""
         heard = sorted((h.process for h in self._announcements.values()), key=lambda p: (p.role, p.name))
         workers = {name for h in self._announcements.values() for name in (*h.workers, h.process.name)}
         frontends = {p.name for p in heard if p.role == "frontend"}
-        living = self._view.fleet.workers
+        living = self.view.fleet.workers
         old = [
             KnownProcess("worker", name, ANNOUNCES_NOTHING)
             for name, worker in sorted(living.items())
@@ -194,19 +183,19 @@ class FleetVersions:
         ]
         old += [
             KnownProcess("frontend", name, ANNOUNCES_NOTHING)
-            for name, links in sorted(self._beats.frontends.items())
-            if name not in frontends and self._clock.monotonic() - links.at <= ANNOUNCED_S
+            for name, links in sorted(self.beats.frontends.items())
+            if name not in frontends and self.clock.monotonic() - links.at <= ANNOUNCED_S
         ]
         readers = self._old_readers or ()
         return heard + old + [KnownProcess("reader", name, ANNOUNCES_NOTHING) for name in readers]
 
     def _in_force(self) -> InForce:
-        return in_force(self._view.fleet)
+        return in_force(self.view.fleet)
 
     def _common_knowledge(self) -> InForce | None:
         """Return the kinds and version that every live process knows; None while announcements may still be missing."""
-        heard_s = self._clock.monotonic() - (self._listening_since or self._clock.monotonic())
-        if heard_s < LISTEN_S or self._old_readers is None or not self._view.fleet.number:
+        heard_s = self.clock.monotonic() - (self._listening_since or self.clock.monotonic())
+        if heard_s < LISTEN_S or self._old_readers is None or not self.view.fleet.number:
             return None
         kinds, version = new_kinds(), DECIDERS_VERSION
         for process in self.processes():
@@ -240,7 +229,7 @@ class FleetVersions:
                 "by": sorted({f"{p.role} {p.name}" for p in self.processes() if self._holds_back(p, ours)}),
             },
             "due_in_s": None if due is None else round(due, 1),
-            "soak_s": self._settings.soak_s,
+            "soak_s": self.settings.soak_s,
             "processes": shown,
         }
 

@@ -21,10 +21,11 @@ from controller.deciders.worker import LONG_AGO, Worker
 from controller.ports import Clock
 from controller.runtime.beats import Beats, Life
 from controller.runtime.command_answers import NotPossible
-from controller.runtime.liveness import FactRecorder, FleetSource
+from controller.runtime.view import View
 from events.broker_users import account_of, names
 from events.intrusion.reports import ReportIntrusion, not_reported
 from events.intrusion.source_rule import COUNT_MAX
+from events.journal.port import Journal
 from events.observations import WorkerLingered
 
 CLOCKS_S = 10.0  # seconds that the journal's clock may be behind this host's
@@ -156,6 +157,7 @@ TOGETHER = 64  # ports probed concurrently
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Lingering:
     """Reports processes that outlive their dead instance (WorkerLingered), once per instance, while its controller leads.
 
@@ -169,24 +171,15 @@ class Lingering:
     its port is, which the system keeps open as long as the process exists, hung or not.
     """
 
-    def __init__(
-        self,
-        view: FleetSource,
-        beats: Beats,
-        journal: FactRecorder,
-        processes: HostProcesses,
-        port_open: Callable[[str], Awaitable[bool]],
-        clock: Clock,
-        leading: Callable[[], bool],
-    ) -> None:
-        """`port_open` returns whether a process listens at a worker's URL."""
-        self._view = view
-        self._beats = beats
-        self._journal = journal
-        self._processes = processes
-        self._port_open = port_open
-        self._clock = clock
-        self._leading = leading
+    view: View
+    beats: Beats
+    journal: Journal
+    processes: HostProcesses
+    port_open: Callable[[str], Awaitable[bool]]  # whether a process listens at a worker's URL
+    clock: Clock
+    leading: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._since: dict[Life, float] = {}  # by dead instance: when its process was first seen
         self._reported: set[Life] = set()
 
@@ -199,15 +192,15 @@ class Lingering:
         """Watch until cancelled."""
         while True:
             await self.look()
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Check all dead instances once."""
-        fleet = self._view.fleet  # departed: dead workers that were removed from the fleet meanwhile
-        workers = {**fleet.departed, **fleet.workers} if self._leading() else {}
+        fleet = self.view.fleet  # departed: dead workers that were removed from the fleet meanwhile
+        workers = {**fleet.departed, **fleet.workers} if self.leading() else {}
         dead = [worker for worker in workers.values() if not worker.alive and not worker.health.exit.left]
         seen = {_life(worker): (worker, evidence) for worker, evidence in await self._evidence(dead)}
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         self._since = {life: self._since.get(life, now) for life in seen}
         self._reported &= seen.keys()
         for life, (worker, evidence) in seen.items():
@@ -226,20 +219,20 @@ class Lingering:
         return [(worker, shown) for worker, shown in await asyncio.gather(*map(of, dead)) if shown]
 
     async def _evidence_of(self, worker: Worker) -> str:
-        if self._beats.fresh(*_life(worker), BEAT_FRESH_S) is not None:
+        if self.beats.fresh(*_life(worker), BEAT_FRESH_S) is not None:
             return "beat"
-        if self._processes.here(worker):
-            return "process" if self._processes.live(worker) else ""
+        if self.processes.here(worker):
+            return "process" if self.processes.live(worker) else ""
         url = worker.joined.url
-        workers = self._view.fleet.workers
+        workers = self.view.fleet.workers
         if any(other.joined.url == url and name != worker.joined.worker for name, other in workers.items()):
             return ""  # another worker has the port now
-        return "port" if await self._port_open(url) else ""
+        return "port" if await self.port_open(url) else ""
 
     def _report(self, worker: Worker, evidence: str, seconds: float) -> None:
         joined = worker.joined
         log.warning("worker_lingers", worker=joined.worker, pid=joined.pid, evidence=evidence)
-        self._journal.observe(
+        self.journal.observe(
             WorkerLingered(
                 worker=joined.worker,
                 instance=joined.instance,
@@ -247,7 +240,7 @@ class Lingering:
                 host=joined.topology.host,
                 evidence=evidence,
                 dead_s=round(seconds, 3),
-                observer=self._journal.source,
+                observer=self.journal.source,
             )
         )
 

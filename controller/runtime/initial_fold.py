@@ -83,9 +83,7 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 snapshot = await store.load()
-                position = (
-                    await store.position()
-                )  # also without a snapshot: the position must lie on this stream
+                position = await store.position()  # also without a snapshot: it must lie on this stream
         except (StoreUnavailable, StoreRefused, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None

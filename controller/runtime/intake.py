@@ -14,28 +14,28 @@ repetitions by their ids, and the sender restores the order of facts that overto
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from controller.deciders.fold import Fleet
 from controller.ports import Clock
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.settings import ControllerBudgets
+from controller.runtime.view import View
 from events import codec, subjects
 from events.broker_users import WORKER, account_of, workers_of
 from events.errors import HoldfastError
-from events.fact import Observation, Recorded, Skipped
+from events.fact import Recorded, Skipped
 from events.intrusion.control_message import acknowledged
 from events.intrusion.registration import impossible
 from events.intrusion.reports import Intrusions, ReportIntrusion
-from events.intrusion.send_budget import Rate, SendBudget, TrafficBudget, TrafficLimit
+from events.intrusion.send_budget import SendBudget, TrafficBudget
 from events.intrusion.source_rule import forged
 from events.journal import broker, messages
-from events.journal.port import StreamEnd
+from events.journal.port import Journal
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
 from events.permissions import PUBLISHES
@@ -62,12 +62,6 @@ class SourceForged(FactRefused):
 
 class NotNow(HoldfastError):
     """A worker's fact cannot be accepted now; its sender repeats it."""
-
-
-class JournalEnds(Protocol):
-    """Reports the journal's last sequence and time."""
-
-    async def end(self) -> StreamEnd: ...
 
 
 def accepted(
@@ -122,9 +116,9 @@ def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
 class _Account:
     """The budgets of one account."""
 
-    def __init__(self, limit: TrafficLimit, day: Rate, now: float) -> None:
-        self._facts, self._day = TrafficBudget(limit, now), SendBudget(day, now)
-        self._patience = SendBudget(limit.messages, now)  # a correct worker waits 2.5 s for an answer
+    def __init__(self, budgets: ControllerBudgets, now: float) -> None:
+        self._facts, self._day = TrafficBudget(budgets.facts, now), SendBudget(budgets.facts_of_a_day, now)
+        self._patience = SendBudget(budgets.facts.messages, now)  # a correct worker waits 2.5 s for an answer
 
     def excess(self, size: int, now: float) -> tuple[str, bool] | None:
         """Return the name of the exceeded budget, and whether the sender is ejected for that; None if no budget is exceeded."""
@@ -133,28 +127,17 @@ class _Account:
         return None if self._day.take(size, now) else ("its budget of a day", True)
 
 
+@dataclass(eq=False)
 class FactIntake:
     """Receives workers' facts over a separate broker connection, so that a flood delays neither the journal nor heartbeats."""
 
-    def __init__(
-        self,
-        journal: JournalEnds,
-        report: ReportIntrusion,
-        instance_of: Callable[[str], str],
-        now: Callable[[], float],
-        budgets: ControllerBudgets | None = None,
-    ) -> None:
-        """`instance_of` returns the current instance of a worker, to be ejected; empty if there is none."""
-        budgets = budgets or ControllerBudgets()
-        self._limit, self._day, self._bytes_max = (
-            budgets.facts,
-            budgets.facts_of_a_day,
-            budgets.fact_kb_max * KB,
-        )
-        self._journal = journal
-        self._report = report
-        self._instance_of = instance_of
-        self._now = now
+    journal: Journal
+    report: ReportIntrusion
+    instance_of: Callable[[str], str]  # the instance of a worker to be ejected; empty if there is none
+    now: Callable[[], float]
+    budgets: ControllerBudgets = field(default_factory=ControllerBudgets)
+
+    def __post_init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._connection: BrokerConnection | None = None
@@ -192,37 +175,32 @@ class FactIntake:
         task.add_done_callback(self._tasks.discard)
 
     def _within_budget(self, user: str, size: int) -> bool:
-        now, account = self._now(), self._accounts.get(user)
+        now, account = self.now(), self._accounts.get(user)
         if account is None:
             if len(self._accounts) >= ACCOUNTS_MAX:
                 self._accounts.pop(next(iter(self._accounts)))
-            account = self._accounts[user] = _Account(self._limit, self._day, now)
+            account = self._accounts[user] = _Account(self.budgets, now)
         excess = account.excess(size, now)
         if excess is None:
             return True
-        self.refused += 1
-        budget, eject = excess
-        self._blame(user, f"publish facts beyond {budget}: {size} bytes", eject=eject)
+        self._refuse(user, "", f"publish facts beyond {excess[0]}: {size} bytes", eject=excess[1])
         return False
 
     def _refuse(self, user: str, worker: str, tried: str, *, eject: bool = False) -> None:
         self.refused += 1
-        self._blame(user, tried, worker=worker, eject=eject)
-
-    def _blame(self, user: str, tried: str, *, worker: str = "", eject: bool = False) -> None:
         named = worker or next(iter(workers_of(user)), "")
-        self._report(user, tried, worker=named, instance=self._instance_of(named), eject=eject)
+        self.report(user, tried, worker=named, instance=self.instance_of(named), eject=eject)
 
     async def _end(self, reply: bytes) -> None:
         with contextlib.suppress(HoldfastError):
-            self._answer(reply, msgspec.json.encode(await self._journal.end()))
+            self._answer(reply, msgspec.json.encode(await self.journal.end()))
 
     async def _take(
         self, user: str, rest: list[str], reply: bytes, body: bytes, headers: bytes | None
     ) -> None:
         worker, kind = rest if len(rest) == 2 else ("", "")
         try:
-            event = accepted(user, worker, kind, headers, body, self._bytes_max)
+            event = accepted(user, worker, kind, headers, body, self.budgets.fact_kb_max * KB)
             answer = await self._publish(event, broker.parse_headers(headers))
             self.accepted += 1
         except FactRefused as error:
@@ -259,40 +237,24 @@ def _error(code: int, why: str) -> bytes:
     return msgspec.json.encode({"error": {"err_code": code, "description": why[:200]}})
 
 
-class WatchedFleet(Protocol):
-    """The part of a FleetView that this module needs."""
-
-    @property
-    def fleet(self) -> Fleet: ...
-    def listen(self, listener: Callable[[Any, Sequence[Recorded]], None]) -> None: ...
-
-
-class FactJournal(JournalEnds, Protocol):
-    """The part of a journal that this module needs."""
-
-    def observe(self, fact: Observation) -> str: ...
-    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]: ...
-
-
+@dataclass(eq=False)
 class Intruders:
     """The intake and the intrusion reports of one controller."""
 
-    def __init__(
-        self,
-        view: WatchedFleet,
-        journal: FactJournal,
-        clock: Clock,
-        leading: Callable[[], bool],
-        budgets: ControllerBudgets | None = None,
-    ) -> None:
-        self._view = view
-        self._journal = journal
+    view: View
+    journal: Journal
+    clock: Clock
+    leading: Callable[[], bool]
+    budgets: ControllerBudgets = field(default_factory=ControllerBudgets)
+
+    def __post_init__(self) -> None:
         self._lookup: asyncio.Task[None] | None = None
-        self._leading = leading
-        self.intrusions = Intrusions(journal.observe, clock.monotonic)
-        self.intake = FactIntake(journal, self.intrusions.report, self._instance_of, clock.monotonic, budgets)
+        self.intrusions = Intrusions(self.journal.observe, self.clock.monotonic)
+        self.intake = FactIntake(
+            self.journal, self.intrusions.report, self._instance_of, self.clock.monotonic, self.budgets
+        )
         self.processes = HostProcesses(report=self.intrusions.report)
-        view.listen(self._on_batch)
+        self.view.listen(self._on_batch)
 
     async def run(self, nats_url: str, name: str) -> None:
         """Serve the intake until cancelled."""
@@ -308,35 +270,34 @@ class Intruders:
 
     async def _blame_publisher(self, seq: int) -> None:
         with contextlib.suppress(HoldfastError):
-            async for batch in self._journal.read(seq - 1, until=seq):
+            async for batch in self.journal.read(seq - 1, until=seq):
                 for recorded in batch:
                     name = str(getattr(recorded.fact, "worker", ""))
-                    account = self._account_of(name) if recorded.seq == seq and name else "unknown"
+                    account = None if recorded.seq == seq and name else "unknown"
                     tried = "have an acknowledgement sent into the controllers' lease"
-                    known = self._instance_of(name)
-                    self.intrusions.report(account, tried, worker=name, instance=known, eject=bool(known))
+                    self._blame(name, tried, eject=bool(self._instance_of(name)), account=account)
 
     def flooding(self, worker: str) -> None:
         """Report a worker that exceeds its heartbeat budget. Every controller receives heartbeats; the leader reports."""
-        if self._leading():
-            tried, known = "flood the controllers with heartbeats", self._instance_of(worker)
-            self.intrusions.report(
-                self._account_of(worker), tried, worker=worker, instance=known, eject=bool(known)
-            )
+        if self.leading():
+            eject = bool(self._instance_of(worker))
+            self._blame(worker, "flood the controllers with heartbeats", eject=eject)
 
-    def _account_of(self, name: str) -> str:
-        workers = self._view.fleet.workers
+    def _blame(self, name: str, tried: str, *, eject: bool, account: str | None = None) -> None:
+        """Report a worker; `account`: the one that it is known to use, if not its registered one."""
+        workers = self.view.fleet.workers
         worker = workers.get(name)
-        return account_of(name, worker.joined.account if worker is not None else "")
+        account = account or account_of(name, worker.joined.account if worker is not None else "")
+        self.intrusions.report(account, tried, worker=name, instance=self._instance_of(name), eject=eject)
 
     def _instance_of(self, name: str) -> str:
-        workers = self._view.fleet.workers
+        workers = self.view.fleet.workers
         worker = workers.get(name)
         return worker.joined.instance if worker is not None and worker.alive else ""
 
-    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
+    def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
         """Report forged facts that bypassed the intake: published to the journal directly, or on a broker without accounts."""
-        if not self._leading():
+        if not self.leading():
             return
         for recorded in batch:
             fact = recorded.fact
@@ -345,7 +306,4 @@ class Intruders:
                 self.intrusions.report(account, f"register an impossible value: {why}", worker=fact.worker)
             if why := forged(fact, recorded.source):
                 name = str(getattr(fact, "worker", ""))
-                tried = f"publish as another source: {why}"
-                self.intrusions.report(
-                    self._account_of(name), tried, worker=name, instance=self._instance_of(name), eject=True
-                )
+                self._blame(name, f"publish as another source: {why}", eject=True)

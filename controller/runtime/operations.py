@@ -8,18 +8,19 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.ports import NO_COMMAND, Command, GoldenWish, StoreUnavailable
 from controller.runtime.beats import Beats
-from controller.runtime.canary.golden_requests import GoldenRequests
+from controller.runtime.canary.golden_requests import request_goldens
 from controller.runtime.command_answers import ChaosRefused, NotPossible, Unanswered, UnknownWorker, done
+from controller.runtime.fleet_versions import FleetVersions
 from controller.runtime.host_processes import HostProcesses
 from events import subjects
 from events.decisions import HealthStatus
@@ -35,7 +36,6 @@ from events.observations import (
     ResumeRequested,
 )
 from events.process.presence import Presence
-from events.versions import InForce
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
@@ -65,12 +65,11 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[
 def shares_process(fleet: Fleet, worker: Worker) -> bool:
     """Return whether a worker's process runs other workers too: a signal would hit all, so the worker simulates the fault."""
     name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
-    others = (other.joined for other in fleet.workers.values())
-    return bool(host) and any(
-        (other.topology.host, other.pid) == (host, pid) and other.worker != name for other in others
-    )
+    others = (other.joined for other in fleet.workers.values() if other.joined.worker != name)
+    return bool(host) and any((other.topology.host, other.pid) == (host, pid) for other in others)
 
 
+@dataclass(eq=False)
 class Rehearsals:
     """Injects faults into workers in any state, and heals them.
 
@@ -81,20 +80,14 @@ class Rehearsals:
     lost: the process stays stopped until the fleet declares it dead and its supervisor ends it.
     """
 
-    def __init__(
-        self,
-        fleet: Callable[[], Fleet],
-        journal: Journal,
-        bus: Bus,
-        processes: HostProcesses,
-        *,
-        allowed: bool,
-    ) -> None:
-        self._fleet = fleet
-        self._journal = journal
-        self._bus = bus
-        self._processes = processes
-        self._allowed = allowed
+    fleet: Callable[[], Fleet]
+    journal: Journal
+    bus: Bus
+    processes: HostProcesses
+    _: KW_ONLY
+    allowed: bool
+
+    def __post_init__(self) -> None:
         self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # stopped by us, for a limited time
 
     async def play(
@@ -108,11 +101,11 @@ class Rehearsals:
         command: str = "",
     ) -> str:
         """Inject a fault into a worker, or heal it; return what was done. Raise ChaosRefused or NotPossible."""
-        if not self._allowed:
+        if not self.allowed:
             raise ChaosRefused
-        name, shared = worker.joined.worker, shares_process(self._fleet(), worker)
-        if not worker.alive and not shared and (fault not in ON_THE_DEAD or not self._processes.live(worker)):
-            reason, next_life = worker.health.reason, self._processes.next_life(worker)
+        name, shared = worker.joined.worker, shares_process(self.fleet(), worker)
+        if not worker.alive and not shared and (fault not in ON_THE_DEAD or not self.processes.live(worker)):
+            reason, next_life = worker.health.reason, self.processes.next_life(worker)
             raise NotPossible(f"{name} is dead ({reason}): no fault was injected; {next_life}")
         struck = {"argument": argument, "rank": rank}
         detail = ", ".join(f"{key}={value:g}" for key, value in struck.items() if value is not None)
@@ -121,13 +114,13 @@ class Rehearsals:
             command=command,
         )  # fmt: skip
         if fault in SIGNALS and not shared:
-            self._processes.send(worker, 0)
-            self._journal.observe(said)  # the cause is recorded before its effects
+            self.processes.send(worker, 0)
+            self.journal.observe(said)  # the cause is recorded before its effects
             self._signal(worker, fault, duration_s)
         else:
             body = {"instance": worker.joined.instance, "fault": fault, **struck, "duration": duration_s}
             await self._command_worker(worker, body)
-            self._journal.observe(said)
+            self.journal.observe(said)
         log.warning("chaos_injected", worker=name, fault=fault, argument=argument, by=by)
         return done(said)
 
@@ -145,7 +138,7 @@ class Rehearsals:
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:
             try:
-                return await ask(self._bus, self._journal, name, subjects.chaos(name), body)
+                return await ask(self.bus, self.journal, name, subjects.chaos(name), body)
             except Unanswered:
                 if loop.time() >= until:
                     raise
@@ -155,7 +148,7 @@ class Rehearsals:
         """Send the signal that causes this fault. Raise NotPossible."""
         name = worker.joined.worker
         self._forget(name)
-        self._processes.send(worker, SIGNALS[fault])
+        self.processes.send(worker, SIGNALS[fault])
         if fault == "hang" and duration_s:
             timer = asyncio.get_running_loop().call_later(duration_s, partial(self._resume, worker))
             self._stopped[name] = timer, worker
@@ -163,10 +156,10 @@ class Rehearsals:
     def _resume(self, worker: Worker) -> bool:
         """Resume a process that may be stopped; return whether a signal could be sent to it."""
         self._forget(worker.joined.worker)
-        if shares_process(self._fleet(), worker):
+        if shares_process(self.fleet(), worker):
             return False
         with contextlib.suppress(NotPossible):  # the process has ended meanwhile, or is on another host
-            self._processes.send(worker, signal.SIGCONT)
+            self.processes.send(worker, signal.SIGCONT)
             return True
         return False
 
@@ -180,13 +173,6 @@ OBEYS_WITHIN_S = 2.0  # for a process to react to a shutdown command; its grace 
 LOOK_S = 0.1
 LINKED_S = 1.5  # frontends report their connected workers every second
 STALE_S = 3.0  # maximum age of a load report
-
-
-class Versions(Protocol):
-    """The part of `FleetVersions` that the operations need."""
-
-    def report(self) -> Mapping[str, Any]: ...
-    def allow(self, by: str, command: str, until: datetime | None) -> InForce | None: ...
 
 
 async def _empty() -> Mapping[str, Mapping[str, Any]]:
@@ -216,7 +202,7 @@ class ControlOperations:
         *,
         chaos: bool,
         processes: HostProcesses | None = None,
-        versions: Versions | None = None,
+        versions: FleetVersions | None = None,
     ) -> None:
         self._versions = versions
         self._sources = sources
@@ -224,7 +210,6 @@ class ControlOperations:
         self._bus = bus
         self._beats = beats
         self._processes = processes or HostProcesses()
-        self._goldens = GoldenRequests(sources.fleet, journal)
         self._rehearsals = Rehearsals(sources.fleet, journal, bus, self._processes, allowed=chaos)
 
     def close(self) -> None:
@@ -235,13 +220,7 @@ class ControlOperations:
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
         """Request a drain. Raise UnknownWorker, or NotPossible if the worker's instance is dead: it has no requests to finish."""
-        instance = self._living(worker).joined.instance
-        return await self._record(
-            DrainRequested(
-                worker=worker, instance=instance, deadline_s=deadline_s, by=by,
-                command=command.id, until=command.deadline,
-            )
-        )  # fmt: skip
+        return await self._record(DrainRequested, self._living(worker), by, command, deadline_s=deadline_s)
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Request a return to service; of a dead worker, restart it. Raise UnknownWorker or NotPossible."""
@@ -250,20 +229,13 @@ class ControlOperations:
             return await self.restart(worker, by, command)
         if known.health.status is HealthStatus.HEALTHY and not (known.drain.active or known.drain.wanted):
             raise NotPossible(f"{worker} is healthy and does not drain: there is nothing to resume")
-        instance = known.joined.instance
-        return await self._record(
-            ResumeRequested(
-                worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
-            )
-        )
+        return await self._record(ResumeRequested, known, by, command)
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
         """Request that a worker's running requests move elsewhere. Raise UnknownWorker or NotPossible."""
         known = self._living(worker)
-        fleet = self._sources.fleet().workers.values()
-        others = [
-            other for other in fleet if other is not known and other.routable and _similar(other, known)
-        ]
+        workers = self._sources.fleet().workers.values()
+        others = [one for one in workers if one is not known and one.routable and _similar(one, known)]
         if to == worker:
             raise NotPossible(f"{worker} already runs them: name another worker")
         if to:
@@ -272,31 +244,19 @@ class ControlOperations:
         if not others:
             why = f"{to} cannot accept them" if to else "no other worker can accept them"
             raise NotPossible(f"{why}: it must serve the same model and revision, and accept requests")
-        instance = known.joined.instance
-        return await self._record(
-            MoveRequested(
-                worker=worker, instance=instance, to=to, by=by, command=command.id, until=command.deadline
-            )
-        )
+        return await self._record(MoveRequested, known, by, command, to=to)
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Command a worker to shut down gracefully; if it does not answer or its instance is dead, end its process.
 
         Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
-        instance = known.joined.instance
-        said = await self._record(
-            RestartRequested(
-                worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
-            )
-        )
-        if not known.alive:
-            return await self._end(known)
-        try:
-            await self._stop(known)
-        except Unanswered:
-            return await self._end(known)
-        return said
+        said = await self._record(RestartRequested, known, by, command)
+        with contextlib.suppress(Unanswered):
+            if known.alive:
+                await self._stop(known)
+                return said
+        return await self._end(known)
 
     async def versions(self) -> dict[str, Any]:
         """Return the kinds and versions that each process knows, and those in force."""
@@ -313,9 +273,15 @@ class ControlOperations:
 
     async def golden(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> str:
         """Request that goldens be approved, retired or recorded again. Raise UnknownWorker or NotPossible."""
-        return done(await self._goldens.request(wish, by, command))
+        return done(await request_goldens(self._sources.fleet(), self._journal, wish, by, command))
 
-    async def _record(self, fact: Commanded) -> str:
+    async def _record(
+        self, kind: Callable[..., Commanded], known: Worker, by: str, command: Command, **also: object
+    ) -> str:
+        joined, until = known.joined, command.deadline
+        fact = kind(
+            worker=joined.worker, instance=joined.instance, by=by, command=command.id, until=until, **also
+        )
         self._journal.observe(fact)
         await self._journal.flush(FLUSH_S)
         return done(fact)
@@ -344,11 +310,8 @@ class ControlOperations:
         Raise NotPossible if the worker is alive and out of reach.
         """
         name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
-        if (
-            not known.alive
-            and not self._processes.live(known)
-            and (not shared or self._processes.here(known))
-        ):
+        unseen = shared and not self._processes.here(known)
+        if not known.alive and not self._processes.live(known) and not unseen:
             return self._describe_dead(known)
         if shared:  # a signal would end the other workers of the process too
             body = {"instance": known.joined.instance}
@@ -435,6 +398,10 @@ class ControlOperations:
     def _worker(self, worker: Worker) -> dict[str, Any]:
         joined, last = worker.joined, worker.last_canary
         beat = self._beats.fresh(joined.worker, joined.instance, STALE_S)
+        canary = last and {
+            "outcome": last.outcome, "reason": last.reason or None, "canary": last.canary,
+            "latency_ms": last.latency_ms, "at": _instant(last.at),
+        }  # fmt: skip
         return {
             "id": joined.worker,
             "instance": joined.instance,
@@ -450,15 +417,7 @@ class ControlOperations:
             "place": worker.spare.place or None,
             "lingers": not worker.alive and self._processes.live(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
-            "last_canary": None
-            if last is None
-            else {
-                "outcome": last.outcome,
-                "reason": last.reason or None,
-                "canary": last.canary,
-                "latency_ms": last.latency_ms,
-                "at": _instant(last.at),
-            },
+            "last_canary": canary,
         }
 
     async def _last_seq(self) -> int | None:

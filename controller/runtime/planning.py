@@ -9,7 +9,7 @@ planner reads again.
 import asyncio
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -70,29 +70,26 @@ JOURNAL_S = 5.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Planning:
     """One planner."""
 
-    def __init__(
-        self,
-        store: PlanningStore,
-        journal: Journal,
-        clock: Clock,
-        settings: PlannerSettings,
-        name: str,
-        hook: ScaleHook | None,
-        metrics: PlannerMetrics,
-    ) -> None:
-        """`hook`: applies proposals where no supervisor reads them from the journal."""
-        self._store, self._journal, self._clock = store, journal, clock
-        self._settings, self._name, self._hook, self.metrics = settings, name, hook, metrics
+    store: PlanningStore
+    journal: Journal
+    clock: Clock
+    settings: PlannerSettings
+    name: str
+    hook: ScaleHook | None  # applies proposals where no supervisor reads them from the journal
+    metrics: PlannerMetrics
+
+    def __post_init__(self) -> None:
         duties = PlannerDuties(
-            proposes=settings.mode != "observe",
-            by=settings.by,
-            lost_after_s=settings.lost_after_s,
-            repeat_s=settings.repeat_s,
+            proposes=self.settings.mode != "observe",
+            by=self.settings.by,
+            lost_after_s=self.settings.lost_after_s,
+            repeat_s=self.settings.repeat_s,
         )
-        self._planner = Planner(name, settings.policy, duties)
+        self._planner = Planner(self.name, self.settings.policy, duties)
         self.outlook: PlannerOutlook | None = None  # the result of the last look
         self.why_not = "the planner has not read the state store yet"  # empty: there is an outlook
 
@@ -101,11 +98,11 @@ class Planning:
         while True:
             try:
                 outlook = await self.look()
-                stale = outlook.projection_age_s > self._settings.policy.stale_s
+                stale = outlook.projection_age_s > self.settings.policy.stale_s
                 self._log_waiting("the state store is behind the journal" if stale else "")
             except (HoldfastError, TimeoutError) as error:
                 self._log_waiting(str(error) or "the journal or the state store does not answer in time")
-            await self._clock.sleep(self._settings.every_s)
+            await self.clock.sleep(self.settings.every_s)
 
     def _log_waiting(self, why: str) -> None:
         """Log what the planner waits for, once; empty: nothing."""
@@ -116,12 +113,12 @@ class Planning:
     async def look(self) -> PlannerOutlook:
         """Read once, and record what is due. Raise StoreUnavailable, JournalUnavailable or TimeoutError."""
         async with asyncio.timeout(JOURNAL_S):
-            last = await self._journal.last_seq()
+            last = await self.journal.last_seq()
         planner = self._planner
-        planner.age.seen(self._clock.monotonic(), last)
+        planner.age.seen(self.clock.monotonic(), last)
         async with asyncio.timeout(READ_S):
             read = await self._read()
-        seen = planner.look(read.workers, read.position.seq, self._clock.now(), self._clock.monotonic())
+        seen = planner.look(read.workers, read.position.seq, self.clock.now(), self.clock.monotonic())
         # fitting a season takes about a second
         seen = replace(seen, proposals=await asyncio.to_thread(planner.decide, seen))
         self.outlook = seen
@@ -135,8 +132,8 @@ class Planning:
         """Read the new events, and pass them to the planner."""
         planner = self._planner
         while True:
-            since = self._clock.now() - timedelta(days=DAYS)
-            read = await self._store.read_planning(planner.read, since, EVENTS_MAX)
+            since = self.clock.now() - timedelta(days=DAYS)
+            read = await self.store.read_planning(planner.read, since, EVENTS_MAX)
             if read.position.seq < planner.read:  # another journal, or a recreated one
                 planner.forget()
                 continue
@@ -150,31 +147,31 @@ class Planning:
         for model, found in self._planner.capacities(seen).items():
             self.metrics.achievable.labels(model).set(found.achievable_rps)
             if (fact := self._planner.tells(model, found, seen)) is not None:
-                self._journal.observe(fact)
+                self.journal.observe(fact)
 
     async def _propose(self, proposal: Proposal, fact: ScaleProposed) -> None:
         """Record a proposal unless another planner was first, and apply it. Raise JournalUnavailable."""
         last = self._planner.last_proposed(proposal.model)
-        after = last if last and last >= await self._journal.first_seq() else 0
+        after = last if last and last >= await self.journal.first_seq() else 0
         try:
-            id = await self._journal.observe_next(fact, after=after)
+            id = await self.journal.observe_next(fact, after=after)
         except Fenced:
             self.metrics.fenced.inc()
             return
         self.metrics.proposals.labels(proposal.model, proposal.why).inc()
         log.info("scale_proposed", model=fact.model, before=fact.before, after=fact.after, why=fact.why)
-        if self._hook is not None:
-            await self._apply(self._hook, fact, id)
+        if self.hook is not None:
+            await self._apply(self.hook, fact, id)
 
     async def _apply(self, hook: ScaleHook, fact: ScaleProposed, id: str) -> None:
         wanted = ScaleRequest(
-            model=fact.model, before=fact.before, after=fact.after, why=fact.why, proposal=id, planner=self._name
+            model=fact.model, before=fact.before, after=fact.after, why=fact.why, proposal=id, planner=self.name
         )  # fmt: skip
         result = await hook.scale(wanted)
         self.metrics.applied.labels("ok" if result.ok else "failed").inc()
         if not result.ok:
             log.warning("scale_failed", model=fact.model, after=fact.after, by=hook.by, why=result.says)
-        self._journal.observe(
+        self.journal.observe(
             ScaleApplied(
                 model=fact.model, proposal=id, after=fact.after, by=hook.by, ok=result.ok, says=result.says
             ),
@@ -201,7 +198,7 @@ class Planning:
     def report(self) -> dict[str, Any]:
         """Return the content of /plan, which `holdfast plan` prints."""
         outlook = self.outlook
-        header: dict[str, Any] = {"planner": self._name, "mode": self._settings.mode, "waits": self.why_not}
+        header: dict[str, Any] = {"planner": self.name, "mode": self.settings.mode, "waits": self.why_not}
         if outlook is None:
             return {**header, "models": []}
         about = {

@@ -15,13 +15,14 @@ can be due, the check returns without settling (`SettleCache`).
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import structlog
 
 from controller.deciders.fleet import Fleet, FleetPolicy, SettleCache, absorbed, absorption_due, evolve
 from controller.ports import Clock, StateStore
+from controller.runtime.bounded_read import pause
 from controller.runtime.initial_fold import begin, join
 from controller.runtime.lease import Lease
 from events.codec import to_builtins
@@ -48,43 +49,36 @@ class ReconcilerCounters:
     settle_s: float = 0.0  # in total
 
 
+@dataclass(eq=False)
 class Reconciler:
     """Makes decisions while it holds the lease."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        lease: Lease,
-        policy: FleetPolicy,
-        clock: Clock,
-        *,
-        store: StateStore | None = None,
-        ask_s: float = ASK_S,
-        append_max: int = APPEND_MAX,
-        force: Callable[[Fleet], InForce | None] = lambda fleet: None,
-    ) -> None:
-        """`force`: the kinds and version to put in force now; None: no change."""
+    journal: Journal
+    lease: Lease
+    policy: FleetPolicy
+    clock: Clock
+    _: KW_ONLY
+    store: StateStore | None = None
+    ask_s: float = ASK_S
+    append_max: int = APPEND_MAX
+    # the kinds and version to put in force now; None: no change
+    force: Callable[[Fleet], InForce | None] = lambda fleet: None
+
+    def __post_init__(self) -> None:
         self.counters = ReconcilerCounters()
         self.order: Order[Fleet] = Order(evolve, Fleet())
-        self._journal = journal
-        self._lease = lease
-        self._asking = SettleCache(policy, force=force)
-        self._clock = clock
-        self._store = store
-        self._ask_s = ask_s
-        self._append_max = append_max
-        self._barrier: int | None = (
-            None  # decide only after this sequence has been read; None: ask the journal for its end
-        )
+        self._asking = SettleCache(self.policy, force=self.force)
+        # decide only after this sequence has been read; None: ask the journal for its end
+        self._barrier: int | None = None
         self._backoff_s = BACKOFF_MIN_S
-        self._pending_since = clock.monotonic()
+        self._pending_since = self.clock.monotonic()
         self._news = asyncio.Event()
         self._listeners: list[Callable[[Sequence[Decision]], None]] = []
 
     @property
     def leading(self) -> bool:
         """Whether our decisions are the fleet's: we hold the lease and have read to the end of the stream."""
-        return self._lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
+        return self.lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
 
     def listen(self, callback: Callable[[Sequence[Decision]], None]) -> None:
         """Call `callback(decisions)` after each append that is known to have landed."""
@@ -96,9 +90,9 @@ class Reconciler:
 
     async def run(self) -> None:
         """Read and decide until cancelled. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the process must stop."""
-        order, position = await begin(self._store)
-        self.order = await join(self._journal, position, order)
-        self._lease.listen(self._lease_changed)
+        order, position = await begin(self.store)
+        self.order = await join(self.journal, position, order)
+        self.lease.listen(self._lease_changed)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read(), name="reconciler-read")
@@ -115,65 +109,53 @@ class Reconciler:
         self._news.set()
 
     async def _read(self) -> None:
-        async for batch in self._journal.read(self.order.last_seq):
+        async for batch in self.journal.read(self.order.last_seq):
             had, decided = bool(self.order.pending), self.order.position.number
             for event in batch:
                 self.order.take(event)
             if not had or self.order.position.number != decided:
-                self._pending_since = self._clock.monotonic()
+                self._pending_since = self.clock.monotonic()
             self._news.set()
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
     async def _decide(self) -> None:
         while True:
-            await self._next()
-            if not self._lease.held:
+            await pause(self._news, self.clock, self.ask_s)
+            self._news.clear()
+            if not self.lease.held:
                 continue
             try:
                 await self.step()
                 self._backoff_s = BACKOFF_MIN_S
-            except Fenced as error:
-                log.warning("append_fenced", why=str(error))
+            except (Fenced, JournalUnavailable) as error:
+                fenced = isinstance(error, Fenced)
+                log.warning("append_fenced" if fenced else "append_unavailable", why=str(error))
                 await self._back_off()
-            except JournalUnavailable as error:
-                log.warning("append_unavailable", why=str(error))
-                await self._back_off()
-
-    async def _next(self) -> None:
-        """Wait for news, or for the next interval."""
-        waiting = asyncio.ensure_future(self._news.wait())
-        sleeping = asyncio.ensure_future(self._clock.sleep(self._ask_s))
-        try:
-            await asyncio.wait({waiting, sleeping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in (waiting, sleeping):
-                each.cancel()
-        self._news.clear()
 
     async def step(self) -> Sequence[Decision]:
         """Settle once and append what is due. Raise Fenced or JournalUnavailable."""
         if self._barrier is None:
-            self._barrier = await self._journal.last_seq()
+            self._barrier = await self.journal.last_seq()
         if self.order.last_seq < self._barrier:
             return ()
-        began = self._clock.monotonic()
+        began = self.clock.monotonic()
         decisions = self._due()
-        took = self._clock.monotonic() - began
+        took = self.clock.monotonic() - began
         self.counters.settles += 1
         self.counters.settle_s += took
         if decisions:
             await self._append(decisions)
         elif took:
-            await self._clock.sleep(took * (1 - BUSY_SHARE) / BUSY_SHARE)
+            await self.clock.sleep(took * (1 - BUSY_SHARE) / BUSY_SHARE)
         return decisions
 
     def _due(self) -> Sequence[Decision]:
-        fleet, now = self.order.shown, self._clock.now()
+        fleet, now = self.order.shown, self.clock.now()
         decisions = self._asking.due(fleet, now)
         if decisions:
             return decisions
-        waited = self._clock.monotonic() - self._pending_since
+        waited = self.clock.monotonic() - self._pending_since
         if absorption_due(len(self.order.pending), timedelta(seconds=waited)):
             return (absorbed(fleet, now),)
         return ()
@@ -185,9 +167,9 @@ class Reconciler:
         """
         through, after = self.order.last_seq, self.order.position.decided
         self._barrier = None  # unknown until the append is known to have landed
-        for start in range(0, len(decisions), self._append_max):
-            part = decisions[start : start + self._append_max]
-            after = await self._journal.append(part, through=through, after=after)
+        for start in range(0, len(decisions), self.append_max):
+            part = decisions[start : start + self.append_max]
+            after = await self.journal.append(part, through=through, after=after)
             self._landed(part, after)
         self._barrier = after
 
@@ -203,6 +185,6 @@ class Reconciler:
     async def _back_off(self) -> None:
         """Wait, with growing and jittered delay, then read to the end before deciding again."""
         self._barrier = None
-        await self._clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
+        await self.clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
         self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)
         self._news.set()

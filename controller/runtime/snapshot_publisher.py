@@ -5,6 +5,7 @@ A process that starts to fold needs one when the journal has dropped older event
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -27,23 +28,19 @@ ASK_S = 60.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class SnapshotKeeper:
     """Checks every few seconds, while its controller leads, whether a snapshot is due."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        order: Callable[[], Order[Fleet]],
-        leading: Callable[[], bool],
-        usage: Callable[[], Awaitable[JournalUsage]],
-        bounds: JournalBounds,
-        clock: Clock,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self._journal, self._usage = journal, usage
-        self._order, self._leading = order, leading
-        self._bounds, self._clock = bounds, clock
-        self._look_s = look_s
+    journal: Journal
+    order: Callable[[], Order[Fleet]]
+    leading: Callable[[], bool]
+    usage: Callable[[], Awaitable[JournalUsage]]
+    bounds: JournalBounds
+    clock: Clock
+    look_s: float = LOOK_S
+
+    def __post_init__(self) -> None:
         self._kept: SnapshotPosition | None = None  # the newest known snapshot
         self._looked = False  # whether we have looked for other controllers' snapshots since we lead
 
@@ -55,23 +52,23 @@ class SnapshotKeeper:
                     await self.look()
             except (HoldfastError, TimeoutError) as error:
                 log.debug("snapshot_waits", why=str(error))
-            await self._clock.sleep(self._look_s)
+            await self.clock.sleep(self.look_s)
 
     async def look(self) -> bool:
         """Publish a snapshot if it is due; return whether it was. Raise JournalUnavailable."""
-        if not self._leading():
+        if not self.leading():
             self._looked = False
             return False
-        usage = await self._usage()
+        usage = await self.usage()
         bounds = JournalBounds(
-            min(filter(None, (self._bounds.bytes, usage.bytes_max)), default=None),
-            min(filter(None, (self._bounds.age, usage.age_max)), default=None),
+            min(filter(None, (self.bounds.bytes, usage.bytes_max)), default=None),
+            min(filter(None, (self.bounds.age, usage.age_max)), default=None),
         )
         if not bounds:
             return False
         if not self._looked:
-            self._kept, self._looked = await newest_kept(self._journal), True
-        order = self._order()
+            self._kept, self._looked = await newest_kept(self.journal), True
+        order = self.order()
         if not order.position.number or not due(bounds, usage, self._kept):
             return False
         since = order.pending[0].at if order.pending else usage.at
@@ -79,7 +76,7 @@ class SnapshotKeeper:
             parts, order.settled, order.position, dict(order.sources), id=codec.new_id(), since=since
         )
         for fact in facts:
-            self._journal.observe(fact)
+            self.journal.observe(fact)
         self._kept = SnapshotPosition(facts[0].through, since)
         size = sum(len(fact.data) for fact in facts)
         log.info("snapshot_kept", through=facts[0].through, parts=len(facts), bytes=size)

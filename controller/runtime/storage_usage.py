@@ -9,6 +9,7 @@ created with a bound that makes the broker refuse new messages.
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ LOOK_S = 15.0
 DAY_S = 86_400.0
 
 
+@dataclass(eq=False)
 class StoredStatus:
     """Reads journal and spool usage from the broker and the disk on demand."""
 
-    def __init__(self, usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> None:
-        self._usage = usage
-        self._data = data
+    usage: Callable[[], Awaitable[JournalUsage]]
+    data: Path
 
     async def describe(self) -> dict[str, dict[str, Any]]:
         """Return `journal` and `spool` as plain JSON values; None for what is unknown now."""
@@ -36,7 +37,7 @@ class StoredStatus:
         fault = None
         try:
             async with asyncio.timeout(ASK_S):
-                found = await self._usage()
+                found = await self.usage()
         except JournalGone as error:
             fault = str(error)
         except (HoldfastError, TimeoutError):
@@ -47,34 +48,32 @@ class StoredStatus:
 
     def _disk(self) -> tuple[int, int | None]:
         """Return the size of the spools, and the free bytes on the broker's disk if it is on this host."""
-        held = sum(path.stat().st_size for path in self._data.glob(f"spool/*/*{SUFFIX}"))
-        return held, free_bytes(self._data)
+        held = sum(path.stat().st_size for path in self.data.glob(f"spool/*/*{SUFFIX}"))
+        return held, free_bytes(self.data)
 
 
+@dataclass(eq=False)
 class JournalRoom:
     """Polls the journal's size and room for the metrics, since the query takes longer than a scrape may."""
 
-    def __init__(
-        self,
-        usage: Callable[[], Awaitable[JournalUsage]],
-        data: Path,
-        clock: Clock,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self._usage, self._data = usage, data
-        self._clock, self._look_s = clock, look_s
+    usage: Callable[[], Awaitable[JournalUsage]]
+    data: Path
+    clock: Clock
+    look_s: float = LOOK_S
+
+    def __post_init__(self) -> None:
         self.known: Mapping[str, float | None] = room(None, None)
 
     async def run(self) -> None:
         """Poll until cancelled. While the broker is unavailable, its values are unknown."""
         while True:
-            free = await asyncio.to_thread(free_bytes, self._data)
+            free = await asyncio.to_thread(free_bytes, self.data)
             try:
                 async with asyncio.timeout(ASK_S):
-                    self.known = room(await self._usage(), free)
+                    self.known = room(await self.usage(), free)
             except (HoldfastError, TimeoutError):
                 self.known = room(None, free)
-            await self._clock.sleep(self._look_s)
+            await self.clock.sleep(self.look_s)
 
 
 def free_bytes(data: Path) -> int | None:

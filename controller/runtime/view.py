@@ -9,6 +9,7 @@ plane.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -33,6 +34,22 @@ STORE_SUFFICES_AFTER_S = 3.0  # without the broker, until the store's content is
 
 Batch = Sequence[Recorded]
 log = structlog.get_logger(__name__)
+
+
+class FleetSource(Protocol):
+    """The part of a view that only shows the fleet."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+
+class View(FleetSource, Protocol):
+    """The interface of a view."""
+
+    @property
+    def number(self) -> int: ...
+    def listen(self, callback: Callable[[object, Batch], None]) -> None:
+        """Call `callback(view, batch)` after each batch."""
 
 
 class ViewNotReady(HoldfastError):

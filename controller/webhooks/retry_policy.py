@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 
-AWAY = frozenset(
-    {401, 403, 404, 405, 407, 408, 425, 429, 502, 503, 504}
-)  # status codes that do not concern the event itself
+# status codes that do not concern the event itself
+AWAY = frozenset({401, 403, 404, 405, 407, 408, 425, 429, 502, 503, 504})
 GONE = 410
 DOUBLINGS_MAX = 32
 

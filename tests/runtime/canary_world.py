@@ -9,7 +9,7 @@ import hashlib
 import math
 import random
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -161,7 +161,7 @@ class FakePlane:
             return "before"
         return "beside" if self.workers[worker].goes_on else ""
 
-    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+    async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
         fake = self.workers[worker]
         fake.asked += 1
         fake.requests.append(request)

@@ -328,9 +328,7 @@ class CanarySet:
         self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
     ) -> CanaryAnswer | None:
         """Return the part of an answer that can be a golden; None if repeating the question gave another answer."""
-        if (
-            len(answer.tokens) != canary.max_tokens
-        ):  # some upstreams report fewer: their positions are unknown
+        if len(answer.tokens) != canary.max_tokens:  # some upstreams report fewer: positions are unknown
             return answer if repeated.tokens == answer.tokens else None
         return settled_part(answer, repeated, self.settings.margin_min)
 

@@ -3,8 +3,6 @@
 `controller.deciders.golden` decides on the fact.
 """
 
-from collections.abc import Callable
-
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden, last_answer
 from controller.deciders.votes.camps import Vote, agrees
@@ -17,44 +15,39 @@ FLUSH_S = 1.0
 NAMED_MAX = 5  # canaries or keys that an error lists
 
 
-class GoldenRequests:
-    """Validates requests against the fleet, and records them."""
-
-    def __init__(self, fleet: Callable[[], Fleet], journal: Journal) -> None:
-        self._fleet = fleet
-        self._journal = journal
-
-    async def request(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> GoldenRequested:
-        """Record a request. Raise UnknownWorker, or NotPossible if it would change nothing."""
-        fleet = self._fleet()
-        worker = self._worker(fleet, wish.worker) if wish.worker else None
-        key = _key(fleet, wish, worker)
-        fact = GoldenRequested(
-            act=wish.act,
-            canary_key=key,
-            canaries=() if wish.answers else _canaries(fleet, key, wish, worker),
-            answers=wish.answers,
-            worker=worker.joined.worker if worker is not None else "",
-            instance=worker.joined.instance if worker is not None else "",
-            by=by,
-            command=command.id,
-            until=command.deadline,
+async def request_goldens(
+    fleet: Fleet, journal: Journal, wish: GoldenWish, by: str, command: Command = NO_COMMAND
+) -> GoldenRequested:
+    """Validate a request against the fleet, and record it. Raise UnknownWorker, or NotPossible if it would change nothing."""
+    worker = _worker(fleet, wish.worker) if wish.worker else None
+    key = _key(fleet, wish, worker)
+    fact = GoldenRequested(
+        act=wish.act,
+        canary_key=key,
+        canaries=() if wish.answers else _canaries(fleet, key, wish, worker),
+        answers=wish.answers,
+        worker=wish.worker,
+        instance=worker.joined.instance if worker is not None else "",
+        by=by,
+        command=command.id,
+        until=command.deadline,
+    )
+    journal.observe(fact)
+    await journal.flush(FLUSH_S)
+    if journal.withheld(command.id):
+        raise NotPossible(
+            f"{fact.kind()} is not in force: a process of an older release is running. `holdfast fleet versions` lists it"
         )
-        self._journal.observe(fact)
-        await self._journal.flush(FLUSH_S)
-        if self._journal.withheld(command.id):
-            raise NotPossible(
-                f"{fact.kind()} is not in force: a process of an older release is running. `holdfast fleet versions` lists it"
-            )
-        return fact
+    return fact
 
-    def _worker(self, fleet: Fleet, name: str) -> Worker:
-        worker = fleet.workers.get(name)
-        if worker is None:
-            raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
-        if not worker.alive:
-            raise NotPossible(f"{name} is dead ({worker.health.reason}): it cannot answer")
-        return worker
+
+def _worker(fleet: Fleet, name: str) -> Worker:
+    worker = fleet.workers.get(name)
+    if worker is None:
+        raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
+    if not worker.alive:
+        raise NotPossible(f"{name} is dead ({worker.health.reason}): it cannot answer")
+    return worker
 
 
 def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
@@ -63,15 +56,8 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
         return worker.joined.canary_key
     if wish.canary_key:
         return wish.canary_key
-    keys = sorted(
-        {
-            key
-            for (key, canary), state in fleet.goldens.items()
-            if _is_of(key, wish.model)
-            and (not wish.canaries or canary in wish.canaries)
-            and _changes(state, wish)
-        }
-    )
+    wanted = (key for key, state in fleet.goldens.items() if _changes(state, wish))
+    keys = sorted({key for key, id in wanted if _is_of(key, wish.model) and id in (wish.canaries or (id,))})
     if len(keys) == 1:
         return keys[0]
     if not keys:

@@ -11,15 +11,16 @@ show whether it recovers, and enough passed probes acquit a convicted worker.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.fleet import Worker
+from controller.runtime.bounded_read import pause
 from controller.runtime.canary.runner import CanaryRunner, Outcome
 from controller.runtime.canary.tools import ProberDependencies
 from controller.runtime.canary.turn import CanaryTurn
 from controller.runtime.settings import CanarySettings
+from controller.runtime.view import View
 from events.decisions import GoldenRetired, HealthStatus, WorkerDecision
 from events.fact import Recorded
 from events.observations import (
@@ -36,16 +37,6 @@ from events.observations import (
 LOOK_S = 1.0  # interval of the comparison of probed workers with those to probe
 JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
 DECLINED_AGAIN_S = 1.0  # after a worker answered that it is leaving, or full
-
-
-class View(Protocol):
-    """The part of a FleetView that the loop needs."""
-
-    @property
-    def fleet(self) -> Fleet: ...
-    @property
-    def number(self) -> int: ...
-    def listen(self, callback: Callable[[Any, Sequence[Recorded]], None]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -92,11 +83,11 @@ class CanaryLoop:
             while True:
                 self._changed.clear()
                 self._update_watches(group)
-                await self._pause(self._changed, LOOK_S)
+                await pause(self._changed, self._clock, LOOK_S)
 
     # --- selection ----------------------------------------------------------------------------------------
 
-    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
+    def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
         if not batch:  # the view started from a snapshot
             self._changed.set()
         for recorded in batch:
@@ -180,10 +171,7 @@ class CanaryLoop:
     def _worker(self, watch: WorkerWatch) -> Worker | None:
         """Return the watched worker in its current state; None if this instance has ended or the lease is lost."""
         fleet = self._view.fleet
-        worker = fleet.workers.get(watch.worker)
-        if worker is None or worker.joined.instance != watch.instance or not worker.alive:
-            return None
-        return worker if self._leading() else None
+        return fleet.living(watch.worker, watch.instance) if self._leading() else None
 
     # --- scheduling ---------------------------------------------------------------------------------------
 
@@ -226,7 +214,7 @@ class CanaryLoop:
             wait = watch.next_at - self._clock.monotonic()
             if wait <= 0:
                 return "join" if watch.turn.first_round else "scheduled"
-            await self._pause(watch.wake, wait)
+            await pause(watch.wake, self._clock, wait)
 
     def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
         """Whether the worker drains and was not resumed, so that it needs no probes. A resumed worker is due at once."""
@@ -236,17 +224,6 @@ class CanaryLoop:
             watch.next_at = self._clock.monotonic()
         watch.resumed = worker.health.exit.resumed
         return not watch.resumed
-
-    async def _pause(self, flag: asyncio.Event, seconds: float) -> None:
-        """Wait until the flag is set, at most `seconds`."""
-        timer = asyncio.ensure_future(self._clock.sleep(seconds))
-        flagged = asyncio.ensure_future(flag.wait())
-        try:
-            await asyncio.wait((timer, flagged), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            timer.cancel()
-            flagged.cancel()
-            await asyncio.gather(timer, flagged, return_exceptions=True)
 
     def _schedule_next(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
         """Schedule the next probe. `joining`: the worker was still in its first round when this probe began."""

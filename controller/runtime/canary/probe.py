@@ -15,7 +15,7 @@ Such a probe has no outcome (`ProbeResult.declined`); a full worker is probed ag
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -145,33 +145,25 @@ async def _wait_briefly(doing: "asyncio.Future[T]", clock: Clock, seconds: float
         await asyncio.gather(timer, return_exceptions=True)
 
 
-def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
-    """Return the request for a canary: it bypasses the prefix cache, and is marked as a canary."""
-    id = codec.new_id()
+def question(
+    canary: Canary, sampling: Sampling, worker: Worker, *, rank: int = 0, marked: bool = True
+) -> Generate:
+    """Return the request for a canary: it bypasses the prefix cache, and is marked as a canary.
+
+    Not `marked`: it has the form in which a frontend sends a user's request to this worker.
+    """
+    id, text = codec.new_id(), canary.text if marked or worker.joined.engine == "openai" else ""
     return Generate(
         stream=0,
-        request=f"canary-{id}",
+        request=f"canary-{id}" if marked else os.urandom(16).hex(),
         tokens=list(canary.prompt),
         prompt_tokens=len(canary.prompt),
         sampling=sampling,
-        canary=True,
-        cache_salt=id,
-        prompt_text=canary.text,
+        canary=marked,
+        cache_salt=id if marked else "",
+        prompt_text=text,
         rank=rank,
-    )
-
-
-def unmarked_question(canary: Canary, sampling: Sampling, worker: Worker, *, rank: int = 0) -> Generate:
-    """Return the request for a question in the form in which a frontend sends a user's request to this worker."""
-    return Generate(
-        stream=0,
-        request=os.urandom(16).hex(),
-        tokens=list(canary.prompt),
-        prompt_tokens=len(canary.prompt),
-        sampling=sampling,
-        prompt_text=canary.text if worker.joined.engine == "openai" else "",
-        rank=rank,
-        cache_epoch=worker.cache_epoch,
+        cache_epoch=0 if marked else worker.cache_epoch,
     )
 
 
@@ -221,7 +213,7 @@ async def _whole_answer(
         chunks: list[Chunk] = []
         stream = prober.ask(reader.worker, request)
         reader.open = True
-        async with _closing(stream):
+        async with contextlib.aclosing(stream):
             async for chunk in stream:
                 chunks.append(chunk)
                 if not chunk.error:
@@ -237,17 +229,6 @@ async def _whole_answer(
         if deadline.left_s <= BUSY_WAIT_S:
             return ProbeResult(0.0, detail=error, declined=True)
         await deadline.clock.sleep(BUSY_WAIT_S)
-
-
-@contextlib.asynccontextmanager
-async def _closing(stream: AsyncIterator[Chunk]) -> AsyncIterator[None]:
-    """Close the stream on exit, if it can be closed, so that the prober need not read on."""
-    try:
-        yield
-    finally:
-        close: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()
 
 
 def _result(chunks: list[Chunk], error: str | None) -> ProbeResult:

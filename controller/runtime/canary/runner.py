@@ -38,7 +38,6 @@ from controller.runtime.canary.probe import (
     ask_until_sure,
     greedy,
     question,
-    unmarked_question,
 )
 from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
 from controller.runtime.canary.tools import ProberDependencies
@@ -185,10 +184,7 @@ class CanaryRunner:
     ) -> ProbeResult:
         """Send one question, and measure the latency and the cost."""
         drawn = sampling or greedy(canary, self._settings.top_k)
-        if marked:
-            request = question(canary, drawn, rank=probing.rank)
-        else:
-            request = unmarked_question(canary, drawn, probing.worker, rank=probing.rank)
+        request = question(canary, drawn, probing.worker, rank=probing.rank, marked=marked)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
         self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))
@@ -364,11 +360,9 @@ class CanaryRunner:
 
     def _still_valid(self, probing: Probe) -> bool:
         """Whether this probe may still be recorded: we hold the lease, and this instance of the worker lives."""
-        worker = self._look()[0].workers.get(probing.name)
-        same = (
-            worker is not None and worker.joined.instance == probing.worker.joined.instance and worker.alive
-        )
-        return same and self._tools.leading()
+        fleet, _ = self._look()
+        lives = fleet.living(probing.name, probing.worker.joined.instance) is not None
+        return lives and self._tools.leading()
 
     def _propose(self, probing: Probe, answer: CanaryAnswer) -> Golden:
         proposal = probing.probed.proposed(probing.canary, answer, probing.canary_set.calibration.tolerance)

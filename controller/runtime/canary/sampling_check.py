@@ -32,9 +32,7 @@ ATTEMPTS_MAX = 16
 ATTEMPTS_MIN = 3  # before chance may explain an unlikely answer
 SEED = 20_260_101  # of first questions
 NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN: no correct sampler returns one
-CONVICTED_EVERY = (
-    2  # interval of sampled canaries of a convicted worker, so that greedy ones alone do not acquit it
-)
+CONVICTED_EVERY = 2  # as `sampled_every`, of a convicted worker: greedy canaries alone do not acquit it
 USERS_CHANCE = 1e-6  # probability that a share of unlikely tokens is reported by mistake
 ACCUSED_S = 30.0  # time in which a reported wrong answer is folded and decided on
 USERS_AGAIN_S = 600.0  # before a worker's share is reported again
@@ -76,7 +74,7 @@ class SamplingCheck:
         self._ordinary: dict[tuple[str, str], bool] = {}  # by worker, instance: last answer ordinary
         self._accused_at: dict[
             tuple[str, str], float
-        ] = {}  # by worker and instance: monotonic time of its last reported wrong answer
+        ] = {}  # the same: time of its last reported wrong answer
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
         self._reported_at: dict[str, float] = {}  # by worker: monotonic time of the last report
         self.wanted: set[str] = set()  # workers to probe next, because users' tokens are unlikely

@@ -39,6 +39,5 @@ class ProberDependencies:
     leading: Callable[[], bool]
     running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary included
     draw: random.Random = field(default_factory=random.Random)
-    secret: random.Random = field(
-        default_factory=random.SystemRandom
-    )  # for what workers must not predict: unmarked questions
+    # for what workers must not predict: unmarked questions
+    secret: random.Random = field(default_factory=random.SystemRandom)

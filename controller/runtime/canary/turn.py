@@ -1,7 +1,7 @@
 """A worker's turn in the round robin of its canaries, one probe of it, and the facts that record its verdict."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
@@ -41,19 +41,8 @@ class Probed:
     temperature: float | None = None  # set only for a sampled canary
 
     def _common(self, verdict: Verdict) -> dict[str, Any]:
-        return {
-            "worker": self.worker,
-            "instance": self.instance,
-            "canary_key": self.canary_key,
-            "canary": self.canary,
-            "check_type": self.check_type,
-            "sent_under": self.sent_under,
-            "sent_at": self.sent_at,
-            "latency_ms": round(verdict.first.latency_ms, 3),
-            "attempts": verdict.attempts,
-            "rank": self.rank,
-            "temperature": self.temperature,
-        }
+        latency_ms = round(verdict.first.latency_ms, 3)
+        return {**asdict(self), "latency_ms": latency_ms, "attempts": verdict.attempts}
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
         """Return the fact of a right answer: passed, or slow if a baseline is given."""
@@ -69,28 +58,18 @@ class Probed:
 
         A confirmed wrong answer to another worker's provisional golden disputes the golden instead. So does one to a configured
         answer that is `contested`."""
-        answer = verdict.first.answer
-        reason = verdict.worst.reason or verdict.first.failure or NO_REASON
+        answer, reason = verdict.first.answer, verdict.worst.reason or verdict.first.failure or NO_REASON
         wrong = reason in ("token_mismatch", "logit_drift")
-        if wrong and verdict.confirmed and answer is not None and (contested or self._is_foreign(golden)):
-            assert golden is not None
-            return GoldenDisputed(
-                worker=self.worker,
-                instance=self.instance,
-                canary_key=self.canary_key,
-                canary=self.canary,
-                proposed_by=CONFIGURED if golden.configured else golden.proposed_by,
-                tokens=answer.tokens,
-                distance=_finite(verdict.worst.distance),
-                rank=self.rank,
-            )
-        whole = (
-            answer is not None and not answer.cut and not self.canary.endswith(UNMARKED)
-        )  # unmarked questions have no golden
+        if wrong and verdict.confirmed and answer is not None and golden is not None:
+            foreign = _standing(golden) == "provisional" and golden.proposed_by != self.worker
+            if contested or foreign:
+                return self._disputed(verdict, golden, answer)
+        # unmarked questions have no golden
+        whole = wrong and answer is not None and not answer.cut and not self.canary.endswith(UNMARKED)
         return CanaryFailed(
             **self._common(verdict),
-            whole=whole and wrong and verdict.confirmed,
-            top_k=answer.top_k if answer is not None and whole and wrong else (),
+            whole=whole and verdict.confirmed,
+            top_k=answer.top_k if answer is not None and whole else (),
             reason=reason,
             confirmed=verdict.confirmed,
             golden=_standing(golden),
@@ -99,6 +78,18 @@ class Probed:
             distance=_finite(verdict.worst.distance),
             engine_went_on=verdict.first.engine_went_on,
             detail=(verdict.worst.detail or verdict.first.detail)[:DETAIL_MAX],
+        )
+
+    def _disputed(self, verdict: Verdict, golden: Golden, answer: CanaryAnswer) -> GoldenDisputed:
+        return GoldenDisputed(
+            worker=self.worker,
+            instance=self.instance,
+            canary_key=self.canary_key,
+            canary=self.canary,
+            proposed_by=CONFIGURED if golden.configured else golden.proposed_by,
+            tokens=answer.tokens,
+            distance=_finite(verdict.worst.distance),
+            rank=self.rank,
         )
 
     def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
@@ -116,9 +107,6 @@ class Probed:
             configured=canary.configured,
             asked=len(answer.tokens) if answer.shortened else canary.max_tokens,
         )
-
-    def _is_foreign(self, golden: Golden | None) -> bool:
-        return _standing(golden) == "provisional" and golden is not None and golden.proposed_by != self.worker
 
 
 @dataclass(slots=True)

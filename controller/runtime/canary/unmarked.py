@@ -135,25 +135,20 @@ class Examination:
     golden: Golden | None = None  # the right answer, as an agreed golden; None: the answer was right
 
 
+@dataclass(eq=False)
 class UnmarkedCheck:
     """Sends workers unmarked questions, and judges the answers."""
 
-    def __init__(
-        self,
-        look: Callable[[], Fleet],
-        tools: ProberDependencies,
-        settings: CanarySettings,
-        begin: Begin,
-        ask: Ask,
-    ) -> None:
-        self._look = look
-        self._draw = tools.secret
-        self._settings = settings
-        self._begin = begin
-        self._ask = ask
-        self._doubts: dict[
-            tuple[str, str], UserAnswer
-        ] = {}  # by worker and instance: an unconfirmed wrong answer of its last questions
+    look: Callable[[], Fleet]
+    tools: ProberDependencies
+    settings: CanarySettings
+    begin: Begin
+    ask: Ask
+
+    def __post_init__(self) -> None:
+        self._draw = self.tools.secret
+        # by worker and instance: an unconfirmed wrong answer of its last questions
+        self._doubts: dict[tuple[str, str], UserAnswer] = {}
 
     def forget(self, worker: str) -> None:
         """Drop the data of a worker that is gone."""
@@ -162,11 +157,11 @@ class UnmarkedCheck:
     @property
     def pause_s(self) -> float:
         """Seconds until the next check whether to probe a worker: a canary interval, randomised."""
-        return self._settings.interval_s * self._draw.uniform(0.5, 1.5)
+        return self.settings.interval_s * self._draw.uniform(0.5, 1.5)
 
     def due(self, worker: Worker) -> bool:
         """Return whether to probe a worker now: at random, once in `unmarked_every` checks. A convicted one more often."""
-        every, health = self._settings.unmarked_every, worker.health
+        every, health = self.settings.unmarked_every, worker.health
         if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
             return False
         return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
@@ -177,15 +172,15 @@ class UnmarkedCheck:
         An unconfirmed wrong answer is kept: one more wrong answer in the next examination confirms it. Otherwise a compromised
         worker could evade conviction by answering correctly for a while after each wrong answer.
         """
-        known = [golden for golden in canary_set.goldens(self._look()) if golden.status != "retired"]
+        known = [golden for golden in canary_set.goldens(self.look()) if golden.status != "retired"]
         if not known:
             return None  # marked answers cannot be trusted yet
         rank = self._draw.randrange(max(1, worker.joined.dp))
-        probing = self._begin(worker, canary_set, Canary("", (), 0), "scheduled", rank)
+        probing = self.begin(worker, canary_set, Canary("", (), 0), "scheduled", rank)
         probed = replace(probing.probed, canary=f"{known[0].canary}{UNMARKED}")
         probing, wrong, asked = replace(probing, probed=probed), list[UserAnswer](), 0
         doubt = self._doubts.pop((worker.joined.worker, worker.joined.instance), None)
-        for _ in range(1 + self._settings.max_retries):
+        for _ in range(1 + self.settings.max_retries):
             answered = await self._ask_unmarked(worker, canary_set, rank)
             if answered is None:
                 break
@@ -214,12 +209,12 @@ class UnmarkedCheck:
     async def _ask_unmarked(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
         """Send one fresh question without a mark, and compare the answer; None: no conclusion is possible."""
         joined = worker.joined
-        question = fresh_question(self._draw, canary_set.vocabulary, self._settings.tokens)
+        question = fresh_question(self._draw, canary_set.vocabulary, self.settings.tokens)
         if len(question.prompt) + question.max_tokens > joined.context_tokens:
             return None
         plain = Sampling(max_tokens=question.max_tokens)
-        probing = self._begin(worker, canary_set, question, "scheduled", rank)
-        result = await self._ask(probing, question, "scheduled", None, plain, marked=False)
+        probing = self.begin(worker, canary_set, question, "scheduled", rank)
+        result = await self.ask(probing, question, "scheduled", None, plain, marked=False)
         if result.answer is None:
             return None
         peers = self._peers(worker)
@@ -239,11 +234,11 @@ class UnmarkedCheck:
     ) -> list[CanaryAnswer | None]:
         """Send these workers a question as a canary; None for a missing answer, or one without logprobs: without them a near tie
         looks like a wrong answer."""
-        sampling = Sampling(max_tokens=question.max_tokens, logprobs=self._settings.top_k)
+        sampling = Sampling(max_tokens=question.max_tokens, logprobs=self.settings.top_k)
 
         async def ask(worker: Worker) -> CanaryAnswer | None:
-            probing = self._begin(worker, canary_set, question, "confirm", 0)
-            result = await self._ask(probing, question, "confirm", None, sampling)
+            probing = self.begin(worker, canary_set, question, "confirm", 0)
+            result = await self.ask(probing, question, "confirm", None, sampling)
             answer = result.answer
             return answer if answer is not None and answer.top_k and answer.finite else None
 
@@ -254,7 +249,7 @@ class UnmarkedCheck:
         name, key = worker.joined.worker, worker.joined.canary_key
         peers = [
             other
-            for other in self._look().workers.values()
+            for other in self.look().workers.values()
             if other.joined.worker != name
             and other.joined.canary_key == key
             and other.health.status is HealthStatus.HEALTHY
@@ -287,4 +282,4 @@ class UnmarkedCheck:
         return found.reason is not None
 
     def _tie_margin(self, canary_set: CanarySet) -> float:
-        return max(canary_set.calibration.tolerance, self._settings.tie_margin)
+        return max(canary_set.calibration.tolerance, self.settings.tie_margin)

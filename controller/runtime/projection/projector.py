@@ -13,7 +13,7 @@ of an unknown kind. Lost rows are checked before each start and every 30 s.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import structlog
@@ -106,21 +106,18 @@ class Progress:
     connected: bool = False  # to store and journal, at the last access
 
 
+@dataclass(eq=False)
 class Projector:
     """Follows a journal and projects it into a store."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        store: StateStore,
-        *,
-        step: Step = _no_step,
-        written: Callable[[int, int], None] = lambda seq, events: None,
-        look_every_s: float = LOOK_EVERY_S,
-    ) -> None:
-        self._journal, self._store = journal, store
-        self._look_every_s = look_every_s
-        self._step, self._written = step, written
+    journal: Journal
+    store: StateStore
+    _: KW_ONLY
+    step: Step = _no_step
+    written: Callable[[int, int], None] = lambda seq, events: None
+    look_every_s: float = LOOK_EVERY_S
+
+    def __post_init__(self) -> None:
         self.progress = Progress()
 
     async def run(self) -> None:
@@ -164,11 +161,11 @@ class Projector:
 
     async def _begin(self) -> ReadPosition:
         """Read the store's position and check that it lies on this stream."""
-        await self._step("begin")
+        await self.step("begin")
         async with asyncio.timeout(CHECK_S):
-            position = await self._store.position()
-            await refuse_foreign_stream(self._journal, position)
-            await refuse_lost_rows(self._journal, self._store)
+            position = await self.store.position()
+            await refuse_foreign_stream(self.journal, position)
+            await refuse_lost_rows(self.journal, self.store)
         self.progress.projected = position.seq
         self.progress.connected = True
         return position
@@ -176,23 +173,23 @@ class Projector:
     async def _check_losses(self) -> None:
         """Check periodically that the store still holds what was projected."""
         while True:
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(self.look_every_s)
             async with asyncio.timeout(CHECK_S):
-                await refuse_lost_rows(self._journal, self._store)
+                await refuse_lost_rows(self.journal, self.store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
         """Return the fold to continue: the store's, or one from the journal if that has dropped the next event after it.
 
         Raise StoreLost if the journal has dropped events that the store has not projected."""
-        snapshot = await self._store.load()
-        await self._step("loaded")
+        snapshot = await self.store.load()
+        await self.step("loaded")
         order = order_from(snapshot if snapshot is not None and _reach(snapshot) <= position.seq else None)
-        first = await self._journal.first_seq()
+        first = await self.journal.first_seq()
         if first <= order.last_seq + 1:
             return order
         if not position.seq:
-            return order_from(await oldest(self._journal, 0))
-        kept = [s async for _, s in snapshots(self._journal) if _reach(s) <= position.seq]
+            return order_from(await oldest(self.journal, 0))
+        kept = [s async for _, s in snapshots(self.journal) if _reach(s) <= position.seq]
         if not kept:
             raise StoreLost(
                 f"the journal begins at {first}, and the store was projected to {position.seq}. {StoreLost.__doc__}"
@@ -202,17 +199,17 @@ class Projector:
     async def _read(
         self, order: Order[Fleet], position: ReadPosition, gathered: Gathered, until: int | None
     ) -> None:
-        journal, after = self._journal, order.position.through
+        journal, after = self.journal, order.position.through
         enough = 1 if until is None else GATHER_HISTORY
         async for batch in journal.read(after) if until is None else history(journal, after, until):
-            await self._step("read")
+            await self.step("read")
             while len(gathered.events) >= GATHER_MAX:
                 gathered.taken.clear()
                 await gathered.taken.wait()
             for event in batch:
                 order.take(event)
             gathered.events.extend(e for e in batch if e.seq > position.seq)
-            await self._step("folded")
+            await self.step("folded")
             if len(gathered.events) >= enough:
                 gathered.grown.set()
         gathered.grown.set()
@@ -226,11 +223,11 @@ class Projector:
             events, gathered.events = gathered.events, []
             gathered.taken.set()
             shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
-            await self._step("writing")
+            await self.step("writing")
             async with asyncio.timeout(WRITE_S):
-                await self._store.project(events, shown, settled, after)
+                await self.store.project(events, shown, settled, after)
             after = events[-1].seq
-            await self._step("written")
+            await self.step("written")
             self._count(events)
             if until is not None and events[-1].seq >= until:
                 return
@@ -240,7 +237,7 @@ class Projector:
         progress.projected = events[-1].seq
         progress.batches += 1
         progress.events += len(events)
-        self._written(progress.projected, len(events))
+        self.written(progress.projected, len(events))
 
 
 def _reach(snapshot: Snapshot) -> int:

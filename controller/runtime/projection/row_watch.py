@@ -10,11 +10,12 @@ and the rows are compared with the state of their own position.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
-from controller.ports import RowsRead, StateStore
+from controller.ports import StateStore
 from controller.read_model.diff import RowDifference, differs_from
 from controller.runtime.view import FleetView
 from events.errors import HoldfastError
@@ -27,22 +28,19 @@ KEPT_MAX = 512  # states kept
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class RowWatch:
     """Compares a view with the rows every few seconds."""
 
-    def __init__(
-        self,
-        view: FleetView,
-        store: StateStore,
-        *,
-        every_s: float = EVERY_S,
-        differ: Callable[[RowDifference], None] = lambda difference: None,
-    ) -> None:
-        self._store = store
-        self._every_s = every_s
-        self._differ = differ
+    view: FleetView
+    store: StateStore
+    _: KW_ONLY
+    every_s: float = EVERY_S
+    differ: Callable[[RowDifference], None] = lambda difference: None
+
+    def __post_init__(self) -> None:
         self._kept: deque[tuple[int, Fleet]] = deque(maxlen=KEPT_MAX)
-        view.listen(self._on_batch)
+        self.view.listen(self._on_batch)
 
     def _on_batch(self, view: FleetView, batch: Sequence[Recorded]) -> None:
         self._kept.append((view.seq, view.fleet))
@@ -50,30 +48,22 @@ class RowWatch:
     async def run(self) -> None:
         """Compare until cancelled."""
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(self.every_s)
             try:
                 await self.compare()
-            except (
-                HoldfastError,
-                TimeoutError,
-            ) as error:  # a check must not fail the process
+            except (HoldfastError, TimeoutError) as error:  # a check must not fail the process
                 log.debug("rows_not_compared", why=str(error))
 
     async def compare(self) -> list[RowDifference] | None:
         """Read the rows and return the differences; None if the view was never at exactly their position."""
         async with asyncio.timeout(READ_S):
-            reading = await self._store.read_status()
+            reading = await self.store.read_status()
         fleet = next((fleet for seq, fleet in self._kept if seq == reading.position.seq), None)
         if fleet is None or reading.position.deciders_version not in (0, DECIDERS_VERSION):
             return None  # another version of the deciders folds to other rows: the fleet is being upgraded
-        found = await asyncio.to_thread(
-            _differences, fleet, reading
-        )  # the rows of a thousand workers would block the loop
+        # in a thread: the rows of a thousand workers would block the loop
+        found = await asyncio.to_thread(lambda: list(differs_from(fleet, reading.rows)))
         for difference in found:
             log.error("rows_differ_from_the_fold", seq=reading.position.seq, difference=str(difference))
-            self._differ(difference)
+            self.differ(difference)
         return found
-
-
-def _differences(fleet: Fleet, reading: RowsRead) -> list[RowDifference]:
-    return list(differs_from(fleet, reading.rows))

@@ -120,9 +120,8 @@ def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
         return f"HTTP {reply.status}{_code(reply.body)}", words(reply.body)
     if answer.fault[0]:
         return answer.fault
-    if reply.fault and not (
-        answer.done and reply.fault == "broke off"
-    ):  # after a complete answer, it does not matter how the server closes the connection
+    # after a complete answer, it does not matter how the server closes the connection
+    if reply.fault and not (answer.done and reply.fault == "broke off"):
         return reply.fault, reply.detail
     if not answer.done:
         return "incomplete", "the answer ended without [DONE]" if answer.events else words(reply.body)

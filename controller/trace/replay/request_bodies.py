@@ -27,10 +27,8 @@ _COMMON = (
     "two more write see number way could people than first water been call who its now find long down day did get come made"
 )
 WORDS = _COMMON.split()
-_EXTRAS: tuple[dict[str, object], ...] = (
-    {"ignore_eos": True},
-    {},
-)  # not every server accepts fields beyond OpenAI's API
+# not every server accepts fields beyond OpenAI's API
+_EXTRAS: tuple[dict[str, object], ...] = ({"ignore_eos": True}, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ Now = Callable[[], float]
 """A clock, in seconds."""
 Take = Callable[[bytes, float], None]
 """Called with each event of an answer, without its `data: `, and the time of its arrival."""
-_JSON = re.compile(
-    rb"\ncontent-type:\s*application/json"
-)  # any other type may be events: not all servers declare them
+# any other type may be events: not all servers declare them
+_JSON = re.compile(rb"\ncontent-type:\s*application/json")
 _LENGTH = re.compile(rb"\ncontent-length:\s*(\d+)")
 _CHUNKED = re.compile(rb"\ntransfer-encoding:[^\r\n]*\bchunked\b")
 _CLOSES = re.compile(rb"\nconnection:[^\r\n]*\bclose\b")

@@ -7,7 +7,7 @@ import pytest
 from canary_world import World
 
 from controller.ports import Command, GoldenWish
-from controller.runtime.canary.golden_requests import GoldenRequests
+from controller.runtime.canary.golden_requests import request_goldens
 from controller.runtime.command_answers import NotPossible, UnknownWorker
 from controller.runtime.settings import CanarySettings
 from events.observations import GoldenAnswer, GoldenProposed, GoldenRequested
@@ -16,10 +16,8 @@ SETTINGS = CanarySettings(interval_s=10)
 
 
 async def ask(world: World, **wish: Any) -> GoldenRequested:
-    requests = GoldenRequests(lambda: world.fleet, world.journal)
-    fact = await requests.request(
-        GoldenWish(**wish), "ann", Command("id-1", world.clock.now() + timedelta(seconds=5))
-    )
+    command = Command("id-1", world.clock.now() + timedelta(seconds=5))
+    fact = await request_goldens(world.fleet, world.journal, GoldenWish(**wish), "ann", command)
     world.turn()
     return fact
 

@@ -53,7 +53,7 @@ class Watch:
             self,
             self.beats,
             self.bus,
-            self,
+            self.consumer_names,
             self.clock,
             VersionSettings(soak_s=SOAK_S),
             lambda: self.leads,
