@@ -18,7 +18,7 @@ from benchmarks.router.virtual.fleet import percentile
 from benchmarks.rows import Row
 from controller.frontend.admission.pool import ALONE_TIMES
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
-from controller.trace.prompts import tokens
+from controller.trace.synthesis import tokens
 from controller.trace.rows import BLOCK_TOKENS, TraceRow
 from workers.engines.simulated.language import VOCABULARY
 

@@ -46,7 +46,7 @@ from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
 from controller.trace.replay.plan import ReplayShape, plan
 from controller.trace.replay.request_bodies import find
-from controller.trace.rows import BLOCK_TOKENS, TraceRow, read
+from controller.trace.rows import BLOCK_TOKENS, TraceReader, TraceRow
 from controller.trace.synthesis import synthesize
 from events.errors import HoldfastError
 
@@ -174,7 +174,7 @@ def _rows(args: argparse.Namespace) -> tuple[list[TraceRow], int]:
     if args.trace is None:
         profile = shipped()
         return list(synthesize(profile, count)), profile.block_tokens
-    rows = list(islice(read(args.trace), count))
+    rows = list(islice(TraceReader(args.trace), count))
     if len(rows) < count:
         raise SystemExit(f"{args.trace} has {len(rows)} requests, but {count} are needed")
     return rows, BLOCK_TOKENS

@@ -22,7 +22,7 @@ from typing import Any
 from controller.trace import chat
 from controller.trace.analysis import Analysis, analyze
 from controller.trace.profile import TraceProfile, learn, save
-from controller.trace.rows import BLOCK_TOKENS, TraceRow, read
+from controller.trace.rows import BLOCK_TOKENS, TraceReader, TraceRow
 from controller.trace.synthesis import synthesize
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation.jsonl"
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(argv)
     if args.trace.exists():
-        name, block, recorded = args.trace.name, args.block_size, list(read(args.trace, args.block_size))
+        name, block = args.trace.name, args.block_size
+        recorded = list(TraceReader(args.trace, block))
     else:
         name, block, recorded = "our own chat traffic", chat.BLOCK_TOKENS, list(chat.requests())
     profile = learn(recorded, block)

@@ -11,9 +11,9 @@ from importlib.resources import as_file, files
 from itertools import islice
 from pathlib import Path
 
-from controller.trace import prompts
+from controller.trace import synthesis
 from controller.trace.profile import TraceProfile, load
-from controller.trace.rows import BadTrace, TraceRow, read
+from controller.trace.rows import BadTrace, TraceReader, TraceRow
 from controller.trace.synthesis import SynthesisKnobs, synthesize
 
 PROMPTS = 16  # number of distinct prompts
@@ -62,7 +62,7 @@ def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
     chance = random.Random(seed)
     rows = synthesize(profile, ENDLESS, knobs, seed=seed)
     pool = tuple(
-        tuple(prompts.tokens(row, profile.block_tokens, VOCABULARY)) for row in islice(rows, PROMPTS)
+        tuple(synthesis.tokens(row, profile.block_tokens, VOCABULARY)) for row in islice(rows, PROMPTS)
     )
     requests = []
     began: float | None = None
@@ -95,7 +95,7 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Dem
 
 def _first(path: Path, seconds: float) -> list[TraceRow]:
     """Return a trace's requests of the first `seconds` seconds."""
-    rows = [row for row in read(path, None) if row.timestamp / 1e3 < seconds]
+    rows = [row for row in TraceReader(path, None) if row.timestamp / 1e3 < seconds]
     if not rows:
         raise BadTrace(f"{path} holds no request in its first {seconds:.0f} seconds")
     return rows

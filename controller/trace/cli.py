@@ -84,7 +84,7 @@ def _synthesize_flags(parser: argparse.ArgumentParser) -> None:
 
 def analyze(args: argparse.Namespace) -> int:
     """Print a trace's statistics, and optionally draw them."""
-    from controller.trace import analysis, plot, report
+    from controller.trace import analysis, plot
 
     if args.plot:
         plot.check(args.plot)
@@ -94,7 +94,7 @@ def analyze(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(json.dumps({**asdict(found), "skipped_lines": reading.skipped}, indent=1))
     else:
-        print(*report.lines(str(args.file), found), sep="\n")
+        print(*analysis.lines(str(args.file), found), sep="\n")
     if args.plot:
         with _writing(args.plot):
             plot.draw(args.file.name, measures, args.plot)

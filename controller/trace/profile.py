@@ -178,21 +178,22 @@ def _counts_fault(profile: TraceProfile) -> str:
         *core.later_leaves.values(), *(node.rests for node in core.nodes),
         *(counts for pools in core.returns.values() for counts in pools.values()),
     ]  # fmt: skip
-    if any(not 0 <= value <= MS_MAX or count < 1 for counts in tables for value, count in counts.items()):
-        return "a length, a gap or a count is below 0, or too large"
-    if requests > REQUESTS_MAX:
-        return f"it has {requests:,} requests, more than {REQUESTS_MAX:,}"
-    if any(
-        not 1 <= rest <= profile.block_tokens
-        for rests in (core.leaf_rests, *(node.rests for node in core.nodes[1:]))
-        for rest in rests
-    ):
-        return f"a last block has no tokens, or more than {profile.block_tokens}"
+    rests = (core.leaf_rests, *(node.rests for node in core.nodes[1:]))
     outputs, groups = sum(profile.outputs.values()), sum(profile.groups.values())
     arrived = sum(size * count for size, count in profile.groups.items())
-    if not requests == outputs == arrived or sum(count for _, count in profile.gaps) != groups - 1:
-        return "the numbers of outputs, arrivals and requests differ"
-    return ""
+    agree = requests == outputs == arrived and sum(count for _, count in profile.gaps) == groups - 1
+    most, values = profile.block_tokens, [pair for counts in tables for pair in counts.items()]
+    faults = {
+        "a length, a gap or a count is below 0, or too large": any(
+            not 0 <= value <= MS_MAX or count < 1 for value, count in values
+        ),
+        f"it has {requests:,} requests, more than {REQUESTS_MAX:,}": requests > REQUESTS_MAX,
+        f"a last block has no tokens, or more than {most}": any(
+            not 1 <= rest <= most for counts in rests for rest in counts
+        ),
+        "the numbers of outputs, arrivals and requests differ": not agree,
+    }
+    return next((fault for fault, holds in faults.items() if holds), "")
 
 
 def _tree_fault(core: Core) -> str:

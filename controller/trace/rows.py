@@ -47,15 +47,6 @@ class TraceRow(msgspec.Struct, gc=False):
     hash_ids: list[int] = []
 
 
-class _Line(msgspec.Struct, gc=False):
-    """A request as encoded: whole times have no fraction, and empty hash ids are omitted."""
-
-    timestamp: int | float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] | msgspec.UnsetType
-
-
 class TraceReader:
     """Reads a trace file once, from its beginning, and counts rows and errors.
 
@@ -108,13 +99,6 @@ class TraceReader:
         self.first_error = self.first_error or str(error)
 
 
-def read(
-    path: Path, block_tokens: int | None = BLOCK_TOKENS, *, skip_bad: bool = False
-) -> Iterator[TraceRow]:
-    """Yield a file's requests. Raise BadTrace, which names the line, unless invalid lines are skipped."""
-    return iter(TraceReader(path, block_tokens, skip_bad=skip_bad))
-
-
 def bounded(tokens: int) -> int:
     """Return a scaled length. Raise UsageError if it is too large for a trace."""
     if tokens > TOKENS_MAX:
@@ -127,9 +111,13 @@ def bounded(tokens: int) -> int:
 def encode(row: TraceRow) -> bytes:
     """Return a request as a line of a Mooncake trace. Times are rounded to microseconds."""
     at = round(row.timestamp, 3)
-    whole = int(at)
-    ids = row.hash_ids or msgspec.UNSET
-    line = _Line(whole if whole == at else at, row.input_length, row.output_length, ids)
+    line: dict[str, object] = {
+        "timestamp": int(at) if at == int(at) else at,  # whole times have no fraction
+        "input_length": row.input_length,
+        "output_length": row.output_length,
+    }
+    if row.hash_ids:
+        line["hash_ids"] = row.hash_ids
     return msgspec.json.encode(line) + b"\n"
 
 

@@ -1,7 +1,7 @@
 """Generates requests like those that a profile was learned from.
 
 A prompt is a walk down the tree of shared prefixes. At each prefix, the outcome is drawn as often as it was
-observed: a next prefix, the end, or an own part of the prompt. Draws are deals from decks (`decks.py`). So as many requests as
+observed: a next prefix, the end, or an own part of the prompt. Draws are deals from decks (`Deck`). So as many requests as
 the profile was learned from share as much as those in the trace did, and as soon after one another. The outcome of the first
 prompt at a prefix is dealt first: no prompt can return to a prefix that does not exist yet. When all decks are used up, they
 start again with new ids, except for lasting prefixes: more requests are more conversations.
@@ -11,15 +11,110 @@ parts, outputs and times are drawn independently, each from its own random sourc
 names, and no other draw.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
+from typing import Generic, TypeVar, cast
 
-from controller.trace.decks import Deck, ReturningDeck
+import numpy as np
+
 from controller.trace.profile import TraceProfile
 from controller.trace.rows import TOKENS_MAX, BadTrace, TraceRow, bounded
 from controller.trace.tree import ALONE, ROOT, Core, depth_class, size_class
 from events.errors import UsageError
+
+V = TypeVar("V", bound=float)
+
+
+class Cdf(Generic[V]):
+    """The observed values in order, with cumulative counts. Each slot from 0 to `total` - 1 is one observation."""
+
+    def __init__(self, counts: Mapping[V, int]) -> None:
+        seen = sorted((value, count) for value, count in counts.items() if count)
+        self.values: list[V] = [value for value, _ in seen]
+        self.cumulative: list[int] = list(accumulate(count for _, count in seen))
+
+    @property
+    def total(self) -> int:
+        """Number of observations."""
+        return self.cumulative[-1] if self.cumulative else 0
+
+    def counts(self) -> Iterator[tuple[V, int]]:
+        """Yield each value and how often it was observed."""
+        for value, low, high in zip(self.values, [0, *self.cumulative], self.cumulative, strict=False):
+            yield value, high - low
+
+    def __getitem__(self, slot: int) -> V:
+        return self.values[bisect_right(self.cumulative, slot)]
+
+
+class Deck(Generic[V]):
+    """Deals values in rounds: every slot of the distribution once, in random order, then the next round.
+
+    Independent draws from an empirical distribution do not keep the frequencies: in four cases of ten, a prefix shared by two
+    prompts would be visited by one prompt or by none. A deck deals every observed value as often as it was observed before any
+    value is repeated.
+    """
+
+    def __init__(self, counts: Mapping[V, int], chance: Random) -> None:
+        self.cdf = Cdf(counts)
+        self.chance = chance
+        self._left: list[V] = []
+
+    @property
+    def begins(self) -> bool:
+        """Return whether the next deal begins a round."""
+        return not self._left
+
+    def deal(self) -> V:
+        """Return the next value. The deck must not be empty."""
+        if not self._left:
+            self._left = self.order()
+            self._left.reverse()
+        return self._left.pop()
+
+    def order(self) -> list[V]:
+        """Return the values of a round in the order in which they are dealt."""
+        slots = list(range(self.cdf.total))
+        self.chance.shuffle(slots)
+        return [self.cdf[slot] for slot in slots]
+
+
+class ReturningDeck(Deck[int]):
+    """Deals outcomes that recur as soon as they did in the trace.
+
+    `gaps` has, for some outcomes, the observed numbers of deals between two occurrences. Every round begins with `first`.
+    Outcomes without gaps are dealt at random.
+    """
+
+    def __init__(
+        self, counts: Mapping[int, int], chance: Random, first: int, gaps: Mapping[int, Deck[int]]
+    ) -> None:
+        super().__init__(counts, chance)
+        self._first = first
+        self._gaps = gaps
+
+    def order(self) -> list[int]:
+        """Return a round's outcomes: each outcome first at a random time, then again after drawn gaps."""
+        due: list[tuple[float, int]] = []
+        total = self.cdf.total
+        for outcome, count in self.cdf.counts():
+            gaps = self._gaps.get(outcome)
+            if gaps is None or count == 1:
+                times = [self.chance.random() * total for _ in range(count)]
+                if outcome == self._first:
+                    times[0] = -1.0
+            else:
+                times = list(accumulate((gaps.deal() for _ in range(count - 1)), initial=0))
+                scale = min(1.0, total / (times[-1] + 1))
+                begin = -1.0 if outcome == self._first else self.chance.random() * (total - times[-1] * scale)
+                times = [begin + time * scale for time in times]
+            due += [(time, outcome) for time in times]
+        due.sort()
+        return [outcome for _, outcome in due]
+
 
 REJECTIONS_MAX = 10_000
 MULTIPLIER_MAX = 1e6
@@ -190,3 +285,17 @@ def _times(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> Iterator[
         for _ in range(group.deal()):
             yield now / knobs.speedup_ratio
         now += gap.deal() if profile.gaps else 0.0
+
+
+def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
+    """Return the prompt of a request with hash ids: one block of tokens per id, cut to the prompt's length."""
+    prompt: list[int] = []
+    for name in row.hash_ids:
+        prompt += block(name, block_tokens, vocabulary)
+    return prompt[: row.input_length]
+
+
+def block(name: int | str, length: int, vocabulary: range) -> list[int]:
+    """Return the tokens of the block with this name. The same name always gives the same tokens."""
+    drawn = np.frombuffer(Random(name).randbytes(4 * length), "<u4")  # four times as fast as `choices`
+    return cast(list[int], (drawn % len(vocabulary) + vocabulary.start).tolist())

@@ -65,11 +65,6 @@ class Core(msgspec.Struct):
             outcomes |= {END: node.ends, ALONE: node.alone}
         return found
 
-    def gaps(self, place: int, child: int) -> dict[int, int]:
-        """Return how many prompts pass until one continues to the same child again: number -> count; empty if unknown."""
-        pools = self.returns.get(size_class(self.nodes[place].visits), {})
-        return pools.get(size_class(self.nodes[child].visits), {})
-
     def depths(self) -> list[int]:
         """Return, for each node, how many blocks a prompt has up to its end."""
         depths: list[int] = []

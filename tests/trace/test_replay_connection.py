@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.trace.replay.connection import ClientConnection
-from controller.trace.replay.endpoint import ConnectionLimits, ReplayTarget, Reply
-from controller.trace.replay.read_limit import TURN_S, LoopTurn
+from controller.trace.replay.endpoint import TURN_S, ConnectionLimits, LoopTurn, ReplayTarget, Reply
 from controller.trace.replay.response import ResponseLimits
 from events.errors import UsageError
 

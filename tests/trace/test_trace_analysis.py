@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.trace import report
+from controller.trace import analysis
 from controller.trace.analysis import analyze, measure
 from controller.trace.rows import BadTrace, TraceRow
 
@@ -35,7 +35,7 @@ def test_without_hash_ids_sharing_is_unknown_not_zero() -> None:
     found = analyze([TraceRow(0, 10, 1), TraceRow(0, 20, 1)])
     assert found.hit_rate is found.context_length is found.unique_length is None
     assert found.rate is None
-    told = report.lines("t", found)
+    told = analysis.lines("t", found)
     assert told[0] == "t: 2 requests in 0 s, all at once" and "unknown" in told[1]
     assert told[-1].split() == ["Theoretical", "hit", "rate", *"-" * 8]
 
@@ -46,7 +46,7 @@ def test_requests_without_hash_ids_count_only_where_ids_are_not_needed() -> None
 
 
 def test_the_table_shows_every_column() -> None:
-    told = report.lines("t", analyze(ROWS))
+    told = analysis.lines("t", analyze(ROWS))
     assert told[0] == "t: 4 requests in 4 s, 1.00 a second"
     assert told[1] == "5 distinct blocks of 512 tokens; 2 of them occur in more than one prompt"
     table = {line[:22].strip(): line[22:].split() for line in told[4:]}

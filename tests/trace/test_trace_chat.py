@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from controller.demo import profile as demo
-from controller.trace import chat, prompts
+from controller.trace import chat, synthesis
 from controller.trace.profile import learn
 from controller.trace.rows import TraceRow
 from controller.trace.tree import Tree
@@ -61,8 +61,8 @@ def test_the_demos_profile_is_learned_from_it(recorded: list[TraceRow]) -> None:
 
 def test_equal_hash_ids_are_equal_tokens() -> None:
     vocabulary = range(100, 200)
-    one = prompts.tokens(TraceRow(0, 40, 1, [7, 8, 9]), 16, vocabulary)
-    two = prompts.tokens(TraceRow(0, 48, 1, [7, 8, 5]), 16, vocabulary)
+    one = synthesis.tokens(TraceRow(0, 40, 1, [7, 8, 9]), 16, vocabulary)
+    two = synthesis.tokens(TraceRow(0, 48, 1, [7, 8, 5]), 16, vocabulary)
     assert len(one) == 40 and len(two) == 48
     assert one[:32] == two[:32] and one[32:] != two[32:40]
     assert set(one) <= set(vocabulary)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.trace.decks import Cdf, Deck, ReturningDeck
+from controller.trace.synthesis import Cdf, Deck, ReturningDeck
 
 seen = st.dictionaries(st.integers(-5, 50), st.integers(0, 5), min_size=1).filter(lambda c: sum(c.values()))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.trace.rows import LINE_MAX, BadTrace, TraceReader, TraceRow, encode, read
+from controller.trace.rows import LINE_MAX, BadTrace, TraceReader, TraceRow, encode
 
 GOOD = '{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1], "session_id": "x"}'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -26,16 +26,19 @@ def test_a_mooncake_trace_is_read_plain_and_compressed(tmp_path: Path, newline: 
     compressed = tmp_path / "trace.gz"
     compressed.write_bytes(gzip.compress(text.encode("utf-8-sig")))
     expected = [TraceRow(0, 1000, 5, [0, 1])] * 2
-    assert list(read(written(tmp_path, text))) == list(read(compressed)) == expected
+    assert list(TraceReader(written(tmp_path, text))) == list(TraceReader(compressed)) == expected
 
 
 def test_an_azure_trace_counts_time_from_its_first_request(tmp_path: Path) -> None:
     lines = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
-    first, second = read(written(tmp_path, AZURE + lines))
+    first, second = TraceReader(written(tmp_path, AZURE + lines))
     assert first == TraceRow(0.0, 374, 44, [])
     assert (second.timestamp, second.input_length) == pytest.approx((4314.579, 396), abs=0.01)
     zones = "2024-05-10 00:00:00+00:00,1,2\n2024-05-10 02:00:01+02:00,3,4\n"
-    assert list(read(written(tmp_path, AZURE + zones))) == [TraceRow(0, 1, 2, []), TraceRow(1000, 3, 4, [])]
+    assert list(TraceReader(written(tmp_path, AZURE + zones))) == [
+        TraceRow(0, 1, 2, []),
+        TraceRow(1000, 3, 4, []),
+    ]
 
 
 BAD = {
@@ -62,7 +65,7 @@ BAD = {
 def test_a_bad_line_is_named_or_skipped_and_counted(line: str, says: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"{GOOD}\n{line}\n{GOOD}\n")
     with pytest.raises(BadTrace, match="line 2: ") as refused:
-        list(read(path))
+        list(TraceReader(path))
     assert says in str(refused.value)
     reading = TraceReader(path, skip_bad=True)
     assert len(list(reading)) == reading.rows == 2
@@ -72,7 +75,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(line: str, says: str, tmp_pa
 def test_times_must_not_decrease(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD.replace("0,", "5000,", 1) + "\n" + GOOD)
     with pytest.raises(BadTrace, match="line 2: a timestamp of 0 ms after one of 5000"):
-        list(read(path))
+        list(TraceReader(path))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_times_must_not_decrease(tmp_path: Path) -> None:
 )
 def test_a_bad_line_of_an_azure_trace_is_named(line: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match=says):
-        list(read(written(tmp_path, AZURE + line + "\n")))
+        list(TraceReader(written(tmp_path, AZURE + line + "\n")))
 
 
 @pytest.mark.parametrize(
@@ -97,20 +100,20 @@ def test_a_bad_line_of_an_azure_trace_is_named(line: str, says: str, tmp_path: P
 def test_columns_with_other_names_or_order_are_refused(header: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"{header}\n2023-11-16 18:15:46,1000,5\n")
     with pytest.raises(BadTrace, match=f"line 1: it is neither the header {AZURE.strip()} nor a request"):
-        list(read(path))
+        list(TraceReader(path))
     with pytest.raises(BadTrace, match=r"holds no request: .*line 1: it is neither"):
-        list(read(path, skip_bad=True))
+        list(TraceReader(path, skip_bad=True))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", AZURE])
 def test_an_empty_trace_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match="holds no request"):
-        list(read(written(tmp_path, text)))
+        list(TraceReader(written(tmp_path, text)))
 
 
 def test_a_trace_with_only_bad_lines_reports_the_first(tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match=r"holds no request: .*line 1: "):
-        list(read(written(tmp_path, "a\nb\n"), skip_bad=True))
+        list(TraceReader(written(tmp_path, "a\nb\n"), skip_bad=True))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken.write_bytes(whole[:12] + b"\0" * 20)
     for path in (cut, broken, tmp_path, tmp_path / "none"):
         with pytest.raises(BadTrace, match=rf"{path.name} cannot be read: \w"):
-            list(read(path, skip_bad=True))
+            list(TraceReader(path, skip_bad=True))
 
 
 def test_a_line_without_end_is_one_bad_line(tmp_path: Path) -> None:
@@ -139,7 +142,7 @@ def test_written_rows_are_read_back(ms: float, tokens: int, output: int, known: 
     row = TraceRow(ms, tokens, output, list(range(-(-tokens // 512))) if known else [])
     with NamedTemporaryFile() as file:
         Path(file.name).write_bytes(encode(row))
-        assert list(read(Path(file.name))) == [row]
+        assert list(TraceReader(Path(file.name))) == [row]
 
 
 lines = st.lists(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from controller.trace import chat
 from controller.trace.analysis import Analysis, analyze, measure
 from controller.trace.profile import TraceProfile, learn, load, save
-from controller.trace.rows import BadTrace, TraceRow, read
+from controller.trace.rows import BadTrace, TraceReader, TraceRow
 from controller.trace.synthesis import SynthesisKnobs, synthesize
 from events.errors import UsageError
 
@@ -76,7 +76,7 @@ def test_it_is_within_three_percent_of_a_small_trace(recorded: list[TraceRow], a
     not MOONCAKE.exists(), reason="needs ../shared/data/mooncake_conversation.jsonl beside this clone"
 )
 def test_it_is_within_three_percent_of_the_real_conversation_trace() -> None:
-    recorded = list(read(MOONCAKE))
+    recorded = list(TraceReader(MOONCAKE))
     figures = off(analyze(synthesize(learn(recorded), len(recorded))), analyze(recorded))
     assert max(map(abs, figures.values())) < CLOSE, figures
 

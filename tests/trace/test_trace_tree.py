@@ -50,7 +50,6 @@ def test_return_gaps_are_counted_and_lasting_prefixes_marked() -> None:
         (2, False),
     ]
     assert core.returns == {4: {3: {1: 1, 3: 2}, 2: {1: 2}}}
-    assert core.gaps(ROOT, 1) == {1: 1, 3: 2} and core.gaps(1, 2) == {}
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(1, 1), (15, 15), (16, 16), (17, 16), (1000, 960), (1023, 960)])

@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
-from controller.trace.rows import read as read_rows
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceReader, TraceRow
 from events.blocks import follow
 
 NUMBER_MAX = 1_000_000  # of workers, requests, seconds …: more is an error
@@ -29,7 +28,7 @@ class Request:
 
 def read(path: Path, limit: int | None = None) -> list[TraceRow]:
     """Read a trace, or its first `limit` rows. Raise BadTrace, also if all requests arrive at once."""
-    rows = list(islice(read_rows(path), limit))
+    rows = list(islice(TraceReader(path), limit))
     if not rows[-1].timestamp:
         raise BadTrace(f"{path}: all {len(rows)} requests arrive at once, so there is no rate to change")
     return rows

@@ -3,29 +3,40 @@
 import argparse
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-from controller.trace import plot
-from controller.trace.replay import replay_plot, report, request_bodies, view
+from controller.trace import plot, profile
+from controller.trace.replay import report, request_bodies
+from controller.trace.replay.connection import now
 from controller.trace.replay.driver import Limits, Replay
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.flags import CONCURRENCY
-from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
-from controller.trace.replay.plan import ReplayShape
-from controller.trace.replay.source import TraceSource, Wanted
-from controller.trace.rows import TraceReader
+from controller.trace.replay.measures import AnswerSlo, DurationHistogram, ReplayMeasures
+from controller.trace.replay.plan import PlannedRequest, ReplayShape, plan
+from controller.trace.rows import BLOCK_TOKENS, TraceReader, TraceRow
+from controller.trace.synthesis import synthesize
 from events.errors import UsageError
 
+ENDLESS = 1_000_000_000
+REFRESH_S = 0.5
+LINE_S = 5.0
+BAR_WIDTH = 40
 KEY = "OPENAI_API_KEY"
 INTERRUPTED = 130
 FILES_SPARE = 256  # descriptors other than connections
@@ -33,6 +44,60 @@ WIDTH = 100
 
 Writing = Callable[[Path], AbstractContextManager[None]]
 """Context manager that reports a file that cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedDuration:
+    """The expected number of requests and duration of a replay, as far as known."""
+
+    requests: int | None
+    seconds: float | None
+
+
+class TraceSource:
+    """The planned requests of a file: a recorded trace, or a profile, which never ends.
+
+    A trace is read completely first, to find invalid lines before anything is sent.
+    """
+
+    def __init__(self, args: argparse.Namespace, block_tokens: int | None, shape: ReplayShape) -> None:
+        self._args, self._shape = args, shape
+        self._profile = profile.load(args.file) if profile.is_profile(args.file) else None
+        self._reading: TraceReader | None = None
+        if self._profile is None:
+            self._block_tokens = block_tokens or BLOCK_TOKENS
+            return
+        learned = self._block_tokens = self._profile.block_tokens
+        if block_tokens not in (None, learned):
+            raise UsageError(
+                f"--block-size {block_tokens}: {args.file} was learned in blocks of {learned} tokens"
+            )
+        if args.max_requests is None and args.seconds is None:
+            raise UsageError(f"{args.file} is a profile, which has no end: set --max-requests or --seconds")
+
+    @property
+    def skipped(self) -> TraceReader | None:
+        """The trace reader, if it skipped lines."""
+        return self._reading if self._reading is not None and self._reading.skipped else None
+
+    def expected(self) -> ExpectedDuration:
+        """Return how much will be sent. Raise BadTrace, naming the line, if a trace is invalid."""
+        if self._profile is not None:
+            return ExpectedDuration(self._args.max_requests, self._args.seconds)
+        until_s = self._args.seconds or math.inf
+        return ExpectedDuration(
+            sum(1 for _ in takewhile(lambda one: one.at_s < until_s, self.planned())), None
+        )
+
+    def planned(self) -> Iterator[PlannedRequest]:
+        """Yield the requests to send, from the beginning."""
+        rows: Iterator[TraceRow]
+        if self._profile is not None:
+            rows = synthesize(self._profile, ENDLESS, seed=self._args.seed)
+        else:
+            self._reading = TraceReader(self._args.file, self._block_tokens, skip_bad=self._args.skip_bad)
+            rows = iter(self._reading)
+        return plan(islice(rows, self._args.max_requests), self._block_tokens, self._shape)
 
 
 def run(
@@ -60,7 +125,7 @@ def run(
             args.report.write_text(json.dumps(found, indent=1) + "\n")
     if args.plot:
         with writing(args.plot):
-            replay_plot.draw(report.head(found)[0], run.measures, args.plot)
+            report.draw(report.head(found)[0], run.measures, args.plot)
     failed = run.measures.sent and not run.measures.whole
     return INTERRUPTED if run.interrupted else int(bool(failed)), run.source.skipped
 
@@ -71,27 +136,11 @@ class ReplayRun:
     def __init__(self, args: argparse.Namespace, block_tokens: int | None) -> None:
         self.interrupted = False
         self._args = args
-        self._shape = ReplayShape(
-            speedup_ratio=args.speedup_ratio,
-            scale_input=args.scale_input,
-            scale_output=args.scale_output,
-            max_isl=args.max_isl,
-            max_osl=args.max_osl,
-        )
+        self._shape = ReplayShape(**{field.name: getattr(args, field.name) for field in fields(ReplayShape)})
         self._limits = _limits(args)
         self.measures = ReplayMeasures(_slo(args))
         self._target = ReplayTarget(args.url, args.key or os.environ.get(KEY, ""))
-        self.source = TraceSource(
-            Wanted(
-                path=args.file,
-                block_tokens=block_tokens,
-                skip_bad=args.skip_bad,
-                seed=args.seed,
-                shape=self._shape,
-                requests=args.max_requests,
-                seconds=args.seconds,
-            )
-        )
+        self.source = TraceSource(args, block_tokens, self._shape)
         self._expected = self.source.expected()
         self._model, self._form = "", ""
 
@@ -103,7 +152,7 @@ class ReplayRun:
             self._form = worded.form
             replay = Replay(self._target, worded, self.source.planned(), self.measures, self._limits)
             with _stopping(self._target.hush) as stop:
-                async with view.shown(self.measures, self._expected):
+                async with shown(self.measures, self._expected):
                     await replay.run(stop)
                 self.interrupted = stop.is_set()
         finally:
@@ -111,14 +160,13 @@ class ReplayRun:
 
     def found(self) -> dict[str, Any]:
         """Return the report of the replay as plain JSON types."""
-        shape = {name: getattr(self._shape, name) for name in ReplayShape.__dataclass_fields__}
         skipped = self.source.skipped
         about = {
             "trace": str(self._args.file),
             "url": self._target.url,
             "model": self._model,
             "prompts": self._form,
-            "shape": shape,
+            "shape": asdict(self._shape),
             "concurrency": self._limits.concurrency,
             "interrupted": self.interrupted,
             "skipped_lines": skipped.skipped if skipped else 0,
@@ -188,3 +236,87 @@ def _slo(args: argparse.Namespace) -> AnswerSlo:
             raise UsageError(f"--slo-{name}-ms {ms:g}: expected a number of milliseconds above 0")
         seconds[f"{name}_s"] = None if ms is None else ms / 1e3
     return AnswerSlo(**seconds)
+
+
+def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
+    """Return the completed share of a replay, from 0 to 1: by requests or by time, whichever is larger.
+
+    None if neither total is known.
+    """
+    if expected.requests is None and expected.seconds is None:
+        return None
+    over = measures.whole + measures.failed
+    by_count = over / expected.requests if expected.requests else 0.0
+    by_time = (now() - measures.began) / expected.seconds if expected.seconds and measures.began else 0.0
+    return min(1.0, max(by_count, by_time))
+
+
+@asynccontextmanager
+async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIterator[None]:
+    """Show the progress until the end of the block."""
+    console = Console(stderr=True)
+    task = asyncio.ensure_future(
+        _draw(measures, expected, console) if console.is_terminal else _print_lines(measures, expected)
+    )
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=REFRESH_S)
+
+
+async def _print_lines(measures: ReplayMeasures, expected: ExpectedDuration) -> None:
+    while True:
+        await asyncio.sleep(LINE_S)
+        print(line(measures, expected), file=sys.stderr, flush=True)
+
+
+def line(measures: ReplayMeasures, expected: ExpectedDuration) -> str:
+    """Return the progress as one line."""
+    share = share_of(measures, expected)
+    ttft, itl = (_ms(one, 0.5, 0.99) for one in (measures.ttft, measures.itl))
+    return (
+        f"{now() - measures.began:.0f} s{'' if share is None else f' ({share:.0%})'}: {measures.sent:,} sent, "
+        f"{measures.in_flight:,} in flight, {measures.failed:,} failed, {measures.tokens.events:,} tokens; "
+        f"TTFT p50 {ttft[0]} p99 {ttft[1]} ms, ITL p50 {itl[0]} p99 {itl[1]} ms"
+    )
+
+
+async def _draw(measures: ReplayMeasures, expected: ExpectedDuration, console: Console) -> None:
+    before, events = now(), 0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        try:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                at = now()
+                rate = (measures.tokens.events - events) / (at - before)
+                before, events = at, measures.tokens.events
+                live.update(_picture(measures, expected, rate), refresh=True)
+        finally:
+            live.update("", refresh=True)  # the last frame would stay on a small terminal
+
+
+def _picture(measures: ReplayMeasures, expected: ExpectedDuration, rate: float) -> RenderableType:
+    share = share_of(measures, expected)
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        f"{now() - measures.began:6.0f} s",
+        ProgressBar(1.0, share or 0.0, width=BAR_WIDTH, pulse=share is None, animation_time=now()),
+        "" if share is None else f"{share:.0%}",
+    )
+    counts = (
+        f"{measures.sent:,} sent, {measures.in_flight:,} in flight, {measures.whole:,} answered, "
+        f"{measures.failed:,} failed; {rate:,.0f} tokens/s"
+    )
+    table = Table("ms", "p50", "p95", "p99", "max", box=None)
+    for label, values in (
+        ("TTFT", measures.ttft), ("ITL", measures.itl), ("whole answer", measures.e2e), ("late", measures.generator.late),
+    ):  # fmt: skip
+        table.add_row(label, *_ms(values, 0.5, 0.95, 0.99, 1.0))
+    return Group(bar, counts, table)
+
+
+def _ms(values: DurationHistogram, *shares: float) -> list[str]:
+    if not values.count:
+        return ["-"] * len(shares)
+    return [f"{value * 1e3:,.1f}" for value in values.percentiles(*shares)]

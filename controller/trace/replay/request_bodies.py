@@ -10,9 +10,9 @@ from functools import _lru_cache_wrapper, lru_cache  # the first is the type tha
 from random import Random
 from typing import Literal
 
-from controller.trace.prompts import block
 from controller.trace.replay.answer import ReplayedAnswer
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
+from controller.trace.synthesis import block
 
 Form = Literal["token ids", "text", "chat"]
 VOCABULARY = range(300, 1000)  # valid in any vocabulary, without a special meaning
