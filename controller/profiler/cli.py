@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from controller.profiler.flags import KEY, Sweep
 from controller.profiler.openai_target import OpenAITarget
-from controller.profiler.profile_arrays import TooFewPoints, arrays
+from controller.profiler.profile_arrays import Array, TooFewPoints, arrays
 from controller.profiler.sweep import Measuring, OnMeasurement
 from controller.profiler.target import CannotMeasure, ProfiledEngine
 from controller.profiler.worker_target import WorkerTarget
@@ -123,12 +122,12 @@ def _lines() -> Callable[[str], None]:
     return report
 
 
-def _write(path: Path, made: dict[str, Any]) -> None:
+def _write(path: Path, made: dict[str, Array]) -> None:
     """Write a profile atomically."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, **made)
+            np.savez(file, allow_pickle=False, **made)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ class OpenAITarget:
         self._now = now
         self._url = self._target.url
         self._words_per_token = 0.0  # 0: the server accepts token ids
-        self._extra: dict[str, Any] = {"ignore_eos": True}
+        self._extra: dict[str, object] = {"ignore_eos": True}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -43,7 +43,7 @@ class OpenAITarget:
             about = await self._target.model(self.name)
         except BadEndpoint as error:
             raise CannotMeasure(str(error)) from None
-        self.name, meta = about["id"], about.get("meta")
+        self.name, meta = str(about["id"]), about.get("meta")
         reported = about.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
         self.context_tokens = _count(reported)
         if await self._accepts([10, 11, 12]):
@@ -143,6 +143,6 @@ def _take(stream: ProfiledStream, reported: dict[str, Any], at: float) -> None:
         stream.tokens = _count(usage.get("completion_tokens")) or stream.tokens
 
 
-def _count(reported: Any) -> int | None:
+def _count(reported: object) -> int | None:
     """Return a number of tokens reported by a server; None if it is not plausible."""
     return reported if isinstance(reported, int) and 0 < reported <= TOKENS_MAX else None

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from controller.deciders.fleet import Fleet
 from controller.read_model import rows as projection
 from controller.read_model.rows import Row
 
-FoundRows = Sequence[Mapping[str, Any]]
+FoundRows = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +15,8 @@ class RowDifference:
     """One row that differs from the expected one, is missing, or is superfluous."""
 
     where: str
-    expected: Any
-    found: Any
+    expected: object
+    found: object
 
     def __str__(self) -> str:
         return f"{self.where}: expected {self.expected}, found {self.found}"
@@ -61,11 +60,11 @@ def _name(key: Row) -> str:
     return "/".join(map(str, key))
 
 
-def _named(table: str, row: Row) -> dict[str, Any]:
+def _named(table: str, row: Row) -> dict[str, object]:
     return {name: plain(value) for name, value in zip(projection.COLUMNS[table], row, strict=True)}
 
 
-def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any]:
+def first_difference(ours: object, theirs: object, path: str = "") -> tuple[str, object, object]:
     """Return the first difference of two JSON values: a path such as `.top_k[3]`, and both values there."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:

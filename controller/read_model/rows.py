@@ -266,7 +266,7 @@ def _as_read(column: str, text: str) -> str:
     return json.dumps(read if _within(value, read) else value, sort_keys=True)
 
 
-def _within(value: Any, read: Any) -> bool:
+def _within(value: object, read: object) -> bool:
     """Return whether decoding kept everything in a JSON value."""
     if isinstance(value, dict) and isinstance(read, dict):
         return all(key in read and _within(item, read[key]) for key, item in value.items())
@@ -275,7 +275,7 @@ def _within(value: Any, read: Any) -> bool:
     return bool(value == read)
 
 
-def as_json(table: str, row: Row) -> dict[str, Any]:
+def as_json(table: str, row: Row) -> dict[str, object]:
     """Return a row as a mapping of plain JSON types."""
     return {
         name: json.loads(value)

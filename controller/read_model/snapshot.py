@@ -12,7 +12,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 
@@ -47,7 +47,7 @@ def decode(data: bytes) -> Fleet:
         raise BadSnapshot(f"{error}. {BadSnapshot.__doc__}") from error
 
 
-def _shape(kind: Any, seen: set[Any]) -> list[str]:
+def _shape(kind: object, seen: set[object]) -> list[str]:
     """List every field of every dataclass below `kind`, in a fixed order."""
     if kind in seen:
         return []

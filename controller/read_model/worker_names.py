@@ -1,7 +1,7 @@
 """Finds the workers that a fact names, in any field: the filter of `--worker`."""
 
 from dataclasses import fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from events import codec
 from events.decisions import (
@@ -42,7 +42,7 @@ def _paths(kind: type[Fact]) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def _has_worker(part: Any) -> bool:
+def _has_worker(part: object) -> bool:
     return isinstance(part, type) and is_dataclass(part) and "worker" in part.__dataclass_fields__
 
 
@@ -60,7 +60,7 @@ def workers_of(fact: Fact) -> list[str]:
     return list(dict.fromkeys(name for name in found if name))
 
 
-def _names(value: Any, path: tuple[str, ...]) -> list[str]:
+def _names(value: object, path: tuple[str, ...]) -> list[str]:
     if isinstance(value, tuple):
         return [name for part in value for name in _names(part, path)]
     return _names(getattr(value, path[0]), path[1:]) if path else [str(value)]

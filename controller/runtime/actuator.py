@@ -16,7 +16,7 @@ idempotent. A worker that does not answer is retried with backoff; other compone
 import asyncio
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import structlog
 
@@ -161,7 +161,7 @@ class Actuator:
         fleet, attempt = self.view.fleet, self._attempts[name]
         worker = fleet.remembered(name)
         assert worker is not None, "_due() returned it a moment ago"
-        body: dict[str, Any] = {}
+        body: dict[str, object] = {}
         subject = SUBJECTS[command](name)
         if command in ("distrust", "trust"):
             body["reason"] = ", ".join(_doubtful_convictions(worker))

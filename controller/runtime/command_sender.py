@@ -7,7 +7,6 @@ deadline has passed by the same clock, a command without a fact on the journal w
 
 import asyncio
 from datetime import datetime, timedelta
-from typing import Any
 
 from controller.runtime import command_answers
 from controller.runtime.bounded_read import history
@@ -22,7 +21,7 @@ from events.observations import Commanded, CommandRefused
 ON_ITS_WAY_S = 1.0  # extra wait for an answer that was sent just before the deadline
 LOOK_S = 0.1
 
-Said = dict[str, Any]
+Said = dict[str, object]
 
 
 class NotCarriedOut(NoAnswer):

@@ -8,15 +8,14 @@ is stopped or cut off is not seen; it stops at an unknown kind when it returns.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import structlog
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, in_force
-from controller.ports import Clock
+from controller.ports import Clock, Json
 from controller.runtime.beats import Beats
 from controller.runtime.settings import VersionSettings
 from controller.runtime.view import FleetSource
@@ -205,7 +204,7 @@ class FleetVersions:
         now = self._in_force()
         return InForce.of(now.kinds | kinds, max(now.deciders_version, version))
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> Json:
         """Return the output of `holdfast fleet versions`, as plain JSON values."""
         now, ours = self._in_force(), InForce.of(new_kinds(), DECIDERS_VERSION)
         held = {*(ours.kinds - now.kinds)}

@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any
 
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.ports import NO_COMMAND, Command, GoldenWish, StoreUnavailable
+from controller.ports import NO_COMMAND, Command, GoldenWish, Json, StoreUnavailable
 from controller.runtime.beats import Beats
 from controller.runtime.canary.golden_requests import request_goldens
 from controller.runtime.command_answers import ChaosRefused, NotPossible, Unanswered, UnknownWorker, done
@@ -45,7 +44,7 @@ WAKES_WITHIN_S = 2.0  # time that a resumed process needs to receive commands ag
 log = structlog.get_logger(__name__)
 
 
-async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[str, Any]) -> None:
+async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: Mapping[str, object]) -> None:
     """Send a worker a command that it must carry out soon: if it receives the command late, because it hung, it refuses.
 
     Raise NotPossible if it refuses, Unanswered if it does not answer."""
@@ -129,7 +128,7 @@ class Rehearsals:
         for _, worker in list(self._stopped.values()):
             self._resume(worker)
 
-    async def _command_worker(self, worker: Worker, body: dict[str, Any]) -> None:
+    async def _command_worker(self, worker: Worker, body: Mapping[str, object]) -> None:
         """Command a worker to simulate a fault or to heal; resume it first if it is stopped. Raise NotPossible."""
         woken = body["fault"] == "heal" and self._resume(worker)
         if woken and not worker.alive:
@@ -175,7 +174,7 @@ LINKED_S = 1.5  # frontends report their connected workers every second
 STALE_S = 3.0  # maximum age of a load report
 
 
-async def _empty() -> Mapping[str, Mapping[str, Any]]:
+async def _empty() -> Mapping[str, Mapping[str, object]]:
     return {}
 
 
@@ -187,7 +186,9 @@ class FleetSources:
     leader: Callable[[], str]  # source of the controller that holds the lease
     present: Callable[[], Sequence[Presence]]  # processes of this host
     projected: Callable[[], Awaitable[int | None]]  # position of the state store; None: there is none
-    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]] = _empty  # sizes of journal and spools
+    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, object]]]] = (
+        _empty  # sizes of journal and spools
+    )
 
 
 class ControlOperations:
@@ -258,9 +259,9 @@ class ControlOperations:
                 return said
         return await self._end(known)
 
-    async def versions(self) -> dict[str, Any]:
+    async def versions(self) -> Json:
         """Return the kinds and versions that each process knows, and those in force."""
-        return dict(self._versions.report()) if self._versions is not None else {}
+        return self._versions.report() if self._versions is not None else {}
 
     async def allow(self, by: str, command: Command = NO_COMMAND) -> str:
         """Put everything that this release knows in force. Raise NotPossible if it is in force already."""
@@ -365,7 +366,7 @@ class ControlOperations:
 
     # --- status -------------------------------------------------------------------------------------------
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """Return the fleet's status. The keys are stable: `holdfast status -o json` prints them."""
         fleet = self._sources.fleet()
         last, position, stored = await asyncio.gather(
@@ -395,7 +396,7 @@ class ControlOperations:
             "leader": self._sources.leader() or None,
         }
 
-    def _worker(self, worker: Worker) -> dict[str, Any]:
+    def _worker(self, worker: Worker) -> Json:
         joined, last = worker.joined, worker.last_canary
         beat = self._beats.fresh(joined.worker, joined.instance, STALE_S)
         canary = last and {

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -20,7 +19,7 @@ from controller.metric_table import MetricTable, counter, gauge
 from controller.planner.history import DAYS
 from controller.planner.plan import ModelView, Proposal
 from controller.planner.planner import Planner, PlannerDuties, PlannerOutlook
-from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, ScaleRequest
+from controller.ports import Clock, Json, PlanningRead, PlanningStore, ScaleHook, ScaleRequest
 from controller.runtime.settings import PlannerSettings
 from events.errors import HoldfastError
 from events.journal.port import Fenced, Journal
@@ -195,10 +194,10 @@ class Planning:
                 metrics.expected.labels(model).set(proposal.forecast.peak)
                 metrics.error.labels(model).set(proposal.forecast.error or 0.0)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Json:
         """Return the content of /plan, which `holdfast plan` prints."""
         outlook = self.outlook
-        header: dict[str, Any] = {"planner": self.name, "mode": self.settings.mode, "waits": self.why_not}
+        header: Json = {"planner": self.name, "mode": self.settings.mode, "waits": self.why_not}
         if outlook is None:
             return {**header, "models": []}
         about = {
@@ -213,7 +212,7 @@ class Planning:
         }
 
 
-def _as_json(proposal: Proposal, view: ModelView) -> dict[str, Any]:
+def _as_json(proposal: Proposal, view: ModelView) -> Json:
     foreseen = proposal.forecast
     return {
         "model": proposal.model,

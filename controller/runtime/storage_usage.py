@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from controller.ports import Clock
 from events.errors import HoldfastError
@@ -31,7 +30,7 @@ class StoredStatus:
     usage: Callable[[], Awaitable[JournalUsage]]
     data: Path
 
-    async def describe(self) -> dict[str, dict[str, Any]]:
+    async def describe(self) -> dict[str, dict[str, object]]:
         """Return `journal` and `spool` as plain JSON values; None for what is unknown now."""
         found: JournalUsage | None = None
         fault = None
@@ -100,7 +99,7 @@ def _full_in_s(found: JournalUsage, free: int | None) -> float | None:
     return min(rooms) / found.bytes_a_day * DAY_S if rooms and found.bytes_a_day else None
 
 
-def _journal(found: JournalUsage | None, free: int | None) -> dict[str, Any]:
+def _journal(found: JournalUsage | None, free: int | None) -> dict[str, object]:
     if found is None:
         return dict.fromkeys(("first_seq", "bytes", "bytes_max", "age_max_s", "bytes_a_day", "days_left"))
     room = found.bytes_max - found.bytes if found.bytes_max is not None else free

@@ -10,7 +10,6 @@ Definitions:
 from array import array
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +126,7 @@ def analyze(rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS) -> Analy
     return measure(rows, block_tokens).analysis()
 
 
-def _numbers(values: Any) -> Numbers:
+def _numbers(values: Iterable[int] | Iterable[float]) -> Numbers:
     return np.array(values, dtype=np.float64)
 
 

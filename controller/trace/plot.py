@@ -5,7 +5,7 @@ matplotlib is in the optional extra `plots`: only this needs it, and it is large
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from events.errors import HoldfastError, UsageError
 SUFFIXES = (".png", ".svg")
 BINS = 60
 COLOR = "#33658a"
+
+Axes: TypeAlias = Any  # of matplotlib, which is an optional dependency
 
 
 class NoPlots(HoldfastError):
@@ -57,7 +59,7 @@ def blank() -> Any:
     return figure(figsize=(13, 7.5), layout="constrained")
 
 
-def _lengths(axes: Any, title: str, values: Numbers) -> None:
+def _lengths(axes: Axes, title: str, values: Numbers) -> None:
     positive = values[values > 0]
     high = float(positive.max()) if len(positive) else 1.0
     bins = np.geomspace(1, max(high, 2.0), BINS)
@@ -66,7 +68,7 @@ def _lengths(axes: Any, title: str, values: Numbers) -> None:
     axes.set_xscale("log")
 
 
-def _histogram(axes: Any, title: str, unit: str, values: Numbers, bins: Numbers) -> None:
+def _histogram(axes: Axes, title: str, unit: str, values: Numbers, bins: Numbers) -> None:
     axes.set_title(title)
     axes.set_xlabel(unit)
     axes.set_ylabel("requests")
@@ -76,7 +78,7 @@ def _histogram(axes: Any, title: str, unit: str, values: Numbers, bins: Numbers)
         axes.text(0.5, 0.5, "not known", ha="center", va="center", transform=axes.transAxes)
 
 
-def _arrivals(axes: Any, times_s: Numbers) -> None:
+def _arrivals(axes: Axes, times_s: Numbers) -> None:
     span = max(float(times_s[-1] - times_s[0]), 1e-9)
     counts, edges = np.histogram(times_s, bins=BINS)
     axes.set_title("Arrivals")

@@ -19,7 +19,7 @@ TYPE = "application/cloudevents+json"
 SCHEMA = "urn:holdfast:event:v1:"  # followed by the kind: docs/reference/schemas/v1
 
 
-def attributes(event: FollowedEvent) -> dict[str, Any]:
+def attributes(event: FollowedEvent) -> dict[str, object]:
     """Return an event as a JSON object."""
     also = {"correlation": event.correlation, "causation": event.causation}
     return {

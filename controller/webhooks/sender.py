@@ -6,7 +6,6 @@ import socket
 import ssl
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -42,7 +41,7 @@ class WebhookSender:
         `allow_link_local` the sender rejects link-local and metadata addresses.
         """
         resolver: AbstractResolver = aiohttp.DefaultResolver()
-        trust: Any = await asyncio.to_thread(ssl.create_default_context)
+        trust: ssl.SSLContext = await asyncio.to_thread(ssl.create_default_context)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 ssl=trust,
@@ -91,7 +90,9 @@ class GuardedResolver(AbstractResolver):
     def __init__(self, resolver: AbstractResolver) -> None:
         self._resolver = resolver
 
-    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
         """Return the addresses of a name. Raise LinkLocalRefused if one is forbidden."""
         found = await self._resolver.resolve(host, port, family)
         for one in found:

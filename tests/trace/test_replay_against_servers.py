@@ -30,7 +30,7 @@ async def replayed(
     """Replay against a server, and return the measurements."""
     target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
     try:
-        worded = await request_bodies.find(target, (await target.model(""))["id"], chat=chat)
+        worded = await request_bodies.find(target, str((await target.model(""))["id"]), chat=chat)
         replay = Replay(target, worded, plan(rows, 16, ReplayShape()), measures, Limits(**limits))
         stop = asyncio.Event()
         if stop_after_s is not None:

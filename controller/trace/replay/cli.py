@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import asdict, dataclass, fields
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from rich.console import Console, Group, RenderableType
@@ -147,7 +146,7 @@ class ReplayRun:
     async def replay(self) -> None:
         """Run the replay. Raise BadEndpoint if the endpoint cannot be reached, or is not OpenAI-compatible."""
         try:
-            self._model = (await self._target.model(self._args.model))["id"]
+            self._model = str((await self._target.model(self._args.model))["id"])
             worded = await request_bodies.find(self._target, self._model, chat=self._args.chat)
             self._form = worded.form
             replay = Replay(self._target, worded, self.source.planned(), self.measures, self._limits)
@@ -158,7 +157,7 @@ class ReplayRun:
         finally:
             self._target.close()
 
-    def found(self) -> dict[str, Any]:
+    def found(self) -> report.Report:
         """Return the report of the replay as plain JSON types."""
         skipped = self.source.skipped
         about = {

@@ -11,7 +11,7 @@ time: that of their arrival, not that at which a task runs. (An event takes 14 t
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, cast
 
 from controller.trace.replay.response import HttpResponse, MalformedResponse, Now, ResponseLimits, Take
 
@@ -38,9 +38,9 @@ class ClientConnection(asyncio.Protocol):
         self._over: asyncio.Future[None] | None = None
         self._begin(None)
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start, called by asyncio."""
-        self.transport, self.closed = transport, False
+        self.transport, self.closed = cast(asyncio.Transport, transport), False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the answer in progress: as whole if its body ends with the connection, otherwise as broken."""

@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from controller.trace.replay.connection import ClientConnection, How, now
@@ -241,7 +241,7 @@ class ReplayTarget:
         connection.close()
         self._open.discard(connection)
 
-    async def model(self, wanted: str) -> dict[str, Any]:
+    async def model(self, wanted: str) -> dict[str, object]:
         """Return the entry of the requested model; `id` is its name. Raise BadEndpoint if the server does not serve it."""
         reply = await self.ask("GET", "/v1/models")
         if reply.fault:

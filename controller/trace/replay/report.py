@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
-from controller.trace.plot import COLOR, blank
+from controller.trace.plot import COLOR, Axes, blank
 from controller.trace.replay.measures import LATE_MS_MAX, DurationHistogram, ReplayMeasures, middle_s
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
@@ -19,8 +19,10 @@ LATENCIES = {
     "e2e_ms": "Whole answer",
 }
 
+Report: TypeAlias = dict[str, Any]  # plain JSON values
 
-def found(measures: ReplayMeasures, about: dict[str, Any]) -> dict[str, Any]:
+
+def found(measures: ReplayMeasures, about: Report) -> Report:
     """Return the report. `about` describes what was replayed, where, and how."""
     m, seconds, times = measures, measures.seconds, measures.generator
     generator = {
@@ -75,7 +77,7 @@ def _rate(count: float, seconds: float) -> float | None:
     return round(count / seconds, 3) if seconds else None
 
 
-def _cache(m: ReplayMeasures) -> dict[str, Any] | None:
+def _cache(m: ReplayMeasures) -> dict[str, object] | None:
     tokens = m.tokens
     if not tokens.cached_answers:
         return None
@@ -88,7 +90,7 @@ def _cache(m: ReplayMeasures) -> dict[str, Any] | None:
     }
 
 
-def _goodput(m: ReplayMeasures) -> dict[str, Any] | None:
+def _goodput(m: ReplayMeasures) -> dict[str, object] | None:
     if not m.slo:
         return None
     limits = {"ttft_ms": m.slo.ttft_s, "tpot_ms": m.slo.tpot_s, "itl_ms": m.slo.itl_s}
@@ -101,7 +103,7 @@ def _goodput(m: ReplayMeasures) -> dict[str, Any] | None:
     }
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def show(report: Report, console: Console) -> None:
     """Print the report."""
     for line in head(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -122,7 +124,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def head(report: dict[str, Any]) -> list[str]:
+def head(report: Report) -> list[str]:
     """Return the lines before the table."""
     requests, tokens = report["requests"], report["tokens"]
     counts = [
@@ -140,7 +142,7 @@ def head(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def tail(report: dict[str, Any]) -> list[str]:
+def tail(report: Report) -> list[str]:
     """Return the lines after the table."""
     lines = []
     if (cache := report["prefix_cache"]) is not None:
@@ -164,7 +166,7 @@ def tail(report: dict[str, Any]) -> list[str]:
     return lines + _generator(report["generator"])
 
 
-def _generator(generator: dict[str, Any]) -> list[str]:
+def _generator(generator: Report) -> list[str]:
     lines = []
     if held := generator["held_back"]:
         were = "1 request was" if held == 1 else f"{held:,} requests were"
@@ -208,7 +210,7 @@ def draw(title: str, measures: ReplayMeasures, path: Path) -> None:
     made.savefig(path, dpi=110)
 
 
-def _distribution(axes: Any, title: str, values: DurationHistogram) -> None:
+def _distribution(axes: Axes, title: str, values: DurationHistogram) -> None:
     axes.set_title(title)
     axes.set_xlabel("ms")
     axes.set_ylabel("share")
@@ -225,7 +227,7 @@ def _distribution(axes: Any, title: str, values: DurationHistogram) -> None:
         axes.set_xscale("log")
 
 
-def _line(axes: Any, title: str, unit: str, times: list[float], values: list[float]) -> None:
+def _line(axes: Axes, title: str, unit: str, times: list[float], values: list[float]) -> None:
     axes.set_title(title)
     axes.set_xlabel("seconds")
     axes.set_ylabel(unit)
