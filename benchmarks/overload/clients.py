@@ -18,8 +18,8 @@ from benchmarks.router.virtual.fleet import percentile
 from benchmarks.rows import Row
 from controller.frontend.admission.pool import ALONE_TIMES
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
-from controller.trace.synthesis import tokens
 from controller.trace.rows import BLOCK_TOKENS, TraceRow
+from controller.trace.synthesis import tokens
 from workers.engines.simulated.language import VOCABULARY
 
 RETRIES_MAX = 2  # the default of OpenAI's client

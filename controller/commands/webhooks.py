@@ -170,7 +170,9 @@ async def _sender() -> AsyncIterator[Send]:
     clock = SystemClock()
     async with closing(WebhookSender.open(clock, NotifierSettings().timeout_s)) as sender:
 
-        async def send(webhook: Webhook, secret: str, settings: NotifierSettings, event: FollowedEvent) -> Answer:
+        async def send(
+            webhook: Webhook, secret: str, settings: NotifierSettings, event: FollowedEvent
+        ) -> Answer:
             made = templates.request(webhook.template, event, settings, secret, int(clock.now().timestamp()))
             if made is None:
                 return Answer(204, "nothing for this template")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waits import turns
 
 import controller.profiler.target as target
 from controller.cli import main
@@ -58,7 +59,7 @@ async def serving(say: OnFaultChange, models: bytes = json.dumps(MODELS).encode(
         for task in tuple(tasks):
             if task is not None:
                 task.cancel()
-        await asyncio.sleep(0.02)  # its connections are closed in the loop's next rounds
+        await turns(8)  # its connections are closed in the loop's next turns
 
 
 def saying(*parts: bytes, good: int = 0, together: bool = False) -> OnFaultChange:
@@ -69,7 +70,7 @@ def saying(*parts: bytes, good: int = 0, together: bool = False) -> OnFaultChang
         pieces = [part for one in said for part in [one] * (wanted if one is TOKEN else 1)]
         for piece in [b"".join(pieces)] if together else pieces:
             writer.write(piece)
-            await asyncio.sleep(0.001)
+            await turns(4)
         writer.close()
 
     return say
@@ -79,7 +80,7 @@ async def endless(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None
     writer.write(EVENTS)
     while not writer.is_closing():
         writer.write(TOKEN)
-        await asyncio.sleep(0.001)
+        await turns(4)
 
 
 async def silent(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from timed_server import LawfulServer
+from waits import block_until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.cli import main
@@ -122,10 +122,14 @@ def simulated(tmp_path: Path, *flags: Any) -> Iterator[str]:
 
 def profiled(*arguments: Any, within_s: float = 60.0) -> int:
     """Run the command, and repeat it until the worker is there."""
-    until = time.monotonic() + within_s
-    while (code := main(["profile", *map(str, arguments)])) == 1 and time.monotonic() < until:
-        time.sleep(0.1)
-    return code
+    codes: list[int] = []
+
+    def there() -> bool:
+        codes.append(main(["profile", *map(str, arguments)]))
+        return codes[-1] != 1
+
+    block_until(there, within_s, every_s=0.1)
+    return codes[-1]
 
 
 def test_a_worker_is_measured_over_its_port_and_written_down(

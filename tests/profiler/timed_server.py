@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from waits import turns
 
 
 @dataclass(eq=False)
@@ -51,7 +52,7 @@ class LawfulServer:
         self._stepping.cancel()
         await asyncio.wait((self._stepping,))
         await self._runner.cleanup()
-        await asyncio.sleep(0.05)  # its connections are closed in the loop's next rounds
+        await turns(8)  # its connections are closed in the loop's next turns
 
     def ttft_ms(self, tokens: int) -> float:
         return self.prefill[0] + self.prefill[1] * tokens
@@ -69,7 +70,8 @@ class LawfulServer:
                 await self._asked.wait()
                 continue
             active = sum(one.tokens for one in self._batch)
-            await asyncio.sleep(self.itl_ms(len(self._batch), active / len(self._batch)) / 1e3)
+            step_ms = self.itl_ms(len(self._batch), active / len(self._batch))
+            await asyncio.sleep(step_ms / 1e3)  # the server's own times, which are measured
             for one in list(self._batch):
                 one.tokens, one.left = one.tokens + 1, one.left - 1
                 one.events.put_nowait(one.left == 0)
@@ -95,7 +97,7 @@ class LawfulServer:
         response = web.StreamResponse()
         await response.prepare(request)
         async with self._computing:
-            await asyncio.sleep(self.ttft_ms(size) / 1e3)
+            await asyncio.sleep(self.ttft_ms(size) / 1e3)  # the same
         most = body["max_tokens"] if self.obeys_ignore_eos else min(3, body["max_tokens"])
         running, said, over = Running(size, most - 1), 1, most == 1
         await self._event(response, over)

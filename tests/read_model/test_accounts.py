@@ -1,7 +1,6 @@
 """The rights of the embedded database's accounts: forbidden statements fail, and the fleet works."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
@@ -10,6 +9,7 @@ import pytest
 import structlog
 from fleet_history import History
 from store_databases import execute, on
+from waits import until
 
 from controller.adapters.embedded.accounts import DatabaseUrls
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -261,13 +261,6 @@ async def execute_script(url: str, script: str) -> None:
         await connection.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition, with a deadline."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_with_a_reason(
     urls: DatabaseUrls, tester_url: str
 ) -> None:
@@ -283,9 +276,9 @@ async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_with_a_rea
         try:
             await execute(tester_url, "ALTER ROLE holdfast_writer SET default_transaction_read_only = on")
             await store.close()
-            await until(lambda: any("accepts no writes" in str(entry) for entry in logs))
+            await until(lambda: any("accepts no writes" in str(entry) for entry in logs), 60)
             await execute(tester_url, "ALTER ROLE holdfast_writer RESET default_transaction_read_only")
-            await until(lambda: projector.progress.projected == history.events[-1].seq)
+            await until(lambda: projector.progress.projected == history.events[-1].seq, 60)
         finally:
             await execute(tester_url, "ALTER ROLE holdfast_writer RESET default_transaction_read_only")
             running.cancel()

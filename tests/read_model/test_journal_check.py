@@ -134,7 +134,7 @@ async def test_the_console_reports_a_lost_stream_and_a_different_one(
         said += "".join(capsys.readouterr())
         return words in said
 
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # the watch has looked at the stream by then, which it does not show
     await delete_stream(nats_url)
     await eventually(lambda: says("the journal is gone; requests are still served"))
     other = await NatsJournal.connect(nats_url, "controller:c1")

@@ -11,6 +11,7 @@ import asyncpg
 import pytest
 from fleet_history import History
 from store_databases import execute
+from waits import until
 
 from controller.adapters.postgres import link as names
 from controller.adapters.postgres import migrate, tables, writer
@@ -141,8 +142,7 @@ async def test_a_server_that_hangs_during_a_migration_does_not_block_the_caller(
     pid = 0
     try:
         async with asyncio.timeout(30):
-            while not (pid := await other.fetchval(waiting) or 0):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            pid = await until(lambda: other.fetchval(waiting))
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(StoreUnavailable, match="not done after"):
                 await migrating
@@ -161,8 +161,7 @@ async def test_a_database_lost_during_a_migration_is_reported_as_unavailable(emp
             "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
         )
         async with asyncio.timeout(30):
-            while (pid := await other.fetchval(waiting)) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            pid = await until(lambda: other.fetchval(waiting))
             await other.execute("SELECT pg_terminate_backend($1)", pid)
             with pytest.raises(StoreUnavailable, match="cannot be migrated now"):
                 await migrating

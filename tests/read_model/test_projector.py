@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fleet_history import History
 from store_databases import AnyStore, OpenStore, execute
+from waits import turns
 
 from controller.adapters.memory_store import MemoryStore
 from controller.adapters.postgres.store import PostgresStore
@@ -86,7 +87,7 @@ async def test_two_projectors_at_once_are_safe(open_store: OpenStore, eventually
         running = [group.create_task(projector.run()) for projector in projectors]
         for _ in range(40):
             history.say(history.passed("w0"), history.passed("w1"))
-            await asyncio.sleep(0)
+            await turns()
         await eventually(lambda: max(p.progress.projected for p in projectors) == len(history.events), 20)
         for task in running:
             task.cancel()
@@ -193,7 +194,7 @@ async def test_a_history_is_written_in_few_transactions() -> None:
             async for batch in super().read(after, until=until):
                 for event in batch:
                     yield [event]
-                    await asyncio.sleep(0)  # let the writer run
+                    await turns()  # let the writer run
 
     history, store = History().start().corruption(), MemoryStore()
     projector = Projector(OneByOne(history.stream, "projector-1"), store)

@@ -17,6 +17,7 @@ from journal_end import last_seq
 from roles import process
 from store_databases import execute
 from typed_commands import run_command
+from waits import turns
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 from controller.adapters.postgres import migrate
@@ -101,7 +102,7 @@ class Load:
                 self.history.say(self.history.migrated(f"req-{n}", worker, "w0"), source="frontend-0")
             if n % 10 == 0:
                 self.history.decide(seconds=5)
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)  # the pace of the load
 
 
 PATIENCE_S = 30
@@ -147,7 +148,7 @@ async def test_a_broker_killed_twenty_times_leaves_every_fact_in_postgres_once(
         speaker.observe(history.joined("w0"))
         for said in range(1, 10**9):  # noqa: B007
             speaker.observe(history.passed("w0"))
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.002)  # the pace of the load
 
     async with asyncio.TaskGroup() as group:
         speaking, projecting = group.create_task(speak()), group.create_task(projector.run())
@@ -183,7 +184,7 @@ async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually:
         try:
             while True:
                 seen.append((await reader.position()).seq)
-                await asyncio.sleep(0.002)
+                await turns()
         finally:
             await reader.close()
 

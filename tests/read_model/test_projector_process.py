@@ -15,6 +15,7 @@ pytestmark = pytest.mark.servers
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
+from waits import until
 from controller.adapters.postgres.store import PostgresStore
 from controller.processes.projector import run_projector
 from controller.runtime.settings import ProjectorSettings
@@ -26,12 +27,15 @@ async def main(nats_url, database_url, data):
     journal, store = await NatsJournal.connect(nats_url, "test:process"), PostgresStore(database_url)
     where = {"nats_url": nats_url, "database_url": database_url, "data": data, "name": "projector"}
     projecting = asyncio.ensure_future(run_projector(ProjectorSettings(admin_port=0), **where))
-    while not present(data):
-        await asyncio.sleep(0.01)
+    await until(lambda: present(data), 60)
     ready = set(sys.modules)
     journal.observe(ResumeRequested(worker="w0", instance="w0-a"))
-    while (await store.position()).seq < 1:
-        await asyncio.sleep(0.01)
+
+
+    async def stored():
+        return (await store.position()).seq >= 1
+
+    await until(stored, 60)
     print([name for name in set(sys.modules) - ready if name.startswith(("sqlalchemy", "controller."))])
     projecting.cancel()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waits import until
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.frontend.openai.text.tokenizer import TokenizerMissing
@@ -279,9 +280,12 @@ async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -
         if broker:
             os.kill(broker, signal.SIGSTOP)
         child.send_signal(signal.SIGTERM)
-        while child.poll() is None:
+
+        async def ended() -> bool:
             await asyncio.gather(ask("/ready"), ask("/live"))
-            await asyncio.sleep(0.01)
+            return child.poll() is not None
+
+        await until(ended, 60, every_s=0.01)
     await asyncio.to_thread(child.wait, 15)
     return seen
 
@@ -373,7 +377,8 @@ async def test_a_controller_that_never_reached_a_broker_can_be_stopped(tmp_path:
     await server.kill()
     async with fleet(server.url, tmp_path) as processes:
         child = processes.start("controller", "controller")
-        await asyncio.sleep(1.0)  # until its imports are done; it must end on a signal at any time
+        log = tmp_path / "controller.log"  # its imports are done; it must end on a signal at any time
+        await until(lambda: "controller" in log.read_text() or child.poll() is not None)
         child.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.wait, 10) in (0, -signal.SIGTERM)
         processes.children.clear()

@@ -160,8 +160,7 @@ async def test_heal_resumes_a_hung_worker_and_waits_until_it_answers() -> None:
         return {}
 
     async def wakes() -> None:
-        while not doubles.signals:  # noqa: ASYNC110 (a signal sets no flag here)
-            await asyncio.sleep(0.01)
+        await until(lambda: doubles.signals)
         await doubles.bus.subscribe(subjects.chaos("w1"), chaos)
 
     async with asyncio.timeout(20):
@@ -190,7 +189,7 @@ async def test_a_hang_that_was_ended_by_hand_is_not_ended_again() -> None:
     await doubles.operations.chaos("w1", "unhang", None, None, "ada")
     await doubles.operations.chaos("w1", "hang", None, None, "ada")  # until it is healed
     await doubles.operations.chaos("w1", "hang", None, 3600, "ada")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # past the end of the first hang, which nothing shows
     assert [number for _, number in doubles.signals] == [STOP, CONT, STOP, STOP]
     doubles.operations.close()
     assert doubles.signals[-1] == (4711, CONT), "a controller that ends leaves no worker stopped"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from fleet_history import History
 from structlog.testing import capture_logs
+from waits import turns
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.memory_store import MemoryStore
@@ -190,7 +191,7 @@ async def test_two_controllers_that_both_believe_they_lead_write_one_history(
     for number in range(20):
         speaker.observe(history.joined(f"w{number}"))
         speaker.observe(history.passed(f"w{number}", check="join"))
-        await asyncio.sleep(0)
+        await turns()
     await eventually(lambda: healthy(history.stream, "w19"))
     assert all(controller.lease.held for controller in controllers)
     assert_one_history(history.stream)

@@ -86,11 +86,10 @@ class Scripted:
         await response.write(b": a comment\n\n")
         if chat:
             await say({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(self.ttft_s)
         tokens = min(body["max_tokens"], self.tokens_max)
         for number in range(tokens):
-            if number and self.itl_s:
-                await asyncio.sleep(self.itl_s)
+            if wait_s := self.itl_s if number else self.ttft_s:
+                await asyncio.sleep(wait_s)  # the server's own times, which are measured
             while fault == "flood":
                 await response.write(FLOOD)
                 self.flooded += len(FLOOD)
@@ -101,7 +100,7 @@ class Scripted:
                 elif fault == "error":
                     await say({"error": {"message": "no worker is left", "code": "disconnected"}})
                 elif fault == "hang":
-                    await asyncio.sleep(60)
+                    await asyncio.Event().wait()
                 return response
             text = {"delta": {"content": f" w{number}"}} if chat else {"text": f" w{number}"}
             finish = "length" if number == tokens - 1 else None
@@ -126,7 +125,7 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 @contextmanager
 def serving(**script: Any) -> Iterator[Scripted]:
     """Run a server until the end of the block."""
-    server, ready, over = Scripted(**script), threading.Event(), threading.Event()
+    server, ready, over = Scripted(**script), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def run() -> None:
@@ -143,8 +142,7 @@ def serving(**script: Any) -> Iterator[Scripted]:
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
-        while not over.is_set():  # noqa: ASYNC110 (the other thread says when)
-            await asyncio.sleep(0.01)
+        await over.wait()
         await runner.cleanup()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
@@ -153,6 +151,6 @@ def serving(**script: Any) -> Iterator[Scripted]:
     try:
         yield server
     finally:
-        over.set()
+        loop.call_soon_threadsafe(over.set)
         thread.join(READY_S)
         loop.close()

@@ -150,7 +150,7 @@ async def test_requests_are_sent_in_time_even_if_each_turn_of_the_loop_is_long()
     """A loop with much to read returns to its sender after many milliseconds: it must then send all that is due."""
 
     def block() -> None:
-        time.sleep(0.03)
+        time.sleep(0.03)  # the length of a turn, which is what is tested
         if not over:
             asyncio.get_running_loop().call_soon(block)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted, serving
+from waits import block_until
 
 from controller import cli
 from controller.trace import chat
@@ -213,9 +214,7 @@ def test_sigterm_gives_the_report_so_far(server: Scripted, tmp_path: Path) -> No
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = started(begins_and_lasts(tmp_path), server, "-o", "json", **both)
     try:
-        deadline = time.monotonic() + ENDS_S
-        while not server.asked and time.monotonic() < deadline:
-            time.sleep(0.02)
+        block_until(lambda: server.asked, ENDS_S)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=ENDS_S)
     finally:
@@ -232,9 +231,7 @@ def test_ctrl_c_ends_it_in_seconds_even_if_a_server_floods(tmp_path: Path) -> No
     with serving(faults=dict.fromkeys(range(streams + 1), "flood")) as server:
         process = started(trace, server, "-o", "json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
-            deadline = time.monotonic() + ENDS_S
-            while (server.in_flight < streams or server.flooded < FLOODED) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            block_until(lambda: server.in_flight >= streams and server.flooded >= FLOODED, ENDS_S)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=FLOOD_ENDS_S)
         finally:

@@ -14,6 +14,7 @@ import pytest
 from certificates import certificate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import turns, until
 
 from controller.trace.replay.connection import ClientConnection
 from controller.trace.replay.endpoint import TURN_S, ConnectionLimits, LoopTurn, ReplayTarget, Reply
@@ -45,7 +46,7 @@ async def answering(
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
-                    await asyncio.sleep(0)
+                    await turns()
                 if then_close:
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -61,7 +62,7 @@ async def answering(
     finally:
         one.close()
         server.close()
-        await asyncio.sleep(0.01)
+        await turns(4)  # its connections are closed in the next turns
 
 
 async def asked(one: ReplayTarget, deadline_s: float = 10.0) -> tuple[Reply, list[bytes]]:
@@ -272,18 +273,17 @@ async def test_a_turn_of_the_loop_reads_for_a_limited_time() -> None:
     read(0, TURN_S)
     assert reading() == [False, False, True, False], "a closed one is ignored"
     assert bound.behind_s() == pytest.approx(1.5 * TURN_S)
-    await asyncio.sleep(0)
+    await turns()
     assert reading() == [True, True, True, False], "a discarding one stays paused"
     read(0, 2 * TURN_S)
     assert bound.behind_s() == pytest.approx(3.5 * TURN_S), "since the first paused turn"
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)  # a turn without unread data
+    await turns(2)  # the second one without unread data
     assert reading()[:2] == [True, True] and bound.behind_s() == 0.0
     read(0, 60.0)
     assert reading()[:2] == [True, True], (
         "a turn begins with its first read, however long ago the last turn was"
     )
-    await asyncio.sleep(0)
+    await turns()
 
 
 async def test_a_flood_does_not_block_the_loop() -> None:
@@ -303,7 +303,7 @@ async def test_a_flood_does_not_block_the_loop() -> None:
         asking = asyncio.gather(*(ask(number) for number in range(streams)))
         behind = False
         while not asking.done():
-            await asyncio.sleep(0)
+            await turns()
             behind = behind or one.behind_s() > 0
         assert {reply.fault for reply in await asking} == {""} and set(taken) == {3 * 4_000}
         assert behind and one.behind_s() == 0.0
@@ -318,11 +318,11 @@ async def test_a_discarding_connection_reads_nothing_more_and_is_no_failure() ->
             one.hush()  # as a signal handler does, in the middle of it
 
         asking = asyncio.ensure_future(one.ask("GET", "/v1/x", take=take))
-        async with asyncio.timeout(20):
-            while not taken or any(  # noqa: ASYNC110 (a transport has no callback for it)
-                c.transport and c.transport.is_reading() for c in one.connections
-            ):
-                await asyncio.sleep(0)
+
+        def read_on() -> bool:
+            return any(c.transport and c.transport.is_reading() for c in one.connections)
+
+        await until(lambda: taken and not read_on())
         assert len(taken) < 20_000 and not asking.done()
         asking.cancel()
         await asyncio.wait([asking])

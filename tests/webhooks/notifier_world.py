@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from told_events import heard
+from waits import until
 
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
@@ -59,10 +60,13 @@ class NotifierWorld:
             *(sys.executable, "-m", "controller.cli", *words),
             env={**os.environ, **own, "HOLDFAST_NOTIFIER__WEBHOOKS": json.dumps(said)},
         )
-        async with asyncio.timeout(WITHIN_S):
-            while not self.admin:
-                assert self.process.returncode is None
-                await asyncio.sleep(0.02)
+        process = self.process
+
+        def ready() -> str:
+            assert process.returncode is None
+            return self.admin
+
+        await until(ready, WITHIN_S)
 
     @property
     def admin(self) -> str:

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from notifier_world import KEY, NotifierWorld, notifying
 from standardwebhooks import Webhook as Verifier
 from typed_commands import run_command
+from waits import until
 from webhook_receiver import Act, Received, Receiver, receiving
 
 from events.versions import Known
@@ -138,11 +139,12 @@ async def test_a_receiver_that_answers_410_gets_no_more_events_and_this_is_visib
         ids = await world.say(1, 2, 3)
         await other.until(lambda: set(ids) <= {*other.ids})
         await gone.until(lambda: len(gone.all) == 2)
-        for _ in range(200):
-            if "410" in (ready := await world.asked("/ready")):
-                break
-            await asyncio.sleep(0.05)
-        said = json.loads(ready)
+
+        async def stopped() -> str:
+            ready = await world.asked("/ready")
+            return ready if "410" in ready else ""
+
+        said = json.loads(await until(stopped))
         assert not said["ready"] and "410 Gone" in said["webhooks"]["ops"] and said["webhooks"]["other"] == ""
         metrics = await world.asked("/metrics")
         assert 'holdfast_webhook_stopped{webhook="ops"} 1.0' in metrics

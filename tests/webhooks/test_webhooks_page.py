@@ -3,11 +3,13 @@
 import asyncio
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 from notifier_world import KEY
 from typed_commands import run_command
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.webhooks.retry_policy import AWAY
@@ -38,11 +40,12 @@ async def test_the_receiver_verifies_and_prints(tmp_path: Path) -> None:
         for key in (KEY, OTHER_KEY):
             (secret := tmp_path / "key").write_text(key)
             words = ("webhooks", "test", f"http://127.0.0.1:{port}/", "--secret-file", str(secret))
-            for _ in range(200):
+
+            async def reached(words: tuple[str, ...] = words) -> subprocess.CompletedProcess[str] | None:
                 done = await asyncio.to_thread(run_command, words, {})
-                if "cannot be reached" not in done.stdout:
-                    break
-                await asyncio.sleep(0.05)
+                return None if "cannot be reached" in done.stdout else done
+
+            done = await until(reached, 60)
             codes[key] = done.returncode, re.findall(r"answer  (\d+)", done.stdout)
         assert codes == {KEY: (0, ["204"]), OTHER_KEY: (1, ["401"])}
         async with asyncio.timeout(20):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
+from waits import block_until
 
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.worker import Worker
@@ -24,15 +24,14 @@ from events.observations import Topology
 from workers.config.settings import WorkerSettings
 
 UNPRIVILEGED = 65534
-SLEEPS = "import time; time.sleep(60)"
+SLEEPS = "import signal; signal.pause()"
 
 
 @contextmanager
 def process(*words: str, **environment: str) -> Iterator[int]:
     started = subprocess.Popen([sys.executable, "-c", SLEEPS, *words], env={**os.environ, **environment})
     command_line = Path(f"/proc/{started.pid}/cmdline")
-    while SLEEPS not in command_line.read_text():  # the kernel sets it a moment after the process has begun
-        time.sleep(0.001)
+    block_until(lambda: SLEEPS in command_line.read_text())  # set a moment after the process has begun
     try:
         yield started.pid
     finally:

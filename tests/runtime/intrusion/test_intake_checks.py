@@ -1,6 +1,5 @@
 """The intake passes only workers' facts from their own account and within their budget."""
 
-import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
+from waits import until
 
 from controller.journal_settings import JournalSettings
 from controller.runtime.intake import FactIntake, FactRefused, NotNow, accepted, written
@@ -147,9 +147,7 @@ async def test_a_sender_that_names_another_source_is_reported_and_ejected(
     head = headers(LEFT, said.get("source", "worker:w0:life"), said.get("number", 1), **more)
     subject = subjects.said(USER, subjects.subject(LEFT)).encode()
     intake.hear(subject, b"_INBOX.worker-w0.x.1", codec.encode_body(LEFT), head)
-    async with asyncio.timeout(10):
-        while intake.unanswered:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: not intake.unanswered, 10)
     ((account, reason, *life),) = reports.said
     assert account == USER and reason.startswith(tried) and life == ["w0", "w0-1", eject]
 
