@@ -27,8 +27,15 @@ from typing import Any
 import numpy as np
 
 from controller.deciders.golden import Golden
-from controller.runtime.canary.canary_set import CanarySet, open_calibration
-from controller.runtime.canary.goldens import Canary, CanaryAnswer, GoldenDifference, HiddenTies, compare
+from controller.runtime.canary.canary_set import CanarySet
+from controller.runtime.canary.goldens import (
+    Calibration,
+    Canary,
+    CanaryAnswer,
+    GoldenDifference,
+    HiddenTies,
+    compare,
+)
 from controller.runtime.canary.probe import ProbeResult, ask_until_sure
 from controller.runtime.canary.sampled import SamplingParameters, surprise
 from controller.runtime.settings import CanarySettings
@@ -81,7 +88,7 @@ class Question:
 def canary_set(questions: Sequence[Question], draw: random.Random, tie_margin: float) -> CanarySet:
     """Return the controller's canary set of these questions, with a tolerance calibrated from correct answers."""
     settings = CanarySettings(tie_margin=tie_margin)
-    made = CanarySet("key", settings, (), tuple(q.canary for q in questions), open_calibration(settings))
+    made = CanarySet("key", settings, (), tuple(q.canary for q in questions), Calibration(settings))
     while not made.calibration.enough:
         one = draw.choice(questions)
         tokens, top_k = one.answer(None, draw)

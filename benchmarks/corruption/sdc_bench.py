@@ -14,8 +14,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from controller.runtime.canary import goldens
-from controller.runtime.canary.canary_set import open_calibration
-from controller.runtime.canary.goldens import covering, dealt
+from controller.runtime.canary.goldens import Calibration, covering, dealt
 from controller.runtime.settings import CanarySettings
 from events.observations import TopK
 from events.wire import Chunk, Generate, Sampling
@@ -201,7 +200,7 @@ def _cut(asked: Asked, margin_min: float) -> Asked:
 def _calibrated(bench: Bench) -> float:
     """Return the tolerance as the controller calibrates it: from healthy samples, alone and in a batch."""
     s = bench.settings
-    found = open_calibration(s)
+    found = Calibration(s)
     draw = random.Random(2)
     while not found.enough:
         company = [one.prompt for one in draw.sample(bench.users, draw.randrange(9))]

@@ -47,7 +47,7 @@ from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.snapshot_publisher import SnapshotKeeper
-from controller.runtime.storage_usage import JournalRoom, StoredStatus
+from controller.runtime.storage_usage import JournalRoom, describe
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
@@ -305,7 +305,7 @@ class ControllerProcess:
                 leader=lambda: "" if self.lease.vacant else self.lease.leader,
                 present=lambda: presence.present(self._data),
                 projected=self._projected,
-                stored=StoredStatus(self._journal.usage, self._data).describe,
+                stored=lambda: describe(self._journal.usage, self._data),
             ),
             self._journal,
             self._bus,

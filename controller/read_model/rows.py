@@ -208,7 +208,7 @@ def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
     workers, gone = _difference(before.workers, after.workers)
     goldens, retired = _difference(before.goldens, after.goldens)
     models, dropped = _difference(before.models, after.models)
-    rows = {
+    return {
         "workers": [worker_row(worker) for worker in workers],
         "breakers": [
             breaker_row(worker)
@@ -222,7 +222,6 @@ def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
         "delete goldens": list(retired),
         "delete levels": [(key,) for key in dropped],
     }
-    return rows
 
 
 def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:

@@ -1,4 +1,4 @@
-"""The answer to an operator's command: an error that refuses it, or what its fact says once it was carried out.
+"""The answer to an operator's command: an error that refuses it, or what its fact says.
 
 Any later reader of the journal therefore gives the same answer as the controller that carried it out.
 """
@@ -40,11 +40,6 @@ VERBS: dict[type[Commanded], str] = {
     ChaosInjected: "chaos",
     GoldenRequested: "golden",
 }
-
-
-def verb(fact: Commanded) -> str:
-    """Return the verb of the command that led to a fact."""
-    return VERBS[type(fact)]
 
 
 def allowed(fact: PolicyAdopted) -> str:

@@ -72,7 +72,7 @@ class OperatorCommands:
                 case Commanded(command=id) as fact if id and not fact.late(recorded.at):
                     self._end(id, {"says": command_answers.done(fact)})
                 case Commanded(command=id) as fact if id and self.leading() and id not in self._ended:
-                    command = Command(id, fact.until, command_answers.verb(fact), fact.worker, fact.by)
+                    command = Command(id, fact.until, command_answers.VERBS[type(fact)], fact.worker, fact.by)
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:

@@ -38,13 +38,13 @@ class KnownProcess:
         """Whether it announces what it knows."""
         return self.known is not ANNOUNCES_NOTHING
 
-    def lacks(self, force: InForce) -> frozenset[str]:
-        """Return the kinds that it does not know."""
-        return force.kinds - self.known.kinds
-
     def too_old_for(self, version: int) -> bool:
         """Whether it does not know this version of the deciders. A process that neither decides nor reads decisions has none."""
         return not self.announces or 0 < self.known.deciders_version < version
+
+    def holds_back(self, force: InForce) -> bool:
+        """Whether it lacks one of these kinds, or this version of the deciders."""
+        return not force.kinds <= self.known.kinds or self.too_old_for(force.deciders_version)
 
 
 ANNOUNCED_S = 15.0  # maximum age of an announcement: three were missed
@@ -225,15 +225,12 @@ class FleetVersions:
             "held_back": {
                 "kinds": sorted(held),
                 "deciders_version": DECIDERS_VERSION if now.deciders_version < DECIDERS_VERSION else None,
-                "by": sorted({f"{p.role} {p.name}" for p in self.processes() if self._holds_back(p, ours)}),
+                "by": sorted({f"{p.role} {p.name}" for p in self.processes() if p.holds_back(ours)}),
             },
             "due_in_s": None if due is None else round(due, 1),
             "soak_s": self.settings.soak_s,
             "processes": shown,
         }
-
-    def _holds_back(self, process: KnownProcess, ours: InForce) -> bool:
-        return bool(process.lacks(ours)) or process.too_old_for(ours.deciders_version)
 
 
 def _exceeds(wanted: InForce, now: InForce) -> bool:

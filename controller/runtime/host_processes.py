@@ -1,4 +1,4 @@
-"""Checks and signals the process of a worker's instance on this host, and reports processes that outlive their instance.
+"""Checks and signals workers' processes on this host, and reports those that outlive their instance.
 
 A worker registers its pid, and a compromised one may register a false pid. So the process must also run as our user, and be a
 worker by the environment that `holdfast up` has set or, if started otherwise, by its command line, which must contain this

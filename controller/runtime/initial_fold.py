@@ -1,4 +1,4 @@
-"""A fold of the fleet, and its initial state: the state store's last snapshot, and the journal from there on.
+"""A fold of the fleet, and its initial state: a snapshot of the state store, and the journal after it.
 
 If the journal has dropped what follows that snapshot, or there is none, the fold starts from a snapshot on the journal itself.
 While the broker is unavailable, it starts from what the state store holds.

@@ -23,32 +23,25 @@ LOOK_S = 15.0
 DAY_S = 86_400.0
 
 
-@dataclass(eq=False)
-class StoredStatus:
-    """Reads journal and spool usage from the broker and the disk on demand."""
+async def describe(usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> dict[str, dict[str, object]]:
+    """Return `journal` and `spool` as plain JSON values, read from the broker and the disk; None for what is unknown now."""
+    found: JournalUsage | None = None
+    fault = None
+    try:
+        async with asyncio.timeout(ASK_S):
+            found = await usage()
+    except JournalGone as error:
+        fault = str(error)
+    except (HoldfastError, TimeoutError):
+        pass  # the broker is unavailable: `last_seq` shows that already
+    held, free = await asyncio.to_thread(_disk, data)
+    journal = {"fault": fault, **_journal(found, free)}
+    return {"journal": journal, "spool": {"bytes": held, "bytes_max_each": BYTES_MAX}}
 
-    usage: Callable[[], Awaitable[JournalUsage]]
-    data: Path
 
-    async def describe(self) -> dict[str, dict[str, object]]:
-        """Return `journal` and `spool` as plain JSON values; None for what is unknown now."""
-        found: JournalUsage | None = None
-        fault = None
-        try:
-            async with asyncio.timeout(ASK_S):
-                found = await self.usage()
-        except JournalGone as error:
-            fault = str(error)
-        except (HoldfastError, TimeoutError):
-            pass  # the broker is unavailable: `last_seq` shows that already
-        held, free = await asyncio.to_thread(self._disk)
-        journal = {"fault": fault, **_journal(found, free)}
-        return {"journal": journal, "spool": {"bytes": held, "bytes_max_each": BYTES_MAX}}
-
-    def _disk(self) -> tuple[int, int | None]:
-        """Return the size of the spools, and the free bytes on the broker's disk if it is on this host."""
-        held = sum(path.stat().st_size for path in self.data.glob(f"spool/*/*{SUFFIX}"))
-        return held, free_bytes(self.data)
+def _disk(data: Path) -> tuple[int, int | None]:
+    """Return the size of the spools, and the free bytes on the broker's disk if it is on this host."""
+    return sum(path.stat().st_size for path in data.glob(f"spool/*/*{SUFFIX}")), free_bytes(data)
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ parts, outputs and times are drawn independently, each from its own random sourc
 names, and no other draw.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,28 +27,6 @@ from events.errors import UsageError
 V = TypeVar("V", bound=float)
 
 
-class Cdf(Generic[V]):
-    """The observed values in order, with cumulative counts. Each slot from 0 to `total` - 1 is one observation."""
-
-    def __init__(self, counts: Mapping[V, int]) -> None:
-        seen = sorted((value, count) for value, count in counts.items() if count)
-        self.values: list[V] = [value for value, _ in seen]
-        self.cumulative: list[int] = list(accumulate(count for _, count in seen))
-
-    @property
-    def total(self) -> int:
-        """Number of observations."""
-        return self.cumulative[-1] if self.cumulative else 0
-
-    def counts(self) -> Iterator[tuple[V, int]]:
-        """Yield each value and how often it was observed."""
-        for value, low, high in zip(self.values, [0, *self.cumulative], self.cumulative, strict=False):
-            yield value, high - low
-
-    def __getitem__(self, slot: int) -> V:
-        return self.values[bisect_right(self.cumulative, slot)]
-
-
 class Deck(Generic[V]):
     """Deals values in rounds: every slot of the distribution once, in random order, then the next round.
 
@@ -59,7 +36,7 @@ class Deck(Generic[V]):
     """
 
     def __init__(self, counts: Mapping[V, int], chance: Random) -> None:
-        self.cdf = Cdf(counts)
+        self.counts = {value: count for value, count in sorted(counts.items()) if count}
         self.chance = chance
         self._left: list[V] = []
 
@@ -77,9 +54,9 @@ class Deck(Generic[V]):
 
     def order(self) -> list[V]:
         """Return the values of a round in the order in which they are dealt."""
-        slots = list(range(self.cdf.total))
-        self.chance.shuffle(slots)
-        return [self.cdf[slot] for slot in slots]
+        values = [value for value, count in self.counts.items() for _ in range(count)]
+        self.chance.shuffle(values)
+        return values
 
 
 class ReturningDeck(Deck[int]):
@@ -99,8 +76,8 @@ class ReturningDeck(Deck[int]):
     def order(self) -> list[int]:
         """Return a round's outcomes: each outcome first at a random time, then again after drawn gaps."""
         due: list[tuple[float, int]] = []
-        total = self.cdf.total
-        for outcome, count in self.cdf.counts():
+        total = sum(self.counts.values())
+        for outcome, count in self.counts.items():
             gaps = self._gaps.get(outcome)
             if gaps is None or count == 1:
                 times = [self.chance.random() * total for _ in range(count)]

@@ -132,10 +132,7 @@ def test_chunks_are_read_as_one_answer() -> None:
 
 
 def calibration(**more: float) -> Calibration:
-    s = CanarySettings(**more)
-    return Calibration(
-        s.tolerance, s.tolerance_floor, s.tolerance_margin, s.tolerance_uncalibrated, s.samples_min
-    )
+    return Calibration(CanarySettings(**more))
 
 
 def test_the_tolerance_is_the_largest_of_thirty_healthy_samples_with_a_margin() -> None:

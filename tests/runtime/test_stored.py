@@ -10,7 +10,7 @@ import pytest
 
 from controller.adapters.clock import SystemClock
 from controller.commands.status import print_status
-from controller.runtime.storage_usage import JournalRoom, StoredStatus, room
+from controller.runtime.storage_usage import JournalRoom, describe, room
 from events.journal.port import JournalGone, JournalUnavailable
 from events.journal.usage import JournalUsage
 
@@ -27,7 +27,7 @@ async def told(found: JournalUsage | Exception, data: Path) -> dict[str, dict[st
             raise found
         return found
 
-    return await StoredStatus(usage, data).describe()
+    return await describe(usage, data)
 
 
 def printed(stored: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.trace.synthesis import Cdf, Deck, ReturningDeck
+from controller.trace.synthesis import Deck, ReturningDeck
 
 seen = st.dictionaries(st.integers(-5, 50), st.integers(0, 5), min_size=1).filter(lambda c: sum(c.values()))
-
-
-@given(seen)
-def test_a_cdf_rises_to_its_total(counts: dict[int, int]) -> None:
-    cdf = Cdf(counts)
-    assert cdf.cumulative == sorted(set(cdf.cumulative)) and cdf.total == sum(counts.values())
-    assert Counter(cdf[slot] for slot in range(cdf.total)) == +Counter(counts)
 
 
 @given(seen, st.integers())

@@ -383,14 +383,6 @@ def as_agreed(golden: Golden, candidate: Canary) -> Canary:
     return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
 
 
-def open_calibration(settings: CanarySettings) -> Calibration:
-    """Return a calibration without samples."""
-    s = settings
-    return Calibration(
-        s.tolerance, s.tolerance_floor, s.tolerance_margin, s.tolerance_uncalibrated, s.samples_min
-    )
-
-
 def open_canary_set(
     joined: WorkerJoined, vocabulary: Vocabulary | None, calibration: Calibration, settings: CanarySettings
 ) -> CanarySet:

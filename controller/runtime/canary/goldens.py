@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Literal
 
-from controller.runtime.settings import ConfiguredCanary
+from controller.runtime.settings import CanarySettings, ConfiguredCanary
 from events.observations import TopK
 from events.wire import Chunk, Logprob
 
@@ -103,11 +103,7 @@ class Calibration:
     one that is far from the others does not count.
     """
 
-    fixed: float | None  # the operator's tolerance; None: calibrate
-    floor: float
-    margin: float
-    before: float
-    samples_min: int
+    settings: CanarySettings
     _distances: dict[str, deque[float]] = field(default_factory=dict)  # by worker
     _worst: dict[str, float] = field(default_factory=dict)  # the largest distance, by worker
     _samples: int = 0  # in all
@@ -135,30 +131,30 @@ class Calibration:
     @property
     def enough(self) -> bool:
         """Whether there are enough samples to calibrate."""
-        return self._samples >= self.samples_min
+        return self._samples >= self.settings.samples_min
 
     @property
     def tolerance(self) -> float:
         """The current tolerance; 0.0: compare tokens only."""
-        if self.fixed is not None:
-            return self.fixed
-        if not self.enough:
-            return self.before
-        return max(self.floor, self._noise() * self.margin)
+        s = self.settings
+        if s.tolerance is not None:
+            return s.tolerance
+        return (
+            max(s.tolerance_floor, self._noise() * s.tolerance_margin)
+            if self.enough
+            else s.tolerance_uncalibrated
+        )
 
     def _noise(self) -> float:
         """Return the largest healthy distance, cached: each probe needs it twice, and a fleet of a thousand workers sends dozens
         of probes a second."""
         if self._cached_noise is None:
-            self._cached_noise = self._compute_noise()
+            worst = list(self._worst.values())
+            if len(worst) > OTHERS_MIN:
+                usual = max(median_low(worst), self.settings.tolerance_floor)
+                worst = [one for one in worst if one <= usual * OUTLIER]
+            self._cached_noise = max(worst, default=0.0)
         return self._cached_noise
-
-    def _compute_noise(self) -> float:
-        worst = list(self._worst.values())
-        if len(worst) < OTHERS_MIN + 1:
-            return max(worst, default=0.0)
-        usual = max(median_low(worst), self.floor)
-        return max(one for one in worst if one <= usual * OUTLIER)
 
 
 Encode = Callable[[str], Sequence[int]]

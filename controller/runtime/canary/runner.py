@@ -19,7 +19,6 @@ from controller.deciders.golden import Golden
 from controller.runtime.canary.canary_set import (
     CanarySet,
     as_agreed,
-    open_calibration,
     open_canary_set,
 )
 from controller.runtime.canary.goldens import (
@@ -89,7 +88,7 @@ class CanaryRunner:
         return not self._calibration(worker.joined.canary_key).enough
 
     def _calibration(self, key: str) -> Calibration:
-        return self._calibrations.setdefault(key, open_calibration(self._settings))
+        return self._calibrations.setdefault(key, Calibration(self._settings))
 
     def forget(self, worker: str) -> None:
         """Drop the measurements of a worker that is gone."""
@@ -111,7 +110,7 @@ class CanaryRunner:
                     return outcome
         if (outcome := await self._sample(worker, turn, canary_set, check)) is not None:
             return outcome
-        turn.sampling.since += not turn.first_round
+        turn.greedy_since += not turn.first_round
         for _ in canary_set.pool:
             canary = self._next(turn, canary_set, worker)
             probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
@@ -196,13 +195,13 @@ class CanaryRunner:
         self, worker: Worker, turn: CanaryTurn, canary_set: CanarySet, check: CheckType
     ) -> Outcome | None:
         """Send a sampled canary if one is due and a golden gives the expected answer. Return None otherwise."""
-        if turn.first_round or turn.recheck or not self.sampling.due(turn.sampling, worker):
+        if turn.first_round or turn.recheck or not self.sampling.due(turn.greedy_since, worker):
             return None
         agreed = canary_set.comparable(self._look()[0])
         if not agreed:
             return None
-        canary, golden = agreed[turn.sampling.number % len(agreed)]
-        turn.sampling.since, turn.sampling.number = 0, turn.sampling.number + 1
+        canary, golden = agreed[turn.sampled % len(agreed)]
+        turn.greedy_since, turn.sampled = 0, turn.sampled + 1
         self.sampling.wanted.discard(worker.joined.worker)
         drawn = self.sampling.parameters
         probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))

@@ -1,4 +1,4 @@
-"""Statistics of sampled canaries (the probability that a correct sampler drew an answer), and of users' requests. Pure.
+"""The probability that a correct sampler drew an answer, and statistics of users' requests. Pure.
 
 A sampled canary is the prompt of a canary, sent with a temperature above 0. The greedy golden of the canary gives the
 probability of each token at each position, as long as the answer follows the golden. The first token that

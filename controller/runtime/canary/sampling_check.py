@@ -44,14 +44,6 @@ Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
 
 
 @dataclass(slots=True)
-class SamplingTurn:
-    """The schedule of one instance's sampled canaries."""
-
-    since: int = 0  # greedy canaries since the last sampled one
-    number: int = 0  # sampled canaries so far
-
-
-@dataclass(slots=True)
 class KnownAnswers:
     """Ordinary answers to one question with the fixed seed."""
 
@@ -81,14 +73,14 @@ class SamplingCheck:
 
     # --- when ---------------------------------------------------------------------------------------------
 
-    def due(self, turn: SamplingTurn, worker: Worker) -> bool:
-        """Return whether a worker's next canary is a sampled one."""
+    def due(self, since: int, worker: Worker) -> bool:
+        """Return whether a worker's next canary is a sampled one; `since`: greedy ones since the last."""
         every = self._settings.sampled_every
         if not every:
             return False
         if worker.joined.worker in self.wanted:
             return True
-        return turn.since + 1 >= (min(every, CONVICTED_EVERY) if worker.health.convicted else every)
+        return since + 1 >= (min(every, CONVICTED_EVERY) if worker.health.convicted else every)
 
     @property
     def parameters(self) -> SamplingParameters:

@@ -1,4 +1,4 @@
-"""A worker's turn in the round robin of its canaries, one probe of it, and the facts that record its verdict."""
+"""A worker's turn in the round robin of its canaries, one probe of it, and the facts of its verdict."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,6 @@ from controller.deciders.golden import CONFIGURED, Golden
 from controller.runtime.canary.canary_set import CanarySet
 from controller.runtime.canary.goldens import Canary, CanaryAnswer
 from controller.runtime.canary.probe import Deadline, Verdict
-from controller.runtime.canary.sampling_check import SamplingTurn
 from events.observations import (
     UNMARKED,
     CanaryFailed,
@@ -118,7 +117,8 @@ class CanaryTurn:
     asked: set[str] = field(default_factory=set)  # canaries sent since it joined or the last recheck
     first_round: bool = False  # not every canary has been sent yet
     recheck: bool = False  # all canaries are sent again at once: the answers are votes on their goldens
-    sampling: SamplingTurn = field(default_factory=SamplingTurn)
+    greedy_since: int = 0  # greedy canaries since the last sampled one
+    sampled: int = 0  # sampled canaries so far
 
     def ask_all_again(self) -> None:
         """Schedule all canaries again at once."""

@@ -126,7 +126,7 @@ class Projector:
         while True:
             before = self.progress.batches
             try:
-                await self._follow(None)
+                await self.catch_up(None)
             except StoreForbidden:
                 raise
             except StoreRefused as error:  # a lost table: all existed when this process started
@@ -143,11 +143,8 @@ class Projector:
             self.progress.connected = False
             self.progress.restarts += 1
 
-    async def catch_up(self, until: int) -> None:
-        """Project everything up to stream sequence `until`, and return. Raise any failure."""
-        await self._follow(until)
-
-    async def _follow(self, until: int | None) -> None:
+    async def catch_up(self, until: int | None) -> None:
+        """Project everything up to stream sequence `until`, and return; None: follow forever. Raise any failure."""
         position = await self._begin()
         if until is not None and position.seq >= until:
             return

@@ -24,11 +24,11 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        on_read: Callable[[], None] | None = None,
+        on_read: Callable[[], None] = lambda: None,
         now: Now = now,
         limits: ResponseLimits = ResponseLimits(),  # noqa: B008 (frozen)
     ) -> None:
-        self._on_read = on_read or _ignore
+        self._on_read = on_read
         self._now = now
         self._limits = limits
         self.transport: asyncio.Transport | None = None
@@ -51,12 +51,12 @@ class ClientConnection(asyncio.Protocol):
         """Send a request. The future is done when its answer has ended, successfully or not."""
         assert self.transport is not None and self._over is None
         self._begin(take)
-        self._over = asyncio.get_running_loop().create_future()
+        over = self._over = asyncio.get_running_loop().create_future()
         if self.closed:
             self._end("broke")
         else:
             self.transport.write(data)
-        return self._over or _done()
+        return over
 
     def pause(self) -> None:
         """Pause reading."""
@@ -105,13 +105,3 @@ class ClientConnection(asyncio.Protocol):
         except (MalformedResponse, ValueError):
             self._end("malformed")
         self._on_read()
-
-
-def _ignore() -> None:
-    """Do nothing."""
-
-
-def _done() -> "asyncio.Future[None]":
-    done = asyncio.get_running_loop().create_future()
-    done.set_result(None)
-    return done
