@@ -30,7 +30,6 @@ from events.order import Last, Position
 from events.wire import Chunk, Committed, Generate, Reserved, Why
 
 
-
 class Clock(Protocol):
     """Time: real in a process, virtual in a test."""
 

@@ -15,12 +15,13 @@ from datetime import datetime
 import structlog
 
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, in_force
-from controller.ports import Clock, Json
+from controller.ports import Clock
 from controller.runtime.beats import Beats
 from controller.runtime.settings import VersionSettings
 from controller.runtime.view import FleetSource
 from events import subjects
 from events.errors import HoldfastError
+from events.json_types import Json
 from events.nats.bus import Body, Bus
 from events.versions import ANNOUNCES_NOTHING, InForce, Known, new_kinds
 

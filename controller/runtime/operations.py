@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.ports import NO_COMMAND, Command, GoldenWish, Json, StoreUnavailable
+from controller.ports import NO_COMMAND, Command, GoldenWish, StoreUnavailable
 from controller.runtime.beats import Beats
 from controller.runtime.canary.golden_requests import request_goldens
 from controller.runtime.command_answers import ChaosRefused, NotPossible, Unanswered, UnknownWorker, done
@@ -25,6 +25,7 @@ from events import subjects
 from events.decisions import HealthStatus
 from events.intrusion.control_message import control
 from events.journal.port import Journal, JournalUnavailable
+from events.json_types import Json
 from events.nats.bus import Bus, NoAnswer
 from events.observations import (
     ChaosInjected,

@@ -19,10 +19,11 @@ from controller.metric_table import MetricTable, counter, gauge
 from controller.planner.history import DAYS
 from controller.planner.plan import ModelView, Proposal
 from controller.planner.planner import Planner, PlannerDuties, PlannerOutlook
-from controller.ports import Clock, Json, PlanningRead, PlanningStore, ScaleHook, ScaleRequest
+from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, ScaleRequest
 from controller.runtime.settings import PlannerSettings
 from events.errors import HoldfastError
 from events.journal.port import Fenced, Journal
+from events.json_types import Json
 from events.observations import ScaleApplied, ScaleProposed
 
 
