@@ -36,7 +36,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.migration.cost import MovingPolicy
 from controller.processes.frontend import static_worker
 from controller.simulator.simulation import quiet
-from controller.simulator.stories.concurrent_requests import computed_again, crowd, most_over_even
+from controller.simulator.stories.group_failure import computed_again, crowd, most_over_even
 from events.decisions import HealthStatus
 from events.observations import Profile, WorkerJoined
 

@@ -87,7 +87,7 @@ def run_cli(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from controller.simulator.sweep import SweepRun, sweep
+    from controller.simulator.simulation import SweepRun, sweep
 
     seeds = range(args.seed, args.seed + args.runs)
     one = SweepRun(args.seed, args.workers, args.minutes, args.rates, args.live_requests)

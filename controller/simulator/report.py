@@ -3,9 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from controller.simulator.checks.invariants import ALL_INVARIANTS
 from controller.simulator.rates import PRESETS, Forecast
-from controller.simulator.simulation import Result
+from controller.simulator.simulation import ALL_INVARIANTS, Result
 from controller.simulator.world.scenario import Scenario
 
 

@@ -5,40 +5,48 @@ import gc
 import hashlib
 import json
 import logging
+import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from heapq import merge
 from json.encoder import encode_basestring_ascii as quoted
+from operator import itemgetter
+from types import ModuleType
 
 import structlog
 
 from controller.deciders.fleet import Fleet, FleetPolicy
-from controller.simulator.checks.invariants import ALL_INVARIANTS, INVARIANTS
-from controller.simulator.checks.watch import InvariantWatch, Violated, Violation
-from controller.simulator.world.broker import Broker, Network
+from controller.simulator.checks import decisions, end, folds, overload, planner, requests, spares, world
+from controller.simulator.checks.watch import Invariant, InvariantWatch, Violated, Violation
+from controller.simulator.world.broker import Broker, Network, SimulatedOutbox
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.faults import FaultInjector
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.machines import Hardware, Machine, Standing
-from controller.simulator.world.operators import Operators, SimulatedSupervisor
-from controller.simulator.world.outbox import SimulatedOutbox
-from controller.simulator.world.planner import SimulatedPlanner
-from controller.simulator.world.planning.scaling import SimulatedScaling
-from controller.simulator.world.projector import SimulatedProjector
-from controller.simulator.world.replica import Remembered
-from controller.simulator.world.requests.demand import SimulatedDemand
-from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.machines import Hardware, Machine
+from controller.simulator.world.planner import SimulatedPlanner, SimulatedProjector
+from controller.simulator.world.requests.frontends import RequestsUnderWay, SimulatedFrontend
 from controller.simulator.world.requests.live_requests import LiveRequests
-from controller.simulator.world.requests.request_driver import RequestsUnderWay
-from controller.simulator.world.requests.traffic import ClientTally, SimulatedTraffic
+from controller.simulator.world.requests.traffic import ClientTally, SimulatedDemand
 from controller.simulator.world.scenario import Scenario, draw, profile_of
-from controller.simulator.world.seams import Seams
-from controller.simulator.world.surroundings import Surroundings
-from controller.simulator.world.world import SimulatedWorld
+from controller.simulator.world.seams import Seams, Stored
+from controller.simulator.world.surroundings import Remembered, Replica
+from controller.simulator.world.world import Operators, SimulatedScaling, SimulatedSupervisor, SimulatedWorld
 from events import codec
 from events.fact import Recorded
 from events.order import OutOfOrder
+
+
+def invariants_of(*modules: ModuleType) -> dict[str, Invariant]:
+    """Return the invariants that these modules define, by name."""
+    stated = [value for module in modules for value in vars(module).values()]
+    return {found.name: found for found in stated if isinstance(found, Invariant)}
+
+
+INVARIANTS = invariants_of(decisions, spares, overload, planner, folds, world, end)
+ALL_INVARIANTS = INVARIANTS | invariants_of(requests)  # with --live-requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +66,7 @@ class Result:
     happened: int
     wall_s: float
     digest: str  # hash of the history
-    levels: dict[str, int] = field(default_factory=dict)  # worst level reached, by model
+    levels: dict[str, int]  # worst level reached, by model
 
     @property
     def speed(self) -> float:
@@ -73,28 +81,34 @@ class Simulation(SimulatedWorld):
         self, scenario: Scenario, seams: Seams | None = None, *, live_requests: bool = False
     ) -> None:
         """Build the world; with `live_requests`, simulate each request token by token."""
-        self.scenario, self._live_requests = scenario, live_requests
-        self.seams = seams or Seams()
+        self.scenario = scenario
+        seams = seams or Seams()
+        self.seams = replace(seams, evolve=Remembered(seams.evolve))
         self.kernel = kernel = Kernel(scenario.seed)
-        self.notes: list[tuple[int, int, str]] = []  # time in microseconds, sequence of the last event, text
+        self.notes: list[tuple[int, str]] = []  # sequence of the event before the fault, line of the history
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
-        invariants = ALL_INVARIANTS if live_requests else INVARIANTS
-        self.watch = InvariantWatch(self, invariants)
-        self.broker.watchers.append(self.watch.recorded)
+        self.watch = watch = InvariantWatch(self, seams, ALL_INVARIANTS if live_requests else INVARIANTS)
+        self.broker.watchers.append(watch.recorded)
+        self.notify, self.decided, self.stepped = watch.notify, watch.appended, watch.stepped
         self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
-        self.surroundings = self._surroundings()
-        self.projector = SimulatedProjector(self.surroundings, kernel.chance("projector"))
-        self.planners = [*self._planners()]
-        self.controllers = [self._controller(i) for i in range(scenario.controllers)]
-        self.tally = ClientTally()
-        self.demand = SimulatedDemand(scenario, kernel)
-        self.frontends = [self._frontend(i) for i in range(scenario.frontends)]
-        self.operators = Operators(self, kernel.chance("operators"))
-        self.supervisor = SimulatedSupervisor(self, kernel.chance("supervisor"))
-        self.scaling = self._scaling()
-        self.faults = FaultInjector(
-            self, self.operators, self.supervisor, kernel.chance("faults"), self._note
-        )
+        self.tally, self.demand = ClientTally(), SimulatedDemand(scenario, kernel)
+        self.projector = SimulatedProjector(self)
+        planning = scenario.planning
+        self.planners = [
+            SimulatedPlanner(f"planner{i + 1}", self, self.projector, planning)
+            for i in range(planning.planners if planning is not None else 0)
+            if planning is not None
+        ]
+        self.controllers = [
+            SimulatedController(f"controller{i + 1}", self) for i in range(scenario.controllers)
+        ]
+        underway = LiveRequests if live_requests else RequestsUnderWay
+        self.frontends = [
+            SimulatedFrontend(f"frontend{i + 1}", self, underway) for i in range(scenario.frontends)
+        ]
+        self.operators, self.supervisor = Operators(self), SimulatedSupervisor(self)
+        self.scaling = SimulatedScaling(self) if planning is not None else None
+        self.faults = FaultInjector(self)
 
     def run(self) -> Result:
         """Play the scenario to its end or to the first violated invariant, which is then in the result."""
@@ -102,7 +116,9 @@ class Simulation(SimulatedWorld):
         violation = None
         try:
             with quiet():
-                self._play()
+                self.begin()
+                self.kernel.run(self.scenario.end_at)
+                self.watch.notify("end")
         except Violated as found:
             violation = found.violation
         except OutOfOrder as found:
@@ -120,46 +136,37 @@ class Simulation(SimulatedWorld):
                 return controller.replica.fleet
         return self.watch.reference.shown
 
+    def stored(self) -> Stored | None:
+        """Return what the state store contains."""
+        return self.projector.stored
+
+    def linking(self) -> list[SimulatedFrontend]:
+        """Return the running frontends."""
+        return [frontend for frontend in self.frontends if frontend.up]
+
+    def replicas(self) -> list[Replica]:
+        """Return the folds of all running processes."""
+        reading = (*self.controllers, *self.frontends, self.projector)
+        return [process.replica for process in reading if process.up]
+
     def outboxes(self) -> list[SimulatedOutbox]:
         """Return the outboxes of all running processes."""
-        boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
-        boxes += [p.outbox for p in self.planners if p.up] + [
-            m.outbox for m in self.machines.values() if m.up
-        ]
+        publishing = (*self.controllers, *self.frontends, *self.planners)
+        boxes = [process.outbox for process in publishing if process.up]
+        boxes += [machine.outbox for machine in self.machines.values() if machine.up]
         return [*boxes, self.scaling.outbox] if self.scaling is not None else boxes
 
     def history(self) -> Iterator[str]:
         """Yield the history as JSON lines: all events of the journal and all faults, in order of time."""
-        notes = iter([*self.notes, (0, len(self.broker.events) + 1, "")])
-        note = next(notes)
-        for event in self.broker.events:
-            while note[1] < event.seq:
-                yield _note_line(note)
-                note = next(notes)
-            yield _event_line(event)
-        while note[2]:
-            yield _note_line(note)
-            note = next(notes)
+        events = ((event.seq, _event_line(event)) for event in self.broker.events)
+        return (line for _, line in merge(events, self.notes, key=itemgetter(0)))
 
-    # --- setting up ---------------------------------------------------------------------------------------------
+    def note(self, text: str) -> None:
+        """Record a fault in the history."""
+        line = json.dumps({"at_us": self.kernel.now, "fault": text}) + "\n"
+        self.notes.append((self.broker.last_seq, line))
 
-    def _names(self) -> list[str]:
-        return [f"w{i + 1}" for i in range(self.scenario.workers)]
-
-    def _machine(self, name: str, index: int) -> Machine:
-        models = self.scenario.models
-        chance = self.kernel.chance(name)
-        model = models[index % len(models)]
-        spare = self.scenario.workers - self.scenario.spares <= index < self.scenario.workers
-        crowd = self.scenario.crowd
-        waiting = crowd.waiting if crowd is not None else None
-        hardware = Hardware(profile=profile_of(crowd), spare=spare, waiting=waiting)
-        return Machine(
-            name, model, self.kernel, self.broker, chance, self._broken, hardware=hardware,
-            standing=Standing(created=self.kernel.now),
-        )  # fmt: skip
-
-    def _one_more(self, model: str) -> Machine:
+    def add_machine(self, model: str) -> Machine:
         """Add one more worker of a model, and return its machine."""
         models, index = self.scenario.models, len(self.machines)
         while models[index % len(models)] != model:
@@ -171,66 +178,16 @@ class Simulation(SimulatedWorld):
         updates.fit(machine)
         return machine
 
-    def _planners(self) -> Iterator[SimulatedPlanner]:
-        planning = self.scenario.planning
-        for index in range(planning.planners if planning is not None else 0):
-            assert planning is not None
-            name = f"planner{index + 1}"
-            yield SimulatedPlanner(
-                name, self.surroundings, self.projector, planning, self.kernel.chance(name)
-            )
+    def _names(self) -> list[str]:
+        return [f"w{i + 1}" for i in range(self.scenario.workers)]
 
-    def _scaling(self) -> SimulatedScaling | None:
-        if self.scenario.planning is None:
-            return None
-        return SimulatedScaling(self, self.supervisor, self._one_more, self.kernel.chance("scaling"))
-
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
-            kernel=self.kernel,
-            broker=self.broker,
-            seams=replace(self.seams, evolve=Remembered(self.seams.evolve)),
-            policy=self.policy,
-            machines=self.machines,
-            frontends=lambda: [f for f in self.frontends if f.up],
-            scenario=self.scenario,
-            notify=self.watch.notify,
-            decided=self.watch.appended,
-        )
-
-    def _controller(self, index: int) -> SimulatedController:
-        name = f"controller{index + 1}"
-        chance = self.kernel.chance(name)
-        return SimulatedController(
-            name, self.surroundings, chance, chance.randint(-self.scenario.skew, self.scenario.skew)
-        )
-
-    def _frontend(self, index: int) -> SimulatedFrontend:
-        name = f"frontend{index + 1}"
-        scenario, chance = self.scenario, self.kernel.chance(name)
-        underway: Callable[..., RequestsUnderWay] = partial(
-            RequestsUnderWay, crowded=scenario.crowd is not None
-        )
-        request_chance = chance
-        if self._live_requests:
-            underway, request_chance = LiveRequests, self.kernel.chance(f"{name} requests")
-        traffic = SimulatedTraffic(
-            per_second=self.demand.per_second,
-            machines=self.machines,
-            models=self.scenario.models,
-            tally=self.tally,
-            stepped=self.watch.stepped,
-            stored=lambda: self.projector.stored,
-            traffic_reports=self.demand.traffic_reports,
-        )
-        return SimulatedFrontend(name, self.surroundings, traffic, chance, underway, request_chance)
-
-    # --- playing ------------------------------------------------------------------------------------------------
-
-    def _play(self) -> None:
-        self.begin()
-        self.kernel.run(self.scenario.end_at)
-        self.watch.end()
+    def _machine(self, name: str, index: int) -> Machine:
+        scenario, crowd = self.scenario, self.scenario.crowd
+        spare = scenario.workers - scenario.spares <= index < scenario.workers
+        waiting = crowd.waiting if crowd is not None else None
+        hardware = Hardware(profile=profile_of(crowd), spare=spare, waiting=waiting)
+        model = scenario.models[index % len(scenario.models)]
+        return Machine(name, model, self.kernel, self.broker, self._broken, hardware=hardware)
 
     def begin(self) -> None:
         """Schedule the start of every process and of the faults."""
@@ -240,11 +197,9 @@ class Simulation(SimulatedWorld):
         for machine in chance.sample(
             list(self.machines.values()), min(self.scenario.corrupt_from_start, len(self.machines))
         ):
-            self.faults.corrupt_from_start(machine)
-        starts = [c.start for c in self.controllers] + [f.start for f in self.frontends]
-        starts += [planner.start for planner in self.planners]
-        for start in (*starts, self.projector.start):
-            kernel.after(int(chance.random() * 2 * SECOND), start)
+            self.faults.workers.corrupt_from_start(machine)
+        for process in (*self.controllers, *self.frontends, *self.planners, self.projector):
+            kernel.after(int(chance.random() * 2 * SECOND), process.start)
         kernel.after(SECOND, self.watch.tick)
         kernel.after(20 * SECOND, self.faults.begin)
         kernel.after(self.scenario.heal_at, self._heal)
@@ -253,7 +208,7 @@ class Simulation(SimulatedWorld):
 
     def _change_policy(self) -> None:
         """Restart the controllers one after another with the next policy."""
-        self._note("another policy")
+        self.note("another policy")
         for i, controller in enumerate(self.controllers):
             self.kernel.after(i * 45 * SECOND, controller.crash)
             self.kernel.after(i * 45 * SECOND + 2 * SECOND, controller.start)
@@ -266,14 +221,8 @@ class Simulation(SimulatedWorld):
         for frontend in self.frontends:
             frontend.broken(machine)
 
-    def _note(self, text: str) -> None:
-        self.notes.append((self.kernel.now, self.broker.last_seq, text))
-
     def _result(self, violation: Violation | None, wall_s: float) -> Result:
-        kinds: dict[str, int] = {}
-        for event in self.broker.events:
-            kind = event.fact.kind()
-            kinds[kind] = kinds.get(kind, 0) + 1
+        kinds = Counter(event.fact.kind() for event in self.broker.events)
         digest = hashlib.sha256()
         for line in self.history():
             digest.update(line.encode())
@@ -283,7 +232,7 @@ class Simulation(SimulatedWorld):
             events=self.broker.last_seq,
             decisions=self.watch.ledger.number,
             kinds=dict(sorted(kinds.items())),
-            faults=dict(sorted((self.faults.struck | self.faults.updates.struck).items())),
+            faults=dict(sorted(self.faults.struck.items())),
             checks=dict(sorted(self.watch.checks.items())),
             tally=self.tally,
             fenced=self.broker.fenced,
@@ -337,10 +286,6 @@ def simulate(
         return Simulation(draw(seed, workers, minutes, rates), seams, live_requests=live_requests).run()
 
 
-def _note_line(note: tuple[int, int, str]) -> str:
-    return json.dumps({"at_us": note[0], "fault": note[2]}) + "\n"
-
-
 def _event_line(event: Recorded) -> str:
     return (
         f'{{"seq": {event.seq}, "at": "{event.at.isoformat()}", "id": {quoted(event.id)}, '
@@ -348,3 +293,32 @@ def _event_line(event: Recorded) -> str:
         f'"causation": {quoted(event.causation)}, "kind": "{event.fact.kind()}", '
         f'"body": {codec.encode_body(event.fact).decode()}}}\n'
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """The parameters of one run in a sweep."""
+
+    seed: int
+    workers: int
+    minutes: float
+    rates: str | None = None
+    live_requests: bool = False
+
+
+def play(run: SweepRun) -> Result:
+    """Run one seed. An exception carries a note that names the run."""
+    try:
+        return simulate(run.seed, run.workers, run.minutes, rates=run.rates, live_requests=run.live_requests)
+    except Exception as error:
+        error.add_note(f"while playing {run}")
+        raise
+
+
+def sweep(runs: Iterable[SweepRun], processes: int) -> Iterator[Result]:
+    """Yield the results of all runs, in the order of the runs."""
+    if processes == 1:
+        yield from map(play, runs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(play, runs, chunksize=4)

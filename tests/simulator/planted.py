@@ -393,7 +393,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "no_fence": Planted(
         "the journal accepts decisions of a controller that has not read the last one",
-        Seams(fence=lambda after, decided: True),
+        Seams(fenced=False),
         ("decisions_gapless", "one_writer"),
     ),
     "half_a_batch": Planted(
@@ -418,7 +418,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "veto_ignored": Planted(
         "a frontend's live connection does not count",
-        Seams(vetoed=lambda linked: False),
+        Seams(links_veto=False),
         ("heard_is_not_silent",),
     ),
     "any_instance": Planted(
@@ -503,7 +503,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "no_wakeup": Planted(
         "queued requests are retried only when another one arrives",
-        Seams(wakes=lambda: False),
+        Seams(wakes=False),
         ("room_is_used",),
     ),
     "one_line": Planted(
@@ -513,7 +513,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "never_late": Planted(
         "a request stays queued after its timeout",
-        Seams(leaves_late=lambda: False),
+        Seams(leaves_late=False),
         ("late_is_not_sent",),
     ),
     "to_nothing": Planted(
@@ -538,7 +538,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "two_voices": Planted(
         "the journal accepts the proposals of two planners at once",
-        Seams(follows=lambda after, last: True),
+        Seams(proposals_fenced=False),
         ("planner_in_turn", "planner_steady"),
     ),
     "restless": Planted(

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from controller.deciders.fleet import Fleet, evolve
 from controller.simulator.checks.folds import differs
 from controller.simulator.world.machines import PROFILE
-from controller.simulator.world.replica import Remembered
+from controller.simulator.world.surroundings import Remembered
 from events.fact import Observation, Recorded
 from events.observations import CanaryFailed, WorkerJoined
 

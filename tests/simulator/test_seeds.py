@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.simulator.cli import command
-from controller.simulator.sweep import SweepRun, sweep
+from controller.simulator.simulation import SweepRun, sweep
 
 SEEDS = int(os.environ.get("SEEDS", "200"))
 SHARE = 20  # seeds per test, so that tests can run in parallel

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.simulator.checks.invariants import ALL_INVARIANTS, INVARIANTS
 from controller.simulator.cli import add_arguments, command, run_cli
+from controller.simulator.simulation import ALL_INVARIANTS, INVARIANTS
 
 
 def run(*words: str) -> int:

@@ -6,11 +6,17 @@ from random import Random
 
 import pytest
 
-from controller.simulator.world.broker import DUPLICATES_REMEMBERED, LEASE_TTL, Broker, BrokerMessage, Network
+from controller.simulator.world.broker import (
+    DUPLICATES_REMEMBERED,
+    LEASE_TTL,
+    Broker,
+    BrokerMessage,
+    Network,
+    SimulatedOutbox,
+)
 from controller.simulator.world.kernel import SECOND, Kernel, micros, since_start
-from controller.simulator.world.outbox import SimulatedOutbox
-from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Seams
+from controller.simulator.world.surroundings import Replica
 from events.decisions import Absorbed
 from events.observations import DrainRequested
 
@@ -21,7 +27,6 @@ class Bench:
     def __init__(self) -> None:
         self.kernel = Kernel(1)
         self.broker = Broker(self.kernel, Seams(), Network(Random("bench")))
-        self.said = self.broker.acknowledged
 
     def outbox(self, source: str = "a.1") -> SimulatedOutbox:
         return SimulatedOutbox(self.broker, source)
@@ -71,7 +76,7 @@ def test_facts_arrive_once_and_in_order_through_loss_and_delay(bench: Bench) -> 
         box.observe(fact())
     bench.run(600)
     assert bench.numbers == list(range(1, 41))
-    assert bench.said.acknowledged == {"a.1": 40}
+    assert bench.broker.acknowledged == {"a.1": 40}
 
 
 def test_a_fact_with_a_lost_acknowledgement_is_stored_again_after_the_duplicate_window(bench: Bench) -> None:
@@ -124,7 +129,7 @@ def test_a_lease_is_free_again_when_its_holder_does_not_renew_it(bench: Bench) -
 def test_a_replica_from_a_snapshot_ends_where_one_from_the_beginning_does(bench: Bench) -> None:
     def replica(stored: Callable[[], object] | None = None) -> Replica:
         found = stored() if stored is not None else None
-        return Replica("r", bench.broker, Seams(), lambda r, b: None, found)  # type: ignore[arg-type]
+        return Replica("r", bench.broker, lambda r, b: None, found)  # type: ignore[arg-type]
 
     whole = replica()
     for number in (1, 2, 3):

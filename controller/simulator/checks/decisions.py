@@ -300,9 +300,9 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     """
     machines = watch.world.machines
     machine = machines[fact.worker]
-    if all(other.standing.weights.ever == {0} for other in machines.values() if other.model == machine.model):
+    if all(other.weights.ever == {0} for other in machines.values() if other.model == machine.model):
         return False
-    weights = machine.standing.weights
+    weights = machine.weights
     _, found = watch.ledger.observation(fact.cause)
     if isinstance(found, CanaryFailed):
         canary = int(found.canary[1:])

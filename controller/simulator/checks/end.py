@@ -41,17 +41,16 @@ def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
 @invariant("end")
 def nothing_lost(watch: InvariantWatch) -> str | None:
     """Every acknowledged fact is on the journal, and no fact was dropped."""
-    numbers = watch.world.broker.acknowledged
-    if numbers.dropped:
-        return f"{numbers.dropped} facts were dropped"
-    folded = Counter[
-        str
-    ]()  # by source; a number is stored only after all lower ones, so no lower number is missing
-    for event in watch.world.broker.events:
+    broker = watch.world.broker
+    if broker.dropped:
+        return f"{broker.dropped} facts were dropped"
+    # By source. A number is stored only after all lower ones, so no lower number is missing.
+    folded = Counter[str]()
+    for event in broker.events:
         if event.source_number > folded[event.source] + 1:
             return f"{event.source}: fact {event.source_number} overtook {folded[event.source] + 1}"
         folded[event.source] = max(folded[event.source], event.source_number)
-    for source, number in numbers.acknowledged.items():
+    for source, number in broker.acknowledged.items():
         if missing := [*range(folded[source] + 1, number + 1)]:
             return f"{source}: facts {missing} were acknowledged and are not on the journal"
     return None
@@ -96,7 +95,7 @@ def all_well(watch: InvariantWatch) -> str | None:
         return None
     machines, heal_at = watch.world.machines, watch.world.scenario.heal_at
     for machine in machines.values():
-        if machine.standing.retired or machine.standing.created >= heal_at:
+        if machine.retired or machine.created >= heal_at:
             continue
         entry = watch.ledger.of(machine.name, machine.instance)
         shown = watch.shown[-1].workers.get(machine.name)

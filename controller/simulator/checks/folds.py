@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.checks.watch import InvariantWatch, invariant
-from controller.simulator.world.replica import Replica
+from controller.simulator.world.surroundings import Replica
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
 

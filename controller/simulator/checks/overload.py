@@ -2,7 +2,8 @@
 
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
-from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.traffic import SimulatedRequest
 from events.fact import Recorded
 from events.observations import RequestAbandoned, RequestMigrated
 
@@ -30,19 +31,23 @@ def room_is_used(watch: InvariantWatch) -> str | None:
 
 
 @invariant("routed")
-def tiers_ordered(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+def tiers_ordered(
+    watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
+) -> str | None:
     """No request is admitted while one of a better tier is queued.
 
     A request that was admitted before takes precedence over all that were not.
     """
-    best = frontend.best_waiting(request.model)
+    best = frontend.underway.best_waiting(request.model)
     if request.sent_times or best is None or best >= request.rank:
         return None
     return f"{frontend.name} sent {request.request} of tier {request.tier} while tier {best} waits"
 
 
 @invariant("routed")
-def late_is_not_sent(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+def late_is_not_sent(
+    watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
+) -> str | None:
     """No worker receives a request after the request's queue timeout."""
     if request.attempt > 1 or watch.kernel.now <= request.latest:
         return None
@@ -51,10 +56,14 @@ def late_is_not_sent(watch: InvariantWatch, frontend: RequestSender, request: Si
 
 @invariant("judged")
 def refusal_is_no_fault(
-    watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest, before: object, after: object
+    watch: InvariantWatch,
+    frontend: SimulatedFrontend,
+    request: SimulatedRequest,
+    before: object,
+    after: object,
 ) -> str | None:
     """A rejection by a full worker moves no breaker."""
-    if (request.request, request.attempt, request.instance) in frontend.traffic.refused:
+    if (request.request, request.attempt, request.instance) in frontend.refused:
         return (
             f"{frontend.name} counts as a failure that {request.instance} had no room for {request.request}"
         )
@@ -70,7 +79,7 @@ def refusal_is_no_failure(
         (fact.source_instance, fact.attempt - 1) if isinstance(fact, RequestMigrated) else (fact.instance, 1)
     )
     for frontend in watch.world.frontends:
-        if (fact.request, attempt, instance) in frontend.traffic.refused:
+        if (fact.request, attempt, instance) in frontend.refused:
             return f"{fact.kind()} of {fact.request}: {instance} only had no room"
     return None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
-from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
+from controller.simulator.checks.ledger import MachineStep, RequestLedger
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.requests.live_requests import (

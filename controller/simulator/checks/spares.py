@@ -8,7 +8,8 @@ from itertools import takewhile
 from controller.deciders.worker import Worker
 from controller.simulator.checks.decisions import OUT
 from controller.simulator.checks.watch import InvariantWatch, invariant
-from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.traffic import SimulatedRequest
 from events.decisions import HealthStatus, SpareActivated, SpareReleased
 from events.fact import Decision, Fact, Recorded
 from events.observations import WorkerJoined
@@ -73,7 +74,7 @@ def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | Non
 
 
 @invariant("routed")
-def spares_wait(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+def spares_wait(watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest) -> str | None:
     """No request goes to a worker that its frontend knows to be a spare."""
     replica = frontend.replica
     worker = watch.shown[replica.known].workers.get(request.worker)

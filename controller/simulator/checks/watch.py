@@ -12,12 +12,13 @@ from types import UnionType
 from typing import Any, Literal
 
 from controller.deciders.fleet import Fleet
-from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
-from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
-from controller.simulator.checks.undisturbed_periods import Steadiness
+from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, MachineStep, RequestLedger
+from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
-from controller.simulator.world.replica import Replica
+from controller.simulator.world.prober import PROBER
 from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.seams import Seams
+from controller.simulator.world.surroundings import Replica
 from controller.simulator.world.world import SimulatedWorld
 from events.decisions import (
     DegradationChanged,
@@ -30,6 +31,55 @@ from events.decisions import (
 from events.fact import Decision, Recorded
 from events.observations import GoldenDisputed, GoldenProposed
 from events.order import Order, OutOfOrder
+
+SLACK = 8 * SECOND  # time for a tick, an append with its retries, and reading
+
+
+class Steadiness:
+    """The conditions that are currently true, and since when, in microseconds of virtual time. Updated once a second."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.since = 0  # since when both the leader and the broker have run without faults
+        self.leader: SimulatedController | None = None
+        self.convicted_under: dict[str, int | None] = {}  # by instance: the decision that opened its breaker
+        self.last_of_model: dict[str, int] = {}  # when an instance last served because no other one could
+        self.probed_since: dict[str, int] = {}  # by worker: since when its canaries could be sent
+        self._world = world
+        self._since: dict[tuple[str, ...], int] = {}
+
+    def lasts_since(self, *what: str, so: bool) -> int:
+        """Return since when a condition has been true at every tick; the current time if `so` is false."""
+        now = self._world.kernel.now
+        if so:
+            return self._since.setdefault(what, now)
+        self._since.pop(what, None)
+        return now
+
+    def overdue(self, due: int) -> bool:
+        """Return whether the leader has run long enough without faults to act on what was due at `due`."""
+        world = self._world
+        clocks = 2 * world.scenario.skew
+        return (
+            self.leader is not None and world.kernel.now - max(due + clocks, self.since) > SLACK + 5 * SECOND
+        )
+
+    def look(self) -> None:
+        """Update the leader and the workers that it can probe."""
+        world, now = self._world, self._world.kernel.now
+        leaders = [c for c in world.controllers if c.up and c.leading and not c.paused]
+        network = world.broker.network
+        calm = world.broker.up and not network.loss and not network.slow
+        fit = calm and len(leaders) == 1 and not leaders[0].hold_append
+        leader = leaders[0] if fit else None
+        if leader is None or leader is not self.leader:
+            self.leader, self.since = leader, now
+        probing = leader is not None and not leader.prober.stalled and self.since != now
+        for machine in world.machines.values():
+            condition = machine.condition
+            faulty = condition.flaky or condition.erring or condition.cut
+            if not probing or faulty or not machine.reachable(PROBER):
+                self.probed_since[machine.name] = now
+
 
 On = Literal[
     "before",
@@ -111,10 +161,10 @@ class Violated(Exception):
 class InvariantWatch:
     """The omniscient observer of one run. Its attributes are read by the invariants."""
 
-    def __init__(self, world: SimulatedWorld, invariants: Mapping[str, Invariant]) -> None:
+    def __init__(self, world: SimulatedWorld, seams: Seams, invariants: Mapping[str, Invariant]) -> None:
         self.world = world
         self.kernel = world.kernel
-        self.seams = world.seams
+        self.seams = seams  # with a fold of its own, not the one that all processes share
         self.policy = world.scenario.policies[0]  # the policy in force: the one last adopted on the journal
         self.ledger = CheckLedger()
         self.reference = Order(
@@ -190,10 +240,6 @@ class InvariantWatch:
         self.kernel.after(SECOND, self.tick)
         self.steadiness.look()
         self.notify("tick")
-
-    def end(self) -> None:
-        """Handle the end of the run."""
-        self.notify("end")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
         """Return the violation for a journal that a fold rejected because its decision numbers are not consecutive."""

@@ -4,12 +4,12 @@ from controller.deciders.breaker import Breaker
 from controller.deciders.capacity import fleet_capacity
 from controller.deciders.worker import Worker
 from controller.simulator.checks.decisions import OUT
-from controller.simulator.checks.undisturbed_periods import SLACK
-from controller.simulator.checks.watch import InvariantWatch, invariant
+from controller.simulator.checks.watch import SLACK, InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND, micros, since_start
 from controller.simulator.world.machines import CANARIES, Machine
 from controller.simulator.world.prober import DEADLINE, RETRIES
-from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.traffic import SimulatedRequest
 from events.decisions import HealthStatus
 
 ROUNDING = 1e-12  # tolerance of a sum of weights
@@ -18,7 +18,9 @@ AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
 
 @invariant("routed")
-def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+def verdict_obeyed(
+    watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
+) -> str | None:
     """A request goes to a worker known to be unhealthy, draining or dead only if it is the model's last.
 
     "Known" means by what its frontend had read.
@@ -38,7 +40,9 @@ def _kept(worker: Worker) -> bool:
 
 
 @invariant("routed")
-def shedding_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+def shedding_obeyed(
+    watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
+) -> str | None:
     """No new request of a model is sent while its level accepts none.
 
     A request that was admitted before may be sent.
@@ -54,7 +58,7 @@ def shedding_obeyed(watch: InvariantWatch, frontend: RequestSender, request: Sim
 @invariant("judged")
 def own_breaker(
     watch: InvariantWatch,
-    frontend: RequestSender,
+    frontend: SimulatedFrontend,
     request: SimulatedRequest,
     before: Breaker,
     after: Breaker,
@@ -71,9 +75,9 @@ def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) 
     """No worker is reported silent while it sends heartbeats or is connected to a frontend."""
     if machine.instance != instance:
         return None
-    if machine.beating or watch.world.linked(machine):
-        return f"{instance} is reported silent: heard {machine.beating}, linked {watch.world.linked(machine)}"
-    return None
+    linked = any(frontend.linked(machine) for frontend in watch.world.frontends)
+    heard = f"{instance} is reported silent: heard {machine.beating}, linked {linked}"
+    return heard if machine.beating or linked else None
 
 
 @invariant("tick")

@@ -8,24 +8,26 @@ groups, the request plane and time are simulated.
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
-from controller.router.endpoints import ConnectedWorkers
+from controller.router.endpoints import ConnectedWorkers, Lineage
 from controller.simulator.simulation import Simulation, quiet
-from controller.simulator.stories.concurrent_requests import computed_again, crowd, most_over_even
+from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
 from controller.simulator.world.machines import Hardware, Machine
-from controller.simulator.world.outbox import SimulatedOutbox
-from controller.simulator.world.replica import Replica
 from controller.simulator.world.scenario import Scenario, capacity_of, promising
+from controller.simulator.world.surroundings import Replica
+from events.blocks import BlockNames
 from events.decisions import Absorbed, HealthChanged, SpareActivated, WorkerDecision
 from events.fact import Fact, Observation, Recorded
 from events.observations import (
@@ -36,7 +38,44 @@ from events.observations import (
     WorkerJoined,
     WorkerLeft,
 )
-from events.wire import Chunk, Generate, Load, Why
+from events.wire import Chunk, Generate, Load, Sampling, Why
+
+FIRST, SPAN = 259, 1700  # token ids that are not special tokens of the simulated engine
+
+
+def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
+    """Return `requests` requests of `tokens` tokens each. No two share a prefix, and none ends early."""
+    answers = []
+    for n in range(requests):
+        prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
+        request = GenerationRequest(
+            id=f"r{n + 1}",
+            model=model,
+            lineage=lineage,
+            prompt=prompt,
+            names=BlockNames(prompt),
+            prompt_text="",
+            sampling=Sampling(max_tokens=4000, ignore_eos=True),
+            guided=None,
+            deterministic=True,
+        )
+        answers.append(Choice(request, ResponseWriter()))
+    return answers
+
+
+def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
+    """Return the number of tokens that each worker must compute again for the requests that continue there."""
+    load: Counter[str] = Counter()
+    for live in requests:
+        assert live.endpoint is not None
+        load[live.endpoint.worker] += live.length
+    return load
+
+
+def most_over_even(load: Counter[str], workers: int) -> float:
+    """Return the highest load of one worker as a multiple of the even load over `workers` workers."""
+    return max(load.values()) * workers / load.total()
+
 
 SEED = 48
 GROUPS, TP, REQUESTS, TOKENS = 16, 8, 23, 2048
@@ -132,17 +171,18 @@ class GroupFailure(Simulation):
         world = World("f1", self._plane, observe, KernelClock(self.kernel), chance)  # type: ignore[arg-type]
         self.director = Director(world, FrontendSettings())
         self.director.go_live()
-        self._replica = Replica("f1", self.broker, self.seams, self._absorbed)
+        self._replica = Replica("f1", self.broker, self._absorbed)
 
     def _names(self) -> list[str]:
         return [f"g{number + 1}" for number in range(self.scenario.workers)]
 
     def _machine(self, name: str, index: int) -> Machine:
         first = index * TP
-        chance, model = self.kernel.chance(name), self.scenario.models[0]
         gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
         hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS, context_tokens=CONTEXT)
-        return Machine(name, model, self.kernel, self.broker, chance, self._broken, hardware=hardware)
+        return Machine(
+            name, self.scenario.models[0], self.kernel, self.broker, self._broken, hardware=hardware
+        )
 
     def _broken(self, machine: Machine) -> None:
         super()._broken(machine)
@@ -190,14 +230,14 @@ class GroupFailure(Simulation):
 
     def _strike(self) -> None:
         group = self.machines[FAILED]
-        group.standing.retired = True  # until the failed group is replaced
+        group.retired = True  # until the failed group is replaced
         group.observe(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.shut_down)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
         self.kernel.after(20 * MS, self._count)
 
     def _replace(self, group: Machine) -> None:
-        group.standing.retired = False
+        group.retired = False
         group.start()
 
     def _look_at_level(self) -> None:

@@ -5,11 +5,12 @@ it as not stored. The server recognises a repeated id for two minutes, as JetStr
 and the folds must drop it.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
-from controller.simulator.world.kernel import MS, SECOND, Kernel
+from controller.simulator.world.kernel import MS, SECOND, Act, Kernel
 from controller.simulator.world.seams import Seams
 from events.fact import Decision, Fact, Observation, Recorded
 from events.frozen import fast_constructor
@@ -52,14 +53,6 @@ class Network:
         return self.loss > 0 and self.chance.random() < self.loss
 
 
-@dataclass(slots=True)
-class AcknowledgedNumbers:
-    """The last acknowledged number of each source over all outboxes, for the watch to check."""
-
-    acknowledged: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0  # dropped because an outbox was full
-
-
 class Broker:
     """The stream and the lease. While `up` is False no process can reach it; stored events are kept."""
 
@@ -67,7 +60,8 @@ class Broker:
         self.kernel = kernel
         self.seams = seams
         self.network = network
-        self.acknowledged = AcknowledgedNumbers()
+        self.acknowledged: dict[str, int] = {}  # last acknowledged number of each source, over all outboxes
+        self.dropped = 0  # facts dropped because an outbox was full
         self.up = True
         self.mute = False  # the broker stores messages, but acknowledges none
         self.events: list[Recorded] = []
@@ -94,6 +88,16 @@ class Broker:
         self.up, self.mute = True, False
         self._announce()
 
+    def transmit(self, act: Act, *args: object, held: int = 0) -> None:
+        """Schedule `act(*args)` for the arrival of a message that is sent `held` microseconds from now, unless it is lost."""
+        if not self.network.drops():
+            self.kernel.after(held + self.network.delay(), act, *args)
+
+    def acknowledge(self, act: Act, *args: object) -> None:
+        """Schedule `act(*args)` for the arrival of an acknowledgement, unless the broker sends none or it is lost."""
+        if not self.mute:
+            self.transmit(act, *args)
+
     def store(self, message: BrokerMessage) -> None:
         """Store an observation, unless its id is within the duplicate window."""
         now = self.kernel.now
@@ -109,7 +113,7 @@ class Broker:
     def store_next(self, fact: ScaleProposed, *, source: str, after: int) -> bool:
         """Store a proposal if the last one about its model is at sequence `after` (0: none), else reject it."""
         last = self._proposed.get(fact.model, 0)
-        if not self.seams.follows(after, last):
+        if self.seams.proposals_fenced and after != last:
             self.fenced += 1
             return False
         self._proposed[fact.model] = self._add(fact, f"{source}/p{self.last_seq + 1}", source, 0, 0, "")
@@ -118,7 +122,7 @@ class Broker:
 
     def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
         """Store decisions as one unit, or reject all of them because another decision was stored since `after`."""
-        if not self.seams.fence(after, self.decided):
+        if self.seams.fenced and after != self.decided:
             self.fenced += 1
             return False
         for decision in self.seams.lands(batch):
@@ -193,3 +197,84 @@ class Follower:
         if batch:
             self._take(batch)
         self.wake()
+
+
+RETRY_AFTER = 1 * SECOND
+SPOOL_MAX = 10_000
+
+
+class SimulatedOutbox:
+    """The facts of one process instance on their way to the journal."""
+
+    def __init__(self, broker: Broker, source: str) -> None:
+        self.source = source
+        self.reachable = True  # False: this process is cut off from the broker
+        self._broker = broker
+        self._number = 0
+        self._waiting: deque[BrokerMessage] = deque()
+        self._spooled: set[str] = set()  # ids of the facts that survive a crash
+        self._busy = False
+        self._turn = 0  # the attempt to which an acknowledgement must belong
+        self._alive = True
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def observe(self, fact: Observation, causation: str = "") -> str:
+        """Queue a fact for publication; return its id."""
+        self._number += 1
+        id = f"{self.source}/{self._number}"
+        if len(self._waiting) >= SPOOL_MAX:
+            self._number -= 1
+            self._broker.dropped += 1
+            return id
+        self._waiting.append(BrokerMessage(fact, id, self.source, self._number, causation))
+        self.send()
+        return id
+
+    def crash(self) -> list[BrokerMessage]:
+        """End with the process; return the contents of its spool."""
+        self._alive = False
+        return [m for m in self._waiting if m.id in self._spooled]
+
+    def inherit(self, spool: list[BrokerMessage]) -> None:
+        """Send what a predecessor in the same directory left, before any new fact."""
+        self._waiting.extendleft(reversed(spool))
+        self._spooled.update(m.id for m in spool)
+        self.send()
+
+    def send(self) -> None:
+        """Send the next fact, unless one is under way. Called also when the broker may be reachable again."""
+        if self._busy or not self._waiting or not self._alive:
+            return
+        self._busy = True
+        self._turn += 1
+        self._broker.transmit(self._arrive, self._waiting[0], self._turn)
+        self._broker.kernel.after(RETRY_AFTER, self._give_up, self._turn)
+
+    def _arrive(self, message: BrokerMessage, turn: int) -> None:
+        if self._broker.up and self.reachable:
+            self._broker.store(message)
+            self._broker.acknowledge(self._acknowledged, message, turn)
+
+    def _acknowledged(self, message: BrokerMessage, turn: int) -> None:
+        reachable = self.reachable and self._broker.up
+        if turn != self._turn or not (self._busy and self._alive and reachable):
+            return  # acknowledges an abandoned attempt: the message is being sent again
+        self._busy = False
+        self._turn += 1
+        self._waiting.popleft()
+        self._spooled.discard(message.id)
+        known = self._broker.acknowledged
+        known[message.source] = max(known.get(message.source, 0), message.number)
+        self.send()
+
+    def _give_up(self, turn: int) -> None:
+        if turn != self._turn or not self._alive:
+            return
+        self._busy = False
+        seams = self._broker.seams
+        if seams.gives_up(self._waiting[0].fact):
+            self._waiting.popleft()
+        self._spooled.update(m.id for m in self._waiting)  # spooled before the next attempt
+        self.send()

@@ -5,30 +5,88 @@ sending (a long garbage collection, a frozen virtual machine) still acts as the 
 arrives late. Only the fence keeps the history correct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from random import Random
 
-from controller.deciders.fleet import SettleCache, absorbed, absorption_due
-from controller.simulator.world.broker import LEASE_TTL
-from controller.simulator.world.kernel import MS, SECOND
-from controller.simulator.world.liveness import SimulatedObserver
+from controller.deciders.fleet import Fleet, SettleCache, absorbed, absorption_due
+from controller.runtime.beats import Beats
+from controller.runtime.liveness import Liveness
+from controller.runtime.settings import LivenessSettings
+from controller.simulator.world.broker import LEASE_TTL, SimulatedOutbox
+from controller.simulator.world.kernel import MS, SECOND, KernelClock
 from controller.simulator.world.prober import SimulatedProber
-from controller.simulator.world.process import SimulatedProcess
-from controller.simulator.world.replica import Replica
-from controller.simulator.world.surroundings import Surroundings
+from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
+from events import subjects
 from events.decisions import HealthStatus
-from events.fact import Decision, Recorded
+from events.fact import Decision, Observation, Recorded
+from events.observations import WorkerSilent
 
 APPEND_DEADLINE = 2 * SECOND
+
+
+class SimulatedObserver:
+    """The heartbeat observer of one controller. It is called for every second in which it can receive heartbeats."""
+
+    unread = 0  # unread bytes on the bus; always 0, because every message is read at once
+
+    def __init__(
+        self, surroundings: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox
+    ) -> None:
+        self.source = outbox.source
+        self.since: float | None = None  # since when it has been connected and not paused, in seconds
+        self._surroundings = surroundings
+        self._fleet = fleet
+        self._outbox = outbox
+        self._clock = clock = KernelClock(surroundings.kernel)
+        self._beats = Beats(clock)
+        settings = LivenessSettings(silent_after_s=surroundings.scenario.silent_after_s)
+        # This object serves as the view, the journal and the bus.
+        self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
+
+    def disconnected(self) -> None:
+        """Record that the bus was unreachable: a worker without heartbeats during that time does not count as silent."""
+        self.since = None
+
+    def listen(self) -> None:
+        """Read which workers send heartbeats and which are linked, and run the observer."""
+        now = self._clock.monotonic()
+        self.since = now if self.since is None else self.since
+        at, quiet = self._clock.now().isoformat(), []
+        for name, machine in self._surroundings.machines.items():
+            if machine.beating:
+                beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
+                self._beats.on_beat(subjects.beat(name), beat)
+            else:
+                quiet.append(machine)
+        veto = self._surroundings.seams.links_veto
+        for frontend in self._surroundings.linking():
+            # Connections to workers that send heartbeats do not matter.
+            linked = {m.name: m.instance for m in quiet if veto and frontend.linked(m)}
+            self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
+        self._liveness.look(now)
+
+    # --- the interfaces that the observer needs -----------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet as this controller has folded it (as a view)."""
+        return self._fleet()
+
+    def observe(self, fact: Observation) -> str:
+        """Publish what the observer found (as a journal)."""
+        if isinstance(fact, WorkerSilent):
+            surroundings = self._surroundings
+            surroundings.notify("accused", surroundings.machines[fact.worker], fact.instance)
+        return self._outbox.observe(fact)
 
 
 class SimulatedController(SimulatedProcess):
     """A host that runs controller processes, one after another."""
 
-    def __init__(self, name: str, surroundings: Surroundings, chance: Random, skew: int) -> None:
-        super().__init__(name, surroundings, chance)
-        self.skew = timedelta(microseconds=skew)
+    def __init__(self, name: str, surroundings: Surroundings) -> None:
+        super().__init__(name, surroundings)
+        skew = surroundings.scenario.skew
+        self.skew = timedelta(microseconds=self._chance.randint(-skew, skew))
         self.paused = False
         self.hold_append = False  # stop between deciding and sending
         self.leading = False
@@ -42,22 +100,19 @@ class SimulatedController(SimulatedProcess):
         self.paused = self.leading = False
         self._asking = SettleCache(surroundings.policy(), surroundings.seams.settle)
         self._sent: object = None  # the append in flight; answers to earlier ones are ignored
-        self._must_read: int | None = (
-            0  # sequence to read before deciding; None: the journal's end, which is not known yet
-        )
+        # Sequence to read before deciding; None: the journal's end, which is not known yet.
+        self._must_read: int | None = 0
         self._believed_until = 0
         self._held = None
         self._pending_since: datetime | None = None
         self.outbox = self._outbox()
-        self.replica = surroundings.replica(self.name, self._absorbed)
+        self.replica = Replica(self.name, surroundings.broker, self._absorbed)
         self.observer = SimulatedObserver(surroundings, lambda: self.replica.fleet, self.outbox)
         self.prober = SimulatedProber(
-            kernel=surroundings.kernel,
-            chance=self._chance,
-            machines=surroundings.machines,
+            surroundings,
+            self._chance,
             fleet=lambda: self.replica.fleet,
             outbox=self.outbox,
-            interval=surroundings.scenario.interval,
             clock=self.clock,
             leading=lambda: self.leading,
         )
@@ -108,7 +163,7 @@ class SimulatedController(SimulatedProcess):
             self.observer.disconnected()
             return
         if self._caught_up():
-            self.observer.listen(self.surroundings.machines)
+            self.observer.listen()
             self.prober.round()
             self._act_on_drains()
         self._decide()
@@ -167,22 +222,20 @@ class SimulatedController(SimulatedProcess):
         return (absorbed(fleet, now),)
 
     def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
-        surroundings, network = self.surroundings, self.surroundings.broker.network
         self._sent = sent = object()
-        if not network.drops():
-            surroundings.kernel.after(network.delay(), self._arrive, self.life, sent, batch, through, after)
-        surroundings.kernel.after(APPEND_DEADLINE, self._unknown, sent)
+        self.surroundings.broker.transmit(self._arrive, self.source, sent, batch, through, after)
+        self._kernel.after(APPEND_DEADLINE, self._unknown, sent)
 
-    def _arrive(self, life: int, sent: object, batch: tuple[Decision, ...], through: int, after: int) -> None:
+    def _arrive(
+        self, source: str, sent: object, batch: tuple[Decision, ...], through: int, after: int
+    ) -> None:
         """Deliver the append to the broker, whether or not its sender is still alive."""
         broker = self.surroundings.broker
         if not broker.up:
             return
-        source = f"{self.name}.{life}"
         landed = broker.append(batch, source=source, through=through, after=after)
         self.surroundings.decided(source)
-        if not broker.mute and not broker.network.drops():
-            self._kernel.after(broker.network.delay(), self._answered, sent, landed, broker.last_seq)
+        broker.acknowledge(self._answered, sent, landed, broker.last_seq)
 
     def _answered(self, sent: object, landed: bool, last_seq: int) -> None:
         if not self.up or self._sent is not sent:
@@ -192,7 +245,7 @@ class SimulatedController(SimulatedProcess):
         if not landed:  # another controller has decided: discard the fold and read again
             self.leading = False
             self.replica.close()
-            self.replica = self.surroundings.replica(self.name, self._absorbed)
+            self.replica = Replica(self.name, self.surroundings.broker, self._absorbed)
 
     def _unknown(self, sent: object) -> None:
         if self.up and self._sent is sent:

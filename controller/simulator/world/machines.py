@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from controller.simulator.world.broker import Broker, BrokerMessage
+from controller.simulator.world.broker import Broker, BrokerMessage, SimulatedOutbox
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.outbox import SimulatedOutbox
 from events.observations import (
     DeviceFaulted,
     DeviceRecovered,
@@ -83,26 +82,6 @@ class SimulatedWeights:
         self.loaded = self.after_start
         self.ever.add(self.loaded)
 
-    @property
-    def lineage(self) -> str:
-        """The lineage that the engine reports; empty if it reports none."""
-        return f"weights={self.loaded}" if self.reported else ""
-
-
-@dataclass(slots=True)
-class Standing:
-    """The state of a worker's slot across processes: when it was added, whether it is retired, its requests and its weights."""
-
-    created: int = 0
-    retired: bool = False  # no process is started in this slot any more
-    drained: bool = False
-    held: set[object] = field(default_factory=set)  # requests at the worker, if their number is limited
-    weights: SimulatedWeights = field(default_factory=SimulatedWeights)
-
-    def leave(self, request: object) -> None:
-        """Release a request."""
-        self.held.discard(request)
-
 
 @dataclass(slots=True)
 class Machine:
@@ -112,7 +91,6 @@ class Machine:
     model: str
     kernel: Kernel
     broker: Broker
-    chance: Random
     broken: Callable[["Machine"], None]  # called when every connection to the worker breaks
     life: int = 0
     up: bool = False
@@ -125,11 +103,20 @@ class Machine:
     spool: list[BrokerMessage] = field(default_factory=list)
     joined: WorkerJoined = field(init=False)
     hardware: Hardware = Hardware()
-    instance: str = field(init=False)  # the current process's name
-    standing: Standing = field(default_factory=Standing)
+    chance: Random = field(init=False)
+    created: int = field(init=False)  # when the slot was added
+    retired: bool = False  # no process is started in this slot any more
+    drained: bool = False
+    held: set[object] = field(default_factory=set)  # requests at the worker, if their number is limited
+    weights: SimulatedWeights = field(default_factory=SimulatedWeights)
 
     def __post_init__(self) -> None:
-        self._name_instance()
+        self.chance, self.created = self.kernel.chance(self.name), self.kernel.now
+
+    @property
+    def instance(self) -> str:
+        """The current process's name."""
+        return f"{self.name}.{self.life}"
 
     @property
     def beating(self) -> bool:
@@ -137,21 +124,23 @@ class Machine:
         condition = self.condition
         return self.up and self.broker.up and not condition.hung and not condition.cut
 
+    def runs(self, instance: str) -> bool:
+        """Return whether this is the current process, and it is up."""
+        return self.up and self.instance == instance
+
     def reachable(self, peer: str) -> bool:
         """Return whether the request plane works between this worker and a frontend or the prober."""
         return self.up and not self.condition.hung and peer not in self.condition.dark
 
     def start(self) -> None:
         """Start a new process in this slot."""
-        standing = self.standing
-        if self.up or standing.retired:
+        if self.up or self.retired:
             return
-        standing.held.clear()
+        self.held.clear()
         self.life += 1
-        self._name_instance()
         self.version = self.next_version
-        standing.weights.load()
-        self.up, self.draining, standing.drained = True, False, False
+        self.weights.load()
+        self.up, self.draining, self.drained = True, False, False
         self.condition.hung = False
         self.condition.erring = False
         if not self.condition.in_hardware:
@@ -167,9 +156,6 @@ class Machine:
         for fault_class, weight in self.condition.limits.items():
             self._report_limit(fault_class, weight)
 
-    def _name_instance(self) -> None:
-        self.instance = f"{self.name}.{self.life}"
-
     def observe(self, kind: type[WorkerObservation], **fields: Any) -> None:
         """Report an observation about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
@@ -183,18 +169,18 @@ class Machine:
         """End without notice."""
         if self.up:
             self.up = False
-            self.standing.held.clear()
+            self.held.clear()
             self.spool = self.outbox.crash()
             self.broken(self)
 
     def accept(self, request: object) -> bool:
         """Accept a request, or reject it because the worker is full. Return whether it was accepted."""
-        hardware, held = self.hardware, self.standing.held
+        hardware = self.hardware
         if hardware.waiting is None:
             return True
-        if len(held) >= hardware.profile.max_batch + hardware.waiting:
+        if len(self.held) >= hardware.profile.max_batch + hardware.waiting:
             return False
-        held.add(request)
+        self.held.add(request)
         return True
 
     def stop(self) -> None:
@@ -229,7 +215,7 @@ class Machine:
     def drain(self) -> None:
         """Stop accepting new requests, as commanded."""
         if self.up and not self.condition.hung and not self.draining:
-            self.draining, self.standing.drained = True, False
+            self.draining, self.drained = True, False
             self.kernel.after(self.chance.randrange(1, 20) * SECOND, self._empty, self.life)
 
     def resume(self) -> None:
@@ -252,7 +238,7 @@ class Machine:
 
     def answer(self, canary: int) -> tuple[int, ...]:
         """Return this worker's answer to a canary: the correct tokens, or its own incorrect ones."""
-        right = self.right_answer(canary, self.standing.weights.loaded)
+        right = self.right_answer(canary, self.weights.loaded)
         if canary in self.condition.corrupt:
             wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
             return (*right[:-1], wrong)
@@ -264,9 +250,8 @@ class Machine:
         return tuple(first + i for i in range(ANSWER_TOKENS))
 
     def _empty(self, life: int) -> None:
-        standing, condition = self.standing, self.condition
-        if self.life == life and self.up and self.draining and not (standing.drained or condition.hung):
-            standing.drained = True
+        if self.life == life and self.up and self.draining and not (self.drained or self.condition.hung):
+            self.drained = True
             self.observe(DrainFinished, completed=0, migrated=0)
 
     def _leave(self, life: int) -> None:
@@ -281,7 +266,7 @@ class Machine:
     def _left(self, mode: str, exit: int) -> None:
         self.observe(WorkerLeft, mode=mode, exit=exit)
         self.up = False
-        self.standing.held.clear()
+        self.held.clear()
         self.broken(self)
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
@@ -291,7 +276,8 @@ class Machine:
 
 
 def _joined(machine: Machine) -> WorkerJoined:
-    hardware, lineage = machine.hardware, machine.standing.weights.lineage
+    hardware, weights = machine.hardware, machine.weights
+    lineage = f"weights={weights.loaded}" if weights.reported else ""
     engine: dict[str, Any] = {
         **ENGINE,
         "model": machine.model,

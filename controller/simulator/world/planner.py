@@ -4,21 +4,66 @@ It reads what the projector has committed, however late. It may pause between de
 arrive after another planner's. Its forecast needs no library, so that every seed gives the same result on every machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from random import Random
 
+from controller.deciders.fleet import Fleet
 from controller.planner.forecast import LoadForecast, constant, forecast, moving_average
 from controller.planner.planner import Planner, PlannerDuties
 from controller.ports import LATEST, PLANNED_BY
 from controller.read_model.rows import COLUMNS, worker_row
-from controller.simulator.world.kernel import SECOND, KernelClock
-from controller.simulator.world.process import SimulatedProcess
-from controller.simulator.world.projector import SimulatedProjector
+from controller.simulator.world.kernel import MS, SECOND, KernelClock
 from controller.simulator.world.scenario import SimulatedPlanning
-from controller.simulator.world.surroundings import Surroundings
+from controller.simulator.world.seams import Stored
+from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
+from events.fact import Recorded
 from events.observations import ScaleProposed
+
+
+class SimulatedProjector(SimulatedProcess):
+    """A host that runs projector processes over one state store, which outlives them."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__("projector", surroundings)
+        self.stored: Stored | None = None  # the settled fold, its position, and the sources
+        self.stored_seq = 0  # sequence that the shown rows include
+        self.rows: Fleet | None = None  # as shown to readers
+        self.audit: dict[str, int] = {}  # sequence by id; the id is unique
+        self._waiting: list[Recorded] = []
+        self._committing = False
+
+    def _begin(self) -> None:
+        """Start from what is stored."""
+        self._waiting, self._committing = [], False
+        self.replica = Replica(self.source, self.surroundings.broker, self._absorbed, self.stored)
+
+    def _end(self) -> None:
+        """End the process. An uncommitted transaction has no effect."""
+        self.replica.close()
+
+    def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        self.surroundings.notify("absorbed", replica, batch)
+        self._waiting.extend(batch)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Begin a transaction with everything that has been read."""
+        if self._committing or not self._waiting or not self.replica.whole:
+            return
+        self._committing = True
+        rows, self._waiting = self._waiting, []
+        delay = MS + int(self._chance.random() * 10 * MS)
+        replica = self.replica
+        self._later(delay, self._committed, rows, replica.store(), (replica.seq, replica.fleet))
+
+    def _committed(self, events: list[Recorded], stored: Stored, shown: tuple[int, Fleet]) -> None:
+        for event in events:
+            self.audit.setdefault(event.id, event.seq)
+        self.stored, (self.stored_seq, self.rows) = stored, shown
+        self._committing = False
+        self._commit()
+
 
 EVERY = 5 * SECOND
 SUPERVISOR = "supervisor"
@@ -40,9 +85,8 @@ class SimulatedPlanner(SimulatedProcess):
         surroundings: Surroundings,
         projector: SimulatedProjector,
         planning: SimulatedPlanning,
-        chance: Random,
     ) -> None:
-        super().__init__(name, surroundings, chance)
+        super().__init__(name, surroundings)
         self.hold = 0  # microseconds of one pause between deciding and sending
         self._projector, self._planning = projector, planning
         self._clock = KernelClock(surroundings.kernel)
@@ -87,9 +131,7 @@ class SimulatedPlanner(SimulatedProcess):
 
     def _propose(self, fact: ScaleProposed, after: int) -> None:
         held, self.hold = self.hold, 0
-        kernel, network = self.surroundings.kernel, self.surroundings.broker.network
-        if not network.drops():
-            kernel.after(held + network.delay(), self._arrive, fact, self.source, after)
+        self.surroundings.broker.transmit(self._arrive, fact, self.source, after, held=held)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
         """Deliver the proposal to the broker, whether or not its sender is still alive."""

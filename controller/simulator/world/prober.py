@@ -4,7 +4,7 @@ One probe at a time per worker: round robin over the canaries, without delay aft
 One probe is one fact, however many attempts it took. A wrong answer is confirmed by probing again at once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from random import Random
@@ -12,18 +12,21 @@ from typing import Any
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
+from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MS, SECOND, Kernel
 from controller.simulator.world.machines import CANARIES, Machine
-from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.surroundings import Surroundings
 from events.decisions import HealthStatus
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
     CanaryReason,
+    CanaryResult,
     CanarySlow,
     CheckType,
     GoldenDisputed,
     GoldenProposed,
+    WorkerObservation,
 )
 
 ANSWER_AFTER = 60 * MS
@@ -73,17 +76,20 @@ class SimulatedProbe:
 class SimulatedProber:
     """The canary loop. While `stalled` it sends no probes, and probes in flight are never reported."""
 
-    kernel: Kernel
+    surroundings: Surroundings
     chance: Random
-    machines: Mapping[str, Machine]
     fleet: Callable[[], Fleet]
     outbox: SimulatedOutbox
-    interval: int
     clock: Callable[[], datetime]
     leading: Callable[[], bool]
     alive: bool = True
     stalled: bool = False
     turns: dict[str, ProberTurn] = field(default_factory=dict)
+    kernel: Kernel = field(init=False)
+    interval: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kernel, self.interval = self.surroundings.kernel, self.surroundings.scenario.interval
 
     def resume(self) -> None:
         """End the stall. Earlier probes stay unanswered."""
@@ -179,29 +185,28 @@ class SimulatedProber:
             turn.due = now
 
     def _send(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
-        self.kernel.after(self._duration(probe), self._answered, turn, probe)
-
-    def _duration(self, probe: SimulatedProbe) -> int:
-        machine = self.machines[probe.worker]
-        if not machine.up or machine.instance != probe.instance:
-            return 5 * MS
-        if not machine.reachable(PROBER) or self.chance.random() < machine.condition.flaky:
-            return DEADLINE
-        return int(ANSWER_AFTER * machine.condition.slow * (0.9 + 0.2 * self.chance.random()))
+        machine = self.surroundings.machines[probe.worker]
+        if not machine.runs(probe.instance):
+            duration = 5 * MS
+        elif not machine.reachable(PROBER) or self.chance.random() < machine.condition.flaky:
+            duration = DEADLINE
+        else:
+            duration = int(ANSWER_AFTER * machine.condition.slow * (0.9 + 0.2 * self.chance.random()))
+        self.kernel.after(duration, self._answered, turn, probe)
 
     def _answered(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
         if not self.alive or self.stalled or self.turns.get(probe.worker) is not turn:
             return
         worker = self.fleet().workers.get(probe.worker)
-        machine = self.machines[probe.worker]
+        machine = self.surroundings.machines[probe.worker]
         same = worker is not None and worker.joined.instance == probe.instance and worker.alive
-        leaving = machine.up and machine.instance == probe.instance and machine.draining
-        if not same or not self.leading() or (leaving and machine.reachable(PROBER)):
+        runs, reachable = machine.runs(probe.instance), machine.reachable(PROBER)
+        if not same or not self.leading() or (runs and machine.draining and reachable):
             turn.busy = False  # worker or leader changed: the probe is no evidence
             turn.due = min(turn.due, self.kernel.now + SECOND)
-        elif not machine.up or machine.instance != probe.instance:
+        elif not runs:
             self._failed(turn, probe, "no_response")
-        elif not machine.reachable(PROBER):
+        elif not reachable:
             self._failed(turn, probe, "timeout")
         elif self.chance.random() < machine.condition.flaky:
             goes_on = machine.condition.flaky <= GOES_ON_MAX
@@ -216,73 +221,64 @@ class SimulatedProber:
         key, canary = machine.joined.canary_key, f"c{probe.canary}"
         golden = self.fleet().goldens.get((key, canary))
         if golden is None or golden.status == "retired":
-            if not _voted(golden, probe.worker, tokens):
-                self._propose(probe, key, canary, tokens)
+            votes = golden.votes if golden is not None else ()
+            if not any(v.worker == probe.worker and v.tokens == tokens for v in votes):
+                self._report(
+                    GoldenProposed,
+                    probe,
+                    prompt=(probe.canary,),
+                    tokens=tokens,
+                    top_k=(),
+                    margin=5.0,
+                    tolerance=0.001,
+                )
             self._passed(turn, probe, machine)
         elif tokens == golden.tokens:
             self._passed(turn, probe, machine)
         elif probe.attempt <= RETRIES and probe.first_answer != tokens:
-            self._send(turn, _again(probe, tokens))
+            kind: CheckType = "confirm" if probe.check_type == "scheduled" else probe.check_type
+            again = replace(probe, check_type=kind, attempt=probe.attempt + 1, first_answer=tokens)
+            self._send(turn, again)
         elif golden.status == "provisional" and probe.worker != golden.proposed_by:
-            self._disputed(turn, probe, golden, tokens)
+            # Only one worker has given that answer, so it is unknown which of the two is wrong.
+            self._plan(turn, probe.joining, passed=False)
+            self._report(GoldenDisputed, probe, proposed_by=golden.proposed_by, tokens=tokens)
         else:
             confirmed = probe.first_answer == tokens
             self._failed(turn, probe, "token_mismatch", confirmed=confirmed, golden=golden.status, got=tokens)
 
-    def _disputed(
-        self, turn: ProberTurn, probe: SimulatedProbe, golden: Golden, tokens: tuple[int, ...]
-    ) -> None:
-        """Report a dispute: only one worker has given that answer, so it is unknown which of the two is wrong."""
-        self._plan(turn, probe.joining, passed=False)
-        self.outbox.observe(
-            GoldenDisputed(
-                worker=probe.worker,
-                instance=probe.instance,
-                canary_key=golden.canary_key,
-                canary=golden.canary,
-                proposed_by=golden.proposed_by,
-                tokens=tokens,
-            )
-        )
-
-    def _propose(self, probe: SimulatedProbe, key: str, canary: str, tokens: tuple[int, ...]) -> None:
-        self.outbox.observe(
-            GoldenProposed(
-                worker=probe.worker,
-                instance=probe.instance,
-                canary_key=key,
-                canary=canary,
-                prompt=(probe.canary,),
-                tokens=tokens,
-                top_k=(),
-                margin=5.0,
-                tolerance=0.001,
-            )
-        )
-
     def _passed(self, turn: ProberTurn, probe: SimulatedProbe, machine: Machine) -> None:
         self._plan(turn, probe.joining, passed=True)
         baseline_ms = ANSWER_AFTER / MS
-        common = _common(probe, machine, baseline_ms * machine.condition.slow)
+        latency_ms = baseline_ms * machine.condition.slow
         if machine.condition.slow >= SLOW_FROM:
-            self.outbox.observe(CanarySlow(**common, baseline_ms=baseline_ms))
+            self._result(CanarySlow, probe, latency_ms, baseline_ms=baseline_ms)
         else:
-            self.outbox.observe(CanaryPassed(**common))
+            self._result(CanaryPassed, probe, latency_ms)
 
     def _failed(
         self,
         turn: ProberTurn,
         probe: SimulatedProbe,
         reason: CanaryReason,
-        *,
         confirmed: bool = False,
-        **found: Any,
+        **found: object,
     ) -> None:
         self._plan(turn, probe.joining, passed=False)
-        common = _common(probe, self.machines[probe.worker], DEADLINE / MS)
-        self.outbox.observe(
-            CanaryFailed(**common, reason=reason, confirmed=confirmed, whole=confirmed, **found)
-        )
+        found |= {"reason": reason, "confirmed": confirmed, "whole": confirmed}
+        self._result(CanaryFailed, probe, DEADLINE / MS, **found)
+
+    def _result(
+        self, kind: type[CanaryResult], probe: SimulatedProbe, latency_ms: float, **found: object
+    ) -> None:
+        found |= {"check_type": probe.check_type, "attempts": probe.attempt, "latency_ms": latency_ms}
+        self._report(kind, probe, sent_under=probe.sent_under, sent_at=probe.sent_at, **found)
+
+    def _report(self, kind: type[WorkerObservation], probe: SimulatedProbe, **fields: Any) -> None:
+        """Publish a fact about a probe."""
+        key = self.surroundings.machines[probe.worker].joined.canary_key
+        fields |= {"canary_key": key, "canary": f"c{probe.canary}"}
+        self.outbox.observe(kind(worker=probe.worker, instance=probe.instance, **fields))
 
 
 def _useful(golden: Golden | None, worker: str, doubtful: bool) -> bool:
@@ -290,27 +286,3 @@ def _useful(golden: Golden | None, worker: str, doubtful: bool) -> bool:
     if golden is not None and golden.status != "retired":
         return True
     return not doubtful and (golden is None or all(vote.worker != worker for vote in golden.votes))
-
-
-def _voted(golden: Golden | None, worker: str, tokens: tuple[int, ...]) -> bool:
-    votes = golden.votes if golden is not None else ()
-    return any(v.worker == worker and v.tokens == tokens for v in votes)
-
-
-def _again(probe: SimulatedProbe, tokens: tuple[int, ...]) -> SimulatedProbe:
-    check_type: CheckType = "confirm" if probe.check_type == "scheduled" else probe.check_type
-    return replace(probe, check_type=check_type, attempt=probe.attempt + 1, first_answer=tokens)
-
-
-def _common(probe: SimulatedProbe, machine: Machine, latency_ms: float) -> dict[str, Any]:
-    return {
-        "worker": probe.worker,
-        "instance": probe.instance,
-        "canary_key": machine.joined.canary_key,
-        "canary": f"c{probe.canary}",
-        "check_type": probe.check_type,
-        "sent_under": probe.sent_under,
-        "sent_at": probe.sent_at,
-        "latency_ms": latency_ms,
-        "attempts": probe.attempt,
-    }

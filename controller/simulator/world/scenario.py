@@ -4,6 +4,7 @@ A run has two halves. In the first, the faults that the seed selected strike. Th
 time must suffice for the fleet to recover: that is the liveness bound.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from random import Random
@@ -16,8 +17,35 @@ from controller.runtime.settings import LivenessSettings
 from controller.simulator.rates import PRESETS
 from controller.simulator.world.kernel import MINUTE, SECOND, Kernel, micros
 from controller.simulator.world.machines import PROFILE
-from controller.simulator.world.steps import Steps, drawn
 from events.observations import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A step function. Times are microseconds of virtual time."""
+
+    since: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def at(self, now: int) -> float:
+        """Return the value of the function at time `now`."""
+        return self.values[max(0, bisect_right(self.since, now) - 1)]
+
+    def then(self, at: int, value: float) -> "Steps":
+        """Return the same function with one constant value from `at` on."""
+        kept = bisect_right(self.since, at - 1)
+        return Steps((*self.since[:kept], at), (*self.values[:kept], value))
+
+
+def drawn(chance: Random, until: int, lasts: tuple[int, int], values: tuple[float, ...]) -> Steps:
+    """Return a function that is one of `values` at a time, each for a random number of minutes within `lasts`."""
+    since, drawn_values, at = list[int](), list[float](), 0
+    while at < until:
+        since.append(at)
+        drawn_values.append(chance.choice(values))
+        at += chance.randint(*lasts) * MINUTE
+    return Steps(tuple(since), tuple(drawn_values))
+
 
 # Faults per hour: of one worker, and of the fleet as a whole. A seed scales them and disables some.
 WORKER_FAULTS = {

@@ -22,19 +22,9 @@ from events.order import Last, Order, Position
 Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # the part of a fold that the state store keeps
 
 
-def fence(after: int, decided: int) -> bool:
-    """Accept an append only if no decision was stored since the appender read."""
-    return after == decided
-
-
 def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
     """Return the part of an accepted batch that is stored: all of it."""
     return batch
-
-
-def vetoed(linked: bool) -> bool:
-    """Return whether a frontend's live connection keeps a worker from being reported silent."""
-    return linked
 
 
 def gives_up(fact: Observation) -> bool:
@@ -53,16 +43,6 @@ def knobs(fleet: fleet.Fleet, model: str) -> Any:
     return None if level is None else level.knobs
 
 
-def leaves_late() -> bool:
-    """Return whether a request leaves the queue when its timeout has passed."""
-    return True
-
-
-def wakes() -> bool:
-    """Return whether queued requests are retried when a worker may have room."""
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
     """One field per replaceable piece. `frontend_order` is separate, so that a fault can be planted in frontends alone."""
@@ -71,10 +51,10 @@ class Seams:
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle
     order: Callable[..., Order[Any]] = Order
     frontend_order: Callable[..., Order[Any]] | None = None
-    fence: Callable[[int, int], bool] = fence
-    follows: Callable[[int, int], bool] = fence  # the same check for planners' proposals
+    fenced: bool = True  # an append is rejected if a decision was stored since the appender read
+    proposals_fenced: bool = True  # the same for planners' proposals
     lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
-    vetoed: Callable[[bool], bool] = vetoed
+    links_veto: bool = True  # a frontend's live connection keeps a worker from being reported silent
     gives_up: Callable[[Observation], bool] = gives_up
     snapshot: Callable[[Order[Any]], Stored] = snapshot
     table: Callable[[], EndpointTable] = EndpointTable
@@ -82,5 +62,5 @@ class Seams:
     planner: Callable[..., Planner] = Planner
     lines: type[Line] = Line
     step: Callable[[RequestState, Event, float], Next] = step.step
-    leaves_late: Callable[[], bool] = leaves_late
-    wakes: Callable[[], bool] = wakes
+    leaves_late: bool = True  # a request leaves the queue when its timeout has passed
+    wakes: bool = True  # queued requests are retried when a worker may have room

@@ -1,49 +1,166 @@
-"""The environment of every simulated process: time, broker, machines, and the watch's hooks."""
+"""What every simulated process consists of: its surroundings, its fold of the journal, and its host.
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+Ten processes fold the same facts in the same order. The fold is a pure function, so `Remembered` caches the result of each
+step for all of them. The watch folds everything once more without that cache, and compares.
+"""
 
-from controller.deciders.fleet import FleetPolicy
-from controller.simulator.world.broker import Broker
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from controller.deciders.fleet import Fleet, FleetPolicy
+from controller.runtime.initial_fold import FleetFold
+from controller.simulator.world.broker import Broker, BrokerMessage, Follower, SimulatedOutbox
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.replica import Listen, Replica
+from controller.simulator.world.requests.traffic import ClientTally, SimulatedDemand
 from controller.simulator.world.scenario import Scenario
 from controller.simulator.world.seams import Seams, Stored
-from events.order import Order
+from events.fact import Recorded
+from events.order import Order, Position
+
+NOTHING = Fleet()
+Listen: TypeAlias = Callable[["Replica", Sequence[Recorded]], None]
+STEPS_MAX = 100_000  # cached steps of the fold
 
 
-class Linked(Protocol):
-    """A process that reports its live connections to workers: a frontend."""
+class Remembered:
+    """A fold that computes each step only once for all processes."""
+
+    def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
+        self._evolve = evolve
+        # Keyed by the identity of objects that the values keep alive.
+        self._steps: dict[tuple[int, int], tuple[Fleet, Recorded, Fleet]] = {}
+
+    def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
+        """Return the fleet after this event."""
+        key = (id(fleet), id(recorded))
+        known = self._steps.get(key)
+        if known is not None:
+            return known[2]
+        if len(self._steps) >= STEPS_MAX:
+            self._steps.clear()
+        after = self._evolve(fleet, recorded)
+        self._steps[key] = (fleet, recorded, after)
+        return after
+
+
+class Replica(FleetFold):
+    """A fold and the follower that feeds it. `listen` is called after each batch."""
+
+    def __init__(
+        self,
+        name: str,
+        broker: Broker,
+        listen: Listen,
+        stored: Stored | None = None,
+        order: Callable[..., Order[Fleet]] | None = None,
+    ) -> None:
+        self.name = name
+        self._seams = seams = broker.seams
+        fleet, position, sources = stored or (NOTHING, Position(), {})
+        super().__init__((order or seams.order)(seams.evolve, fleet, position, dict(sources)))
+        self._listen = listen
+        self.follower = Follower(broker, position.through, self._read)
 
     @property
-    def name(self) -> str: ...
-    def linked(self, machine: Machine) -> bool:
-        """Return whether this process recently reported a live connection to a worker."""
-        ...
+    def known(self) -> int:
+        """The sequence up to which this fold contains all decisions; it may not have read all events in its snapshot."""
+        return max(self.seq, self.order.position.decided)
+
+    def store(self) -> Stored:
+        """Return the part of this fold that a state store keeps."""
+        return self._seams.snapshot(self.order)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.follower.close()
+
+    def _read(self, batch: Sequence[Recorded]) -> None:
+        self.take(batch)
+        self._listen(self, batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The objects that all processes of a simulation share. Durations are microseconds of virtual time."""
+class Surroundings(Protocol):
+    """The world as its processes see it. Durations are microseconds of virtual time."""
 
     kernel: Kernel
     broker: Broker
     seams: Seams
-    policy: Callable[[], FleetPolicy]  # the policy of a controller that starts now
-    machines: Mapping[str, Machine]
-    frontends: Callable[[], Iterable[Linked]]
     scenario: Scenario
+    machines: dict[str, Machine]
+    demand: SimulatedDemand
+    tally: ClientTally
     notify: Callable[..., None]  # checks the invariants of a hook
     decided: Callable[[str], None]  # called when an append reached the broker
+    stepped: Callable[..., None]  # called when the request machine has applied an event
 
-    def replica(
-        self,
-        name: str,
-        listen: Listen,
-        stored: Stored | None = None,
-        order: Callable[..., Order[Any]] | None = None,
-    ) -> Replica:
-        """Return a new fold for a process, which reads from the beginning or from what is stored."""
-        return Replica(name, self.broker, self.seams, listen, stored, order)
+    def policy(self) -> FleetPolicy:
+        """Return the policy of a controller that starts now."""
+        ...
+
+    def stored(self) -> Stored | None:
+        """Return what the state store contains."""
+        ...
+
+    def linking(self) -> Sequence["SimulatedProcess"]:
+        """Return the running processes that report their live connections to workers: the frontends."""
+        ...
+
+
+class SimulatedProcess:
+    """A host that runs processes of one kind, one after another.
+
+    Calls scheduled with `_later` run in the process that scheduled them, or not at all.
+    """
+
+    outbox: SimulatedOutbox  # of a process that publishes facts
+    replica: Replica  # of a process that reads the journal
+
+    def __init__(self, name: str, surroundings: Surroundings) -> None:
+        self.name = name
+        self.surroundings, self._kernel = surroundings, surroundings.kernel
+        self.up = False
+        self.life = 0
+        self._chance = surroundings.kernel.chance(name)
+        self._spool: list[BrokerMessage] = []  # facts that the last process had not sent
+
+    @property
+    def source(self) -> str:
+        """The name of the current process."""
+        return f"{self.name}.{self.life}"
+
+    def start(self) -> None:
+        """Start a process, unless one is up."""
+        if not self.up:
+            self.life += 1
+            self.up = True
+            self._begin()
+
+    def linked(self, machine: Machine) -> bool:
+        """Return whether this process recently reported a live connection to a worker."""
+        return False
+
+    def crash(self) -> None:
+        """End without notice."""
+        if self.up:
+            self.up = False
+            self._end()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _outbox(self) -> SimulatedOutbox:
+        outbox = SimulatedOutbox(self.surroundings.broker, self.source)
+        outbox.inherit(self._spool)
+        self._spool = []
+        return outbox
+
+    def _later(self, delay: int, act: Callable[..., None], *args: object) -> None:
+        self._kernel.after(delay, self._if_same, self.life, act, *args)
+
+    def _if_same(self, life: int, act: Callable[..., None], *args: object) -> None:
+        if self.up and self.life == life:
+            act(*args)

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from controller.simulator.world.kernel import MS, SECOND, coin, seconds_drawn
 from controller.simulator.world.machines import CANARIES, Condition, Machine
-from controller.simulator.world.operators import SimulatedSupervisor
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted
@@ -19,20 +18,10 @@ Strike: TypeAlias = Callable[[Machine], None]
 
 
 class WorkerFaults:
-    """The faults of workers. `note` records in the history what is corrupt from the start."""
+    """The faults of workers."""
 
-    def __init__(
-        self,
-        world: SimulatedWorld,
-        supervisor: SimulatedSupervisor,
-        chance: Random,
-        note: Callable[[str], None],
-    ) -> None:
-        self._world = world
-        self._kernel = world.kernel
-        self._supervisor = supervisor
-        self._chance = chance
-        self._note = note
+    def __init__(self, world: SimulatedWorld, chance: Random) -> None:
+        self._world, self._kernel, self._chance = world, world.kernel, chance
         self.kinds: dict[str, Strike] = {
             "crash": self._crash,
             "stop": Machine.stop,
@@ -51,7 +40,7 @@ class WorkerFaults:
 
     def _crash(self, machine: Machine) -> None:
         machine.crash()
-        self._supervisor.soon(machine)
+        self._world.supervisor.soon(machine)
 
     def _hang(self, machine: Machine) -> None:
         machine.condition.hung = True
@@ -60,7 +49,7 @@ class WorkerFaults:
 
     def _unhang(self, machine: Machine) -> None:
         machine.condition.hung = False
-        machine.outbox.retry()
+        machine.outbox.send()
 
     def _error(self, machine: Machine) -> None:
         machine.condition.erring = True
@@ -76,7 +65,7 @@ class WorkerFaults:
 
     def corrupt_from_start(self, machine: Machine) -> None:
         """Make a worker corrupt before any golden is agreed."""
-        self._note(f"corrupt from the start: {machine.name}")
+        self._world.note(f"corrupt from the start: {machine.name}")
         machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
         self._kernel.after(seconds_drawn(self._chance, 60, 1800), machine.heal_corruption)
 
@@ -99,7 +88,7 @@ class WorkerFaults:
         machine.condition.cut = False
         if machine.up:
             machine.outbox.reachable = True
-            machine.outbox.retry()
+            machine.outbox.send()
             if coin(self._chance):
                 machine.announce_again()
 

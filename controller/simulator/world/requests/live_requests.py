@@ -28,8 +28,8 @@ from controller.router.endpoints import Endpoint, Key, Server
 from controller.router.selection.filter import AllTried, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.request_driver import LONGER, TOO_LATE, RequestsUnderWay
-from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.frontends import TOO_LATE, RequestsUnderWay, SimulatedFrontend
+from controller.simulator.world.requests.traffic import LONGER, SimulatedRequest
 
 ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
 STALLED = 10  # seconds without a token
@@ -97,7 +97,7 @@ class LiveSimulatedRequest(SimulatedRequest):
 class LiveRequests(RequestsUnderWay):
     """The requests of one process, simulated token by token."""
 
-    def __init__(self, frontend: RequestSender, chance: Random) -> None:
+    def __init__(self, frontend: SimulatedFrontend, chance: Random) -> None:
         super().__init__(frontend, chance, crowded=True)
         self.live: dict[SimulatedRequest, LiveSimulatedRequest] = {}
         self._convicted: set[Key] = set()
@@ -131,14 +131,14 @@ class LiveRequests(RequestsUnderWay):
 
     def _step(self, request: SimulatedRequest, event: on.Event) -> Effects:
         effects = super()._step(request, event)
-        self._traffic.stepped(request, event, effects)
+        self._surroundings.stepped(request, event, effects)
         return effects
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
         live = self.live.get(request)
         if live is None:  # the request has ended
             return super()._apply(request, effect)
-        tally = self._traffic.tally
+        tally = self._tally
         match effect:
             case do.CancelStream():
                 live.stream.open = False
@@ -218,8 +218,8 @@ class LiveRequests(RequestsUnderWay):
         return on.NoWorkerFound(none.code, self._table.stands_in(request.model, None, request.state.failed))
 
     def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
-        machine = self._traffic.machines[endpoint.worker]
-        return (machine.up and machine.instance == endpoint.instance) or self._chance.random() < 0.5
+        machine = self._machines[endpoint.worker]
+        return machine.runs(endpoint.instance) or self._chance.random() < 0.5
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
         request.reported = request.state.move  # the request machine decides when to report
@@ -371,7 +371,7 @@ class LiveRequests(RequestsUnderWay):
 
     def _ask(self, request: LiveSimulatedRequest, target: Endpoint) -> None:
         """Ask a worker to take over a request with its KV cache."""
-        source, machine = request.stream, self._traffic.machines[target.worker]
+        source, machine = request.stream, self._machines[target.worker]
         request.target = SimulatedStream(machine, target.key, 0, False, source, decodes=False)
         request.target_at, request.asked_at = target, len(request.accepted)
         self.feed(request, on.TransferBegun())

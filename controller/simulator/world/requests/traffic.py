@@ -1,36 +1,19 @@
-"""Simulated requests in flight, their senders, and the tally of their outcomes."""
+"""Simulated requests in flight, the tally of their outcomes, and the load of a simulation's clients."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import timedelta
 
-from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.state import Move, RequestState
-from controller.router.endpoints import Endpoint, EndpointTable
-from controller.simulator.world.machines import Machine
-from controller.simulator.world.outbox import SimulatedOutbox
-from controller.simulator.world.replica import Replica
-from controller.simulator.world.seams import Stored
-from controller.simulator.world.surroundings import Surroundings
+from controller.router.endpoints import Endpoint
+from controller.simulator.world.kernel import EPOCH, MINUTE, Kernel
+from controller.simulator.world.scenario import Scenario
 from events.observations import TrafficReported
 
 FOREVER = 1 << 60
-
-
-class RequestSender(Protocol):
-    """A process that sends requests to workers (a frontend), and its view of the fleet."""
-
-    name: str
-    replica: Replica
-    traffic: "SimulatedTraffic"
-    surroundings: Surroundings
-    table: EndpointTable
-    breakers: LocalBreakers
-    outbox: SimulatedOutbox
-
-    def best_waiting(self, model: str) -> int | None:
-        """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
-        ...
+LONGER = 4.0  # in a crowd answers take this many times longer, so that few requests make a crowd
+ANSWER_S = LONGER * 4.5  # average duration of answers in a crowd, in seconds
+PROMPT, OUTPUT = 600, 150  # tokens of each reported request
 
 
 @dataclass(slots=True, eq=False)
@@ -78,19 +61,34 @@ class ClientTally:
     altered: int = 0  # served by a worker that was corrupt when it was routed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedTraffic:
-    """The load of a frontend, and the observers of its requests."""
+class SimulatedDemand:
+    """The load of a scenario's clients. Few of the reported requests are simulated: each stands for many."""
 
-    per_second: Callable[[int], float]  # by time
-    machines: Mapping[str, Machine]
-    models: tuple[str, ...]
-    tally: ClientTally
-    stepped: Callable[..., None]  # request, event, effects
-    stored: Callable[[], Stored | None]
-    traffic_reports: Callable[
-        [str, int], Iterable[TrafficReported]
-    ]  # traffic reports of a minute, by the number of the minute
-    refused: set[tuple[str, int, str]] = field(
-        default_factory=set
-    )  # request, attempt, instance that had no room
+    def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
+        self._scenario, self._kernel = scenario, kernel
+        self._suppressed_until = 0
+
+    def suppress_reports(self, until: int) -> None:
+        """Suppress all traffic reports until a time."""
+        self._suppressed_until = until
+
+    def per_second(self, now: int) -> float:
+        """Return the requests per second of one frontend."""
+        scenario, crowd = self._scenario, self._scenario.crowd
+        if crowd is None:
+            return scenario.requests_per_second
+        return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
+
+    def traffic_reports(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
+        """Yield a frontend's reports for a minute (a number from the beginning): its share of the load, ± 10 %."""
+        scenario, planning = self._scenario, self._scenario.planning
+        if planning is None or self._kernel.now < self._suppressed_until:
+            return
+        for model in scenario.models:
+            part = planning.load.at(minute * MINUTE) / scenario.frontends
+            requests = round(part * self._kernel.chance(f"{frontend} {model} {minute}").uniform(0.9, 1.1))
+            yield TrafficReported(
+                frontend=frontend, model=model, minute=EPOCH + timedelta(minutes=minute), requests=requests,
+                prompt_tokens=PROMPT * requests, prompt_tokens_squared=PROMPT * PROMPT * requests,
+                output_tokens=OUTPUT * requests, late=0, rejected=0,
+            )  # fmt: skip

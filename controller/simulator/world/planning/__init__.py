@@ -1,1 +1,0 @@
-"""The simulated supervisor that applies planners' proposals."""
