@@ -87,9 +87,8 @@ class Breaker:
     why: str = ""  # the last failure's reason
     cause: str = ""  # id of the last fact that changed this state
     timeouts: int = 0  # consecutive canary timeouts during which the worker's engine made progress
-    answers: Literal["", "again", "wrong"] = (
-        ""  # "again": it answered since the breaker opened; "wrong": a wrong answer or error since it last closed
-    )
+    # "again": it answered since the breaker opened; "wrong": a wrong answer or error since it last closed.
+    answers: Literal["", "again", "wrong"] = ""
     closed_at: datetime | None = None  # when it last closed
 
 

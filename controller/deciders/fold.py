@@ -79,18 +79,15 @@ class Fleet:
     """The known state of the fleet. Frozen: a new value shares what did not change with the old one."""
 
     workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the current instance only
-    awaited: Mapping[str, AwaitedWorker] = field(
-        default_factory=dict
-    )  # by worker id: workers with an instance that waits to join
-    departed: Mapping[str, Worker] = field(
-        default_factory=dict
-    )  # forgotten workers, kept in case they return
+    # By worker id: workers with an instance that waits to join.
+    awaited: Mapping[str, AwaitedWorker] = field(default_factory=dict)
+    # Forgotten workers, kept in case they return.
+    departed: Mapping[str, Worker] = field(default_factory=dict)
     goldens: Mapping[Key, Golden] = field(default_factory=dict)
     models: Mapping[str, Degradation] = field(default_factory=dict)  # by model name
     incidents: Mapping[str, Incident] = field(default_factory=dict)  # open incidents by id, oldest first
-    thresholds: Mapping[str, BusyThresholds] = field(
-        default_factory=dict
-    )  # by model: the load at which workers count as busy
+    # By model: the load at which workers count as busy.
+    thresholds: Mapping[str, BusyThresholds] = field(default_factory=dict)
     number: int = 0  # of the last decision
     policy: Mapping[str, Any] | None = None  # as adopted by the last leader; plain JSON values
     deciders_version: int = 0
@@ -174,9 +171,8 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
     found = {}
     for name, worker in fleet.workers.items():
         if worker.joined.canary_key == canary_key and worker.alive:
-            heard = (
-                canary in worker.passes or worker.joined.dp > 1
-            )  # passes are not recorded with several ranks
+            # Passes are not recorded with several ranks.
+            heard = canary in worker.passes or worker.joined.dp > 1
             confirms = heard and not worker.health.joining and not worker.health.convicted
             found[name] = Voter(worker.joined.instance, worker.place, worker.joined.account or name, confirms)
     return found

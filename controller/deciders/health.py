@@ -285,9 +285,8 @@ def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health
     if left is state.charges:
         return state
     canaries = state.canaries
-    if (
-        state.charges.accused and not left.accused
-    ):  # no decision has reacted yet, so its vote is no failure either
+    # No decision has reacted yet, so its vote is no failure either.
+    if state.charges.accused and not left.accused:
         canaries = replace(canaries, failures=0, timeouts=0, wrong=False)
     return replace(state, charges=left, canaries=canaries)
 
@@ -388,9 +387,8 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
         case HealthStatus.DRAINING:
             given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.exit.draining and state.exit.given_up)
             drain = replace(state.exit, leaving="", draining=True, given_up=given_up, resumed=False, over="")
-            return replace(
-                moved, charges=state.charges, exit=drain
-            )  # the accusation is handled by the next decision
+            # The accusation is handled by the next decision.
+            return replace(moved, charges=state.charges, exit=drain)
         case HealthStatus.DEAD:
             return replace(moved, dead_since=fact.decided_at)
         case _:

@@ -12,21 +12,16 @@ from events.frozen import fast_constructor, replace
 from events.observations import CanaryFailed
 
 HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
-CORRUPT, SILENT, ENGINE, DEVICE = (
-    "corrupt",
-    "silent",
-    "engine",
-    "device",
-)  # convictions; a device conviction names the device
+# Convictions; a device conviction names the device.
+CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
 GOLDENS_MAX = 64  # goldens that convicted one worker; at most one per canary
 UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged when no answer arrived
 TRIALS_FAILED = "trials_failed"
 INTRUSION = "intrusion"  # prefix of the reason of a HealthChanged that ejects an intruder
 RELAPSE = "relapse"  # prefix of the reason of a HealthChanged of a worker that failed while it was returning
-NEW_LINEAGE = (
-    "new_lineage"  # reason of a HealthChanged that holds a joining worker back until its goldens are agreed
-)
+# Reason of a HealthChanged that holds a joining worker back until its goldens are agreed.
+NEW_LINEAGE = "new_lineage"
 LIMITED = "device_limit"  # reason of a HealthChanged caused only by a device's limit
 
 

@@ -19,9 +19,8 @@ from events.fact import Decision
 from events.frozen import fast_constructor
 
 OnReturn: TypeAlias = Literal["swap", "release"]
-Kind: TypeAlias = tuple[
-    str | int, ...
-]  # workers of equal kind can replace one another: model, revision, shape
+# Workers of equal kind can replace one another: model, revision, shape.
+Kind: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,8 @@ from events.observations import (
 RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
 CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-BY_ITSELF, ENDS_ITSELF = (
-    "left: self_initiated",
-    "shutdown: self_initiated",
-)  # reasons of an exit that was not requested
+# Reasons of an exit that was not requested.
+BY_ITSELF, ENDS_ITSELF = "left: self_initiated", "shutdown: self_initiated"
 SPARE = "spare"  # the entry in `Worker.reasons` of a spare
 PASSES_MAX = 64  # canaries remembered per worker
 CONVICTIONS_KEPT = 16  # per worker, over all of its instances
@@ -75,9 +73,8 @@ class Worker:
     drain: Drain
     budget: Budget
     last_canary: LastCanary | None = None
-    passes: Mapping[str, datetime] = field(
-        default_factory=dict
-    )  # canary → send time of its last pass on this worker
+    # Canary → send time of its last pass on this worker.
+    passes: Mapping[str, datetime] = field(default_factory=dict)
     incident: str = ""  # id of its open incident; empty: none
     past: tuple[str, ...] = ()  # former instances
     joined_at: datetime = LONG_AGO  # by the journal's time

@@ -88,9 +88,8 @@ class MigrationTarget:
     queued_tokens: int = 0  # prompt tokens that wait to be computed there
     free_places: int = 10**9  # in its batch; many: unknown
     queue_s: float = 0.0  # wait for a place in its batch, by either method
-    step_s: float = (
-        0.0  # duration of a batch step: one step produces the first token, or must end before a prompt begins
-    )
+    # Duration of a batch step: one step produces the first token, or must end before a prompt begins.
+    step_s: float = 0.0
     transfers: int = 0  # other transfers in progress over the same link
 
     def __post_init__(self) -> None:
@@ -108,9 +107,8 @@ class MigrationCost:
     reprefill_time_ms: float
     recommended: Method
     total_bytes: int  # bytes of a transfer, over all shards
-    crossover_tokens: (
-        int | None
-    )  # length from which the other method is faster; None: the same one is at every length
+    # Length from which the other method is faster; None: the same one is at every length.
+    crossover_tokens: int | None
 
 
 def estimate(

@@ -144,9 +144,8 @@ class FleetModel:
         first = begin + reading_s
         kept = exp((float(self._looked_at[index]) - now) / REMEMBERS_S)
         share = float(self._reading[index]) * kept
-        self._reading[index] = min(
-            BUSY_MAX, share + reading_s / REMEMBERS_S
-        )  # its own prompt is read before its tokens
+        # Its own prompt is read before its tokens.
+        self._reading[index] = min(BUSY_MAX, share + reading_s / REMEMBERS_S)
         self._looked_at[index] = now
         running = min(int(self._running[index]) + 1, self._profile.max_batch)
         token_s = self._tpot[running] / (

@@ -105,9 +105,8 @@ def command(
 ) -> str:
     """Return the command line that runs a seed again."""
     flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
-    exact = (
-        int(minutes) if minutes == int(minutes) else minutes
-    )  # all digits: a rounded duration would give another history
+    # All digits: a rounded duration would give another history.
+    exact = int(minutes) if minutes == int(minutes) else minutes
     return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 

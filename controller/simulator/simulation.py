@@ -94,18 +94,13 @@ class Simulation(SimulatedWorld):
         self.tally, self.demand = ClientTally(), SimulatedDemand(scenario, kernel)
         self.projector = SimulatedProjector(self)
         planning = scenario.planning
-        self.planners = [
-            SimulatedPlanner(f"planner{i + 1}", self, self.projector, planning)
-            for i in range(planning.planners if planning is not None else 0)
-            if planning is not None
-        ]
-        self.controllers = [
-            SimulatedController(f"controller{i + 1}", self) for i in range(scenario.controllers)
-        ]
+        planners = numbered("planner", planning.planners if planning is not None else 0)
+        self.planners = [SimulatedPlanner(name, self, self.projector) for name in planners]
+        controllers = numbered("controller", scenario.controllers)
+        self.controllers = [SimulatedController(name, self) for name in controllers]
         underway = LiveRequests if live_requests else RequestsUnderWay
-        self.frontends = [
-            SimulatedFrontend(f"frontend{i + 1}", self, underway) for i in range(scenario.frontends)
-        ]
+        frontends = numbered("frontend", scenario.frontends)
+        self.frontends = [SimulatedFrontend(name, self, underway) for name in frontends]
         self.operators, self.supervisor = Operators(self), SimulatedSupervisor(self)
         self.scaling = SimulatedScaling(self) if planning is not None else None
         self.faults = FaultInjector(self)
@@ -179,7 +174,7 @@ class Simulation(SimulatedWorld):
         return machine
 
     def _names(self) -> list[str]:
-        return [f"w{i + 1}" for i in range(self.scenario.workers)]
+        return numbered("w", self.scenario.workers)
 
     def _machine(self, name: str, index: int) -> Machine:
         scenario, crowd = self.scenario, self.scenario.crowd
@@ -194,9 +189,8 @@ class Simulation(SimulatedWorld):
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
             kernel.after(int(chance.random() * self.scenario.late), machine.start)
-        for machine in chance.sample(
-            list(self.machines.values()), min(self.scenario.corrupt_from_start, len(self.machines))
-        ):
+        corrupt = min(self.scenario.corrupt_from_start, len(self.machines))
+        for machine in chance.sample([*self.machines.values()], corrupt):
             self.faults.workers.corrupt_from_start(machine)
         for process in (*self.controllers, *self.frontends, *self.planners, self.projector):
             kernel.after(int(chance.random() * 2 * SECOND), process.start)
@@ -242,6 +236,11 @@ class Simulation(SimulatedWorld):
             digest=digest.hexdigest(),
             levels=dict(self.watch.worst_level),
         )
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """Return this many names, numbered from 1."""
+    return [f"{name}{number + 1}" for number in range(count)]
 
 
 @contextlib.contextmanager

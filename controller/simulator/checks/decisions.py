@@ -9,34 +9,11 @@ from controller.deciders.fleet import load
 from controller.deciders.health_state import LIMITED
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from events import codec
-from events.decisions import (
-    Absorbed,
-    BreakerClosed,
-    BreakerHalfOpened,
-    BreakerOpened,
-    DegradationChanged,
-    DrainStarted,
-    HealthChanged,
-    HealthStatus,
-    Knobs,
-    PolicyAdopted,
-    SpareActivated,
-    WorkerDecision,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Decision, Recorded
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryResult,
-    CanarySlow,
-    GoldenDisputed,
-    GoldenProposed,
-    RequestFailed,
-    RequestsServed,
-    WorkerJoined,
-)
 
-HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
+HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = decided.HealthStatus
 LEGAL = {
     (SUSPICIOUS, HEALTHY), (SUSPICIOUS, SUSPICIOUS), (SUSPICIOUS, UNHEALTHY), (SUSPICIOUS, DRAINING), (SUSPICIOUS, DEAD),
     (HEALTHY, HEALTHY), (HEALTHY, SUSPICIOUS), (HEALTHY, UNHEALTHY), (HEALTHY, DRAINING), (HEALTHY, DEAD),
@@ -44,21 +21,21 @@ LEGAL = {
     (DRAINING, HEALTHY), (DRAINING, UNHEALTHY), (DRAINING, DRAINING), (DRAINING, DEAD),
 }  # fmt: skip
 OUT = (UNHEALTHY, DRAINING, DEAD)
-BreakerMoved: TypeAlias = BreakerOpened | BreakerHalfOpened | BreakerClosed
-BREAKER_FROM: dict[type[WorkerDecision], tuple[str, ...]] = {
-    BreakerOpened: ("closed", "half_open"),
-    BreakerHalfOpened: ("open",),
-    BreakerClosed: ("half_open",),
+BreakerMoved: TypeAlias = decided.BreakerOpened | decided.BreakerHalfOpened | decided.BreakerClosed
+BREAKER_FROM: dict[type[decided.WorkerDecision], tuple[str, ...]] = {
+    decided.BreakerOpened: ("closed", "half_open"),
+    decided.BreakerHalfOpened: ("open",),
+    decided.BreakerClosed: ("half_open",),
 }
 # The degradation ladder of the design seed. It leaves three of level 4's knobs open: they keep their values of level 3.
 LADDER = (
-    Knobs(),
-    Knobs(batch_size=0.75),
-    Knobs(batch_size=0.75, shed_tier="best_effort"),
-    Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0),
-    Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0, accept_new=False),
+    decided.Knobs(),
+    decided.Knobs(batch_size=0.75),
+    decided.Knobs(batch_size=0.75, shed_tier="best_effort"),
+    decided.Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0),
+    decided.Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0, accept_new=False),
 )
-VOTES = (GoldenProposed, GoldenDisputed, CanaryPassed, CanarySlow, WorkerJoined)
+VOTES = (seen.GoldenProposed, seen.GoldenDisputed, seen.CanaryPassed, seen.CanarySlow, seen.WorkerJoined)
 
 
 @invariant("before")
@@ -82,8 +59,8 @@ def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | 
     return f"{event.source} had read up to {event.through}, and {before.source} had decided at {before.seq}"
 
 
-@invariant("before", WorkerDecision)
-def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+@invariant("before", decided.WorkerDecision)
+def cause_is_real(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
     """A decision's cause precedes it and concerns the same instance of the worker.
 
     The cause must be an event that the controller had read. `own_instance` checks the instance.
@@ -103,7 +80,7 @@ def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) 
 def batch_is_whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     """One append holds exactly the decisions that were due at its controller's read position."""
     decisions = [e.fact for e in run if isinstance(e.fact, Decision)]
-    if isinstance(decisions[0], Absorbed):
+    if isinstance(decisions[0], decided.Absorbed):
         return None if len(decisions) == 1 else "Absorbed is followed by other decisions in its batch"
     read = watch.shown[run[0].through]
     due = watch.seams.settle(watch.policy, read, decisions[0].decided_at)
@@ -125,14 +102,14 @@ def _kinds(decisions: Sequence[Decision]) -> str:
     return "[" + ", ".join(f"{d.number} {d.kind()} {getattr(d, 'instance', '')}" for d in decisions) + "]"
 
 
-@invariant("before", HealthChanged | BreakerMoved | DrainStarted)
-def dead_stays_dead(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+@invariant("before", decided.HealthChanged | BreakerMoved | decided.DrainStarted)
+def dead_stays_dead(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
     """No decision concerns a dead instance; only a new instance of the worker serves again."""
     return f"{fact.kind()} for {fact.instance}, which is dead" if fact.instance in watch.ledger.dead else None
 
 
-@invariant("before", HealthChanged)
-def legal_transition(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+@invariant("before", decided.HealthChanged)
+def legal_transition(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
     """Health changes follow the transition table, start at the current status and carry a weight that fits."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     move = f"{fact.instance}: {fact.before} to {fact.after} ({fact.reason}) at weight {fact.weight}"
@@ -148,8 +125,8 @@ def legal_transition(watch: InvariantWatch, event: Recorded, fact: HealthChanged
     return None if limited or fits else move
 
 
-@invariant("before", HealthChanged)
-def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+@invariant("before", decided.HealthChanged)
+def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
     """No decision sets a worker's weight above what its devices allow, as far as its controller has read."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     left = entry.limit(event.through) if entry is not None else 1.0
@@ -159,7 +136,7 @@ def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -
 
 
 @invariant("before", BreakerMoved)
-def breaker_moves(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+def breaker_moves(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
     """A breaker goes from closed to open, from open to half-open, and from half-open to open or closed."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     if entry is not None and entry.position not in BREAKER_FROM[type(fact)]:
@@ -167,14 +144,14 @@ def breaker_moves(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) 
     return None
 
 
-@invariant("before", BreakerOpened | BreakerClosed)
-def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+@invariant("before", decided.BreakerOpened | decided.BreakerClosed)
+def no_straggler(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
     """No outcome of a request sent before a breaker's last move changes the breaker."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     match watch.ledger.observation(fact.cause)[1]:
-        case CanaryResult(sent_under=under):
+        case seen.CanaryResult(sent_under=under):
             pass
-        case RequestFailed(routed_under=under) | RequestsServed(routed_under=under):
+        case seen.RequestFailed(routed_under=under) | seen.RequestsServed(routed_under=under):
             pass
         case _:
             return None
@@ -183,8 +160,8 @@ def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -
     return None
 
 
-@invariant("before", BreakerOpened)
-def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str | None:
+@invariant("before", decided.BreakerOpened)
+def in_a_row(watch: InvariantWatch, event: Recorded, fact: decided.BreakerOpened) -> str | None:
     """Only consecutive failures open a breaker: a success in between resets the count.
 
     The check counts the facts that the controller had read. A repeated fact counts once.
@@ -201,51 +178,51 @@ def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str
     return None if enough else f"{fact.instance}: {fact.reason}, {known[-9:]}"
 
 
-@invariant("before", WorkerDecision)
-def own_instance(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+@invariant("before", decided.WorkerDecision)
+def own_instance(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
     """A fact about one instance of a worker causes no decision about another."""
     _, found = watch.ledger.observation(fact.cause)
     if found is None or (found.worker, found.instance) == (fact.worker, fact.instance):
         return None
-    if found.worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found, VOTES):
+    if found.worker != fact.worker and isinstance(fact, decided.HealthChanged) and isinstance(found, VOTES):
         return None  # goldens are voted on, so another worker's answer can raise or remove doubt about this worker
-    if isinstance(fact, SpareActivated) and found.worker == fact.replaces:
+    if isinstance(fact, decided.SpareActivated) and found.worker == fact.replaces:
         return None  # the fact reports the loss of the worker that the spare replaces
     return f"{fact.kind()} of {fact.instance} is caused by {found.kind()} of {found.instance}"
 
 
-@invariant("before", PolicyAdopted)
-def policy_kept(watch: InvariantWatch, event: Recorded, fact: PolicyAdopted) -> str | None:
+@invariant("before", decided.PolicyAdopted)
+def policy_kept(watch: InvariantWatch, event: Recorded, fact: decided.PolicyAdopted) -> str | None:
     """An adopted policy, read back from the journal, equals the policy that was adopted.
 
     It must be a policy that some controller was started with.
     """
     written = codec.decode_body(fact.kind(), codec.encode_body(fact))
-    assert isinstance(written, PolicyAdopted)
+    assert isinstance(written, decided.PolicyAdopted)
     known = load(written.policy) in watch.world.scenario.policies
     return None if known else f"decision {fact.number} adopts {written.policy}"
 
 
-@invariant("before", BreakerOpened | BreakerHalfOpened | DrainStarted)
+@invariant("before", decided.BreakerOpened | decided.BreakerHalfOpened | decided.DrainStarted)
 def within_policy(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
     """Breaker waits, trials and drains end within the limits of the policy."""
     breaker = watch.policy.breaker
     match fact:
-        case BreakerOpened():
+        case decided.BreakerOpened():
             wait = fact.retry_at - fact.decided_at
             if not breaker.wait_min <= wait <= breaker.wait_max:
                 return f"{fact.instance}'s breaker opens for {wait}"
-        case BreakerHalfOpened():
+        case decided.BreakerHalfOpened():
             if not timedelta() < fact.deadline - fact.decided_at <= breaker.trial_timeout:
                 return f"{fact.instance}'s trial has a timeout of {fact.deadline - fact.decided_at}"
-        case DrainStarted():
+        case decided.DrainStarted():
             if fact.deadline - fact.decided_at > timedelta(days=1):
                 return f"{fact.instance}'s drain has a timeout of {fact.deadline - fact.decided_at}"
     return None
 
 
-@invariant("before", DegradationChanged)
-def all_knobs(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
+@invariant("before", decided.DegradationChanged)
+def all_knobs(watch: InvariantWatch, event: Recorded, fact: decided.DegradationChanged) -> str | None:
     """Every degradation level sets all four knobs to the level's values."""
     level = watch.ledger.levels[fact.model]
     if fact.before != level or fact.after == fact.before:
@@ -253,8 +230,8 @@ def all_knobs(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) 
     return None if fact.knobs == LADDER[fact.after] else f"level {fact.after} sets {fact.knobs}"
 
 
-@invariant("before", DegradationChanged)
-def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
+@invariant("before", decided.DegradationChanged)
+def hysteresis(watch: InvariantWatch, event: Recorded, fact: decided.DegradationChanged) -> str | None:
     """A level is left only after the dwell, at its entry ratio plus the margin or at full provisioned capacity."""
     policy = watch.policy.degradation
     if policy.slo(fact.model) is None:  # the degradation ladder was switched off
@@ -272,7 +249,7 @@ def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged)
     return None
 
 
-def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
+def _reachable(watch: InvariantWatch, fact: decided.DegradationChanged) -> float:
     """Return the ratio of a model's capacity to its objective that it would have with all expected workers at full weight."""
     ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
     slo = ladder.slo(fact.model)
@@ -283,8 +260,8 @@ def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
     return full.effective_capacity_rps / slo.slo_throughput_rps
 
 
-@invariant("before", HealthChanged)
-def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+@invariant("before", decided.HealthChanged)
+def just_conviction(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
     """A worker is convicted of corruption only if it was corrupt when probed, or when it proposed its unconfirmed golden."""
     if fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
@@ -293,7 +270,7 @@ def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged)
     return f"{fact.instance} was never corrupt"
 
 
-def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
+def _updated(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
     """Return whether the convicting answer is correct for weights that the worker has or had.
 
     If so, the golden belongs to other weights.
@@ -304,7 +281,7 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
         return False
     weights = machine.weights
     _, found = watch.ledger.observation(fact.cause)
-    if isinstance(found, CanaryFailed):
+    if isinstance(found, seen.CanaryFailed):
         canary = int(found.canary[1:])
         return found.got in {machine.right_answer(canary, number) for number in weights.ever}
     fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only triggered the decision
@@ -319,13 +296,13 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     )
 
 
-def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
+def _own_past(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
     """Return whether the conviction rests on an unconfirmed golden that a corrupt instance of this worker proposed.
 
     Such a golden convicts every later instance of the worker, because no vote has decided which of the two answers is wrong.
     """
     _, found = watch.ledger.observation(fact.cause)
-    if not isinstance(found, CanaryFailed) or found.golden != "provisional":
+    if not isinstance(found, seen.CanaryFailed) or found.golden != "provisional":
         return False
     golden = watch.shown[-1].goldens.get((found.canary_key, found.canary))
     if golden is None or golden.proposed_by != fact.worker:
@@ -353,7 +330,7 @@ def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | 
     Lateness means slow answers, or timeouts while the engine still makes progress.
     """
     for model in watch.world.scenario.models:
-        entries = [one for one in watch.entries() if one.model == model and not one.forgotten]
+        entries = [one for one in watch.ledger.entries.values() if one.model == model and not one.forgotten]
         if entries and all(entry.out_by_lateness for entry in entries):
             names = ", ".join(sorted(entry.worker for entry in entries))
             return f"{model}: {names} are out of service, but all of them were only late"

@@ -16,42 +16,9 @@ from controller.frontend.request.failures import FULL, Failure
 from controller.frontend.request.state import RequestState
 from controller.router.endpoints import Key
 from controller.simulator.world.requests.traffic import SimulatedRequest
-from events.decisions import (
-    BreakerClosed,
-    BreakerHalfOpened,
-    BreakerOpened,
-    DegradationChanged,
-    DrainEnded,
-    DrainStarted,
-    HealthChanged,
-    HealthStatus,
-    IncidentClosed,
-    IncidentOpened,
-    WeightCapped,
-    WorkerDecision,
-    WorkerForgotten,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Decision, Recorded
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryResult,
-    CanarySlow,
-    DeviceFaulted,
-    DeviceRecovered,
-    GoldenProposed,
-    RequestFailed,
-    RequestsServed,
-    ResumeRequested,
-    ScaleProposed,
-    ScaleSet,
-    TrafficReported,
-    WorkerHeard,
-    WorkerJoined,
-    WorkerObservation,
-    WorkerSlow,
-    WorkerSlowCleared,
-)
 
 
 @dataclass(slots=True)
@@ -61,7 +28,7 @@ class LedgerEntry:
     worker: str
     instance: str
     model: str
-    status: HealthStatus | None = None  # None: no health was decided yet
+    status: decided.HealthStatus | None = None  # None: no health was decided yet
     weight: float = 0.0
     reason: str = ""
     position: str = "closed"
@@ -84,7 +51,10 @@ class LedgerEntry:
     @property
     def out_by_lateness(self) -> bool:
         """Whether the instance was taken out of service on evidence of lateness alone."""
-        if self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None:
+        if (
+            self.status in (None, decided.HealthStatus.DRAINING, decided.HealthStatus.DEAD)
+            or self.draining_until is not None
+        ):
             return False
         return self.has_served and not (self.share or self.hard or self.failed_canary)
 
@@ -107,62 +77,68 @@ class LedgerEntry:
             return 0.0
         return max(self.weight, self.cap or 0.0)
 
-    def observe(self, seq: int, fact: WorkerObservation) -> None:
+    def observe(self, seq: int, fact: seen.WorkerObservation) -> None:
         """Record a canary's result or a failed request."""
-        if isinstance(fact, CanaryResult):
-            failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
+        if isinstance(fact, seen.CanaryResult):
+            failed = isinstance(fact, seen.CanaryFailed) and fact.reason != "latency_spike"
             self.results.append((seq, fact.sent_under, failed))
-        elif isinstance(fact, RequestFailed):
+        elif isinstance(fact, seen.RequestFailed):
             self.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
 
-    def weigh(self, fact: WorkerObservation) -> None:
+    def weigh(self, fact: seen.WorkerObservation) -> None:
         """Record whether the evidence against the worker is more than lateness."""
         match fact:
-            case CanaryPassed() | CanarySlow() | CanaryFailed(reason="latency_spike"):
+            case seen.CanaryPassed() | seen.CanarySlow() | seen.CanaryFailed(reason="latency_spike"):
                 self.failed_canary = False
-            case CanaryFailed(reason="timeout", engine_went_on=True):
+            case seen.CanaryFailed(reason="timeout", engine_went_on=True):
                 pass
-            case CanaryFailed(confirmed=True) | CanaryFailed(reason="non_finite"):
+            case seen.CanaryFailed(confirmed=True) | seen.CanaryFailed(reason="non_finite"):
                 self.hard = True
-            case CanaryFailed():
+            case seen.CanaryFailed():
                 self.failed_canary = True
-            case WorkerSlow() | WorkerSlowCleared() | RequestsServed() | WorkerHeard() | GoldenProposed():
+            case (
+                seen.WorkerSlow()
+                | seen.WorkerSlowCleared()
+                | seen.RequestsServed()
+                | seen.WorkerHeard()
+                | seen.GoldenProposed()
+            ):
                 pass
             case _:
                 self.hard = True
 
-    def note_limit(self, event: Recorded, fact: WorkerObservation) -> None:
+    def note_limit(self, event: Recorded, fact: seen.WorkerObservation) -> None:
         """Record the weight that a device allows, or that a resume lifted all limits."""
         match fact:
-            case DeviceFaulted(weight=float() as weight, fatal=False):
+            case seen.DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
-            case DeviceRecovered():
+            case seen.DeviceRecovered():
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", 1.0))
-            case ResumeRequested():
+            case seen.ResumeRequested():
                 self.limits.append((event.seq, "", 1.0))
             case _:
                 return
         self.limited_at = event.at
 
-    def decide(self, fact: WorkerDecision) -> None:
+    def decide(self, fact: decided.WorkerDecision) -> None:
         """Record the effect of a decision."""
         served = self.share > 0
         match fact:
-            case HealthChanged():
+            case decided.HealthChanged():
                 self.status, self.weight, self.reason = fact.after, fact.weight, fact.reason
-            case BreakerOpened():
+            case decided.BreakerOpened():
                 self.position, self.due, self.moved_by = "open", fact.retry_at, fact.number
-            case BreakerHalfOpened():
+            case decided.BreakerHalfOpened():
                 self.position, self.due, self.moved_by = "half_open", fact.deadline, fact.number
-            case BreakerClosed():
+            case decided.BreakerClosed():
                 self.position, self.due, self.moved_by = "closed", None, fact.number
-            case DrainStarted():
+            case decided.DrainStarted():
                 self.draining_until = fact.deadline
-            case DrainEnded():
+            case decided.DrainEnded():
                 self.draining_until = None
-            case WeightCapped():
+            case decided.WeightCapped():
                 self.cap = fact.weight
-            case WorkerForgotten():
+            case decided.WorkerForgotten():
                 self.forgotten = True
         if self.share > 0 and not served:
             self.has_served, self.hard, self.failed_canary = True, False, False
@@ -178,11 +154,12 @@ class CheckLedger:
     levels: Counter[str] = field(default_factory=Counter)  # by model, as last decided
     level_since: dict[str, datetime] = field(default_factory=dict)
     incidents: dict[str, datetime] = field(default_factory=dict)
-    observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
-    numbers: dict[str, int] = field(default_factory=dict)  # number of each source's last fact
-    reported_until: dict[str, datetime] = field(
+    observed: dict[str, tuple[int, seen.WorkerObservation]] = field(
         default_factory=dict
-    )  # by model: end of the last minute for which traffic was reported
+    )  # id: sequence, fact
+    numbers: dict[str, int] = field(default_factory=dict)  # number of each source's last fact
+    # By model: end of the last minute for which traffic was reported.
+    reported_until: dict[str, datetime] = field(default_factory=dict)
     # By model: sequence and number.
     scales_set: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
     proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
@@ -194,15 +171,15 @@ class CheckLedger:
             case Decision():
                 self.number = fact.number
                 self._decide(fact)
-            case WorkerObservation():
+            case seen.WorkerObservation():
                 self.observed.setdefault(event.id, (event.seq, fact))
                 self._observe(event, fact, news)
-            case TrafficReported():
+            case seen.TrafficReported():
                 end = fact.minute + timedelta(minutes=1)
                 self.reported_until[fact.model] = max(end, self.reported_until.get(fact.model, end))
-            case ScaleSet():
+            case seen.ScaleSet():
                 self.scales_set.setdefault(fact.model, []).append((event.seq, fact.workers))
-            case ScaleProposed():
+            case seen.ScaleProposed():
                 self.proposals.setdefault(fact.model, []).append(event)
 
     def of(self, worker: str, instance: str) -> LedgerEntry | None:
@@ -210,7 +187,7 @@ class CheckLedger:
         entry = self.entries.get(worker)
         return entry if entry is not None and entry.instance == instance else None
 
-    def observation(self, id: str) -> tuple[int, WorkerObservation | None]:
+    def observation(self, id: str) -> tuple[int, seen.WorkerObservation | None]:
         """Return the sequence and fact of the first observation with this id; (0, None) if there is none."""
         return self.observed.get(id, (0, None))
 
@@ -220,9 +197,9 @@ class CheckLedger:
         self.numbers[event.source] = max(last, event.source_number)
         return not event.source_number or event.source_number > last
 
-    def _observe(self, event: Recorded, fact: WorkerObservation, news: bool) -> None:
+    def _observe(self, event: Recorded, fact: seen.WorkerObservation, news: bool) -> None:
         entry = self.entries.get(fact.worker)
-        if isinstance(fact, WorkerJoined):
+        if isinstance(fact, seen.WorkerJoined):
             if entry is None or _life(entry.instance) < _life(fact.instance):
                 self.entries[fact.worker] = LedgerEntry(fact.worker, fact.instance, fact.model)
         elif entry is not None and entry.instance == fact.instance:
@@ -233,16 +210,16 @@ class CheckLedger:
 
     def _decide(self, fact: Decision) -> None:
         match fact:
-            case DegradationChanged():
+            case decided.DegradationChanged():
                 self.levels[fact.model] = fact.after
                 self.level_since[fact.model] = fact.decided_at
-            case IncidentOpened():
+            case decided.IncidentOpened():
                 self.incidents[fact.incident or fact.subject] = fact.decided_at
-            case IncidentClosed():
+            case decided.IncidentClosed():
                 self.incidents.pop(fact.incident or fact.subject, None)
-            case WorkerDecision() if entry := self.of(fact.worker, fact.instance):
+            case decided.WorkerDecision() if entry := self.of(fact.worker, fact.instance):
                 entry.decide(fact)
-                if entry.status is HealthStatus.DEAD:
+                if entry.status is decided.HealthStatus.DEAD:
                     self.dead.add(entry.instance)
 
 

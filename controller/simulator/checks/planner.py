@@ -38,9 +38,8 @@ def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
     events = watch.world.broker.events
     if fact.position >= len(events):
         return None
-    age = watch.kernel.now - since_start(
-        events[fact.position].at
-    )  # age of the first event that the planner has not read
+    # Age of the first event that the planner has not read.
+    age = watch.kernel.now - since_start(events[fact.position].at)
     if age <= int(_policy(watch).stale_s * SECOND) + MISSED_LOOKS:
         return None
     return f"{fact.planner} has read up to {fact.position}, which was the end {age / SECOND:.1f} s ago"

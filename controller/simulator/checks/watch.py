@@ -5,14 +5,14 @@ violated invariant ends the run.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from types import UnionType
 from typing import Any, Literal
 
 from controller.deciders.fleet import Fleet
-from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, MachineStep, RequestLedger
+from controller.simulator.checks.ledger import CheckLedger, MachineStep, RequestLedger
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
@@ -82,20 +82,9 @@ class Steadiness:
 
 
 On = Literal[
-    "before",
-    "recorded",
-    "appended",
-    "absorbed",
-    "routed",
-    "judged",
-    "stepped",
-    "said",
-    "ended",
-    "accused",
-    "proposed",
-    "tick",
-    "end",
-]
+    "before", "recorded", "appended", "absorbed", "routed", "judged", "stepped", "said", "ended", "accused", "proposed",
+    "tick", "end",
+]  # fmt: skip
 Check = Callable[..., str | None]
 
 
@@ -167,9 +156,8 @@ class InvariantWatch:
         self.seams = seams  # with a fold of its own, not the one that all processes share
         self.policy = world.scenario.policies[0]  # the policy in force: the one last adopted on the journal
         self.ledger = CheckLedger()
-        self.reference = Order(
-            self.seams.evolve, Fleet()
-        )  # stays correct even if a test plants a fault elsewhere
+        # Stays correct even if a test plants a fault elsewhere.
+        self.reference = Order(self.seams.evolve, Fleet())
         self.shown: list[Fleet] = [Fleet()]  # by sequence
         self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: (sequence, status)
         self.run_began = 0  # sequence before the last append's first decision
@@ -179,9 +167,8 @@ class InvariantWatch:
         # By process: its replica, its last fold, and the true fold.
         self.compared: dict[str, tuple[Replica, Fleet, Fleet]] = {}
         self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found correct
-        self.replayed: Fleet | None = (
-            None  # fold from the journal's beginning to the stored position, at the end
-        )
+        # Fold from the journal's beginning to the stored position, at the end.
+        self.replayed: Fleet | None = None
         self.requests: dict[SimulatedRequest, RequestLedger] = {}  # with live requests only
         self.goldens_moved: dict[str, int] = {}  # by canary key
         self.worst_level: dict[str, int] = {}
@@ -245,10 +232,6 @@ class InvariantWatch:
         """Return the violation for a journal that a fold rejected because its decision numbers are not consecutive."""
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
-
-    def entries(self) -> Iterable[LedgerEntry]:
-        """Return the ledger's entry of each worker's current instance."""
-        return self.ledger.entries.values()
 
     def status_at(self, instance: str, seq: int) -> HealthStatus | None:
         """Return the health last decided for an instance among the events up to `seq`; None if there is none."""

@@ -21,23 +21,16 @@ from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
 from controller.router.endpoints import ConnectedWorkers, Lineage
-from controller.simulator.simulation import Simulation, quiet
+from controller.simulator.simulation import Simulation, numbered, quiet
 from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
 from controller.simulator.world.machines import Hardware, Machine
 from controller.simulator.world.scenario import Scenario, capacity_of, promising
 from controller.simulator.world.surroundings import Replica
+from events import observations
 from events.blocks import BlockNames
 from events.decisions import Absorbed, HealthChanged, SpareActivated, WorkerDecision
 from events.fact import Fact, Observation, Recorded
-from events.observations import (
-    CanaryFailed,
-    DeviceFaulted,
-    Profile,
-    RequestMigrated,
-    WorkerJoined,
-    WorkerLeft,
-)
 from events.wire import Chunk, Generate, Load, Sampling, Why
 
 FIRST, SPAN = 259, 1700  # token ids that are not special tokens of the simulated engine
@@ -84,13 +77,10 @@ FAILED_GPU, XID = 47, "48"
 FAILED = f"g{FAILED_GPU // TP + 1}"
 FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
 STEP = 20 * MS
-FIRST_DOCUMENT = (
-    "t0 + 2 ms",
-    "t0 + 10 ms",
-    "t0 + 61 s",
-)  # the first document's times of the same three events
+# The first document's times of the same three events.
+FIRST_DOCUMENT = ("t0 + 2 ms", "t0 + 10 ms", "t0 + 61 s")
 ACQUITTED_BY = HealthPolicy().good_to_acquit
-SEVENTY_B = Profile(
+SEVENTY_B = observations.Profile(
     kv_blocks=40_000,
     block_tokens=16,
     max_batch=64,
@@ -174,7 +164,7 @@ class GroupFailure(Simulation):
         self._replica = Replica("f1", self.broker, self._absorbed)
 
     def _names(self) -> list[str]:
-        return [f"g{number + 1}" for number in range(self.scenario.workers)]
+        return numbered("g", self.scenario.workers)
 
     def _machine(self, name: str, index: int) -> Machine:
         first = index * TP
@@ -231,7 +221,7 @@ class GroupFailure(Simulation):
     def _strike(self) -> None:
         group = self.machines[FAILED]
         group.retired = True  # until the failed group is replaced
-        group.observe(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
+        group.observe(observations.DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.shut_down)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
         self.kernel.after(20 * MS, self._count)
@@ -262,7 +252,7 @@ class GroupFailure(Simulation):
         raise LookupError(f"no {kind.__name__} decision about {about} after the failure")
 
     def _beside_the_seeds(self) -> list[str]:
-        gaps = [e.fact.gap_ms for e in self.broker.events if isinstance(e.fact, RequestMigrated)]
+        gaps = [e.fact.gap_ms for e in self.broker.events if isinstance(e.fact, observations.RequestMigrated)]
         here = (
             ("its group is out of service", self.first(HealthChanged, FAILED)),
             ("its requests go on elsewhere", int(max(gaps) * MS)),
@@ -274,13 +264,13 @@ class GroupFailure(Simulation):
         return lines
 
     def _lines(self) -> list[str]:
-        moved: list[RequestMigrated] = []
+        moved: list[observations.RequestMigrated] = []
         lines: list[tuple[int, str]] = []
         for event in self.broker.events:
             at = since_start(event.at) - FAILS_AT
             if at < 0:
                 continue
-            if isinstance(event.fact, RequestMigrated):
+            if isinstance(event.fact, observations.RequestMigrated):
                 moved.append(event.fact)
             elif _matters(event.fact):
                 lines.append((at, sentence(event.fact)))
@@ -314,7 +304,13 @@ def transcript(provisioned: float, spares: int = 0) -> str:
 
 def _matters(fact: Fact) -> bool:
     decided = not isinstance(fact, Observation | Absorbed)
-    return decided or isinstance(fact, DeviceFaulted | WorkerLeft | WorkerJoined | CanaryFailed)
+    return decided or isinstance(
+        fact,
+        observations.DeviceFaulted
+        | observations.WorkerLeft
+        | observations.WorkerJoined
+        | observations.CanaryFailed,
+    )
 
 
 def _level(level: int) -> str:

@@ -18,6 +18,8 @@ from events.observations import ScaleProposed
 
 DUPLICATES_REMEMBERED = 120 * SECOND
 LEASE_TTL = 3 * SECOND
+RETRY_AFTER = 1 * SECOND
+SPOOL_MAX = 10_000
 
 
 @fast_constructor
@@ -29,7 +31,6 @@ class BrokerMessage:
     id: str
     source: str
     number: int
-    causation: str = ""
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class Broker:
             if now - known[1] < DUPLICATES_REMEMBERED:
                 return
             self.repeated += 1
-        seq = self._add(message.fact, message.id, message.source, message.number, 0, message.causation)
+        seq = self._add(message.fact, message.id, message.source, message.number)
         self._known[message.id] = (seq, now)
         self._announce()
 
@@ -116,7 +117,7 @@ class Broker:
         if self.seams.proposals_fenced and after != last:
             self.fenced += 1
             return False
-        self._proposed[fact.model] = self._add(fact, f"{source}/p{self.last_seq + 1}", source, 0, 0, "")
+        self._proposed[fact.model] = self._add(fact, f"{source}/p{self.last_seq + 1}", source)
         self._announce()
         return True
 
@@ -127,7 +128,7 @@ class Broker:
             return False
         for decision in self.seams.lands(batch):
             id = f"d{self.last_seq + 1}"
-            self.decided = self._add(decision, id, source, 0, through, decision.cause)
+            self.decided = self._add(decision, id, source, through=through, causation=decision.cause)
         self._announce()
         return True
 
@@ -138,18 +139,14 @@ class Broker:
             self._lease = (holder, now + LEASE_TTL)
         return self._lease[0]
 
-    def _add(self, fact: Fact, id: str, source: str, number: int, through: int, causation: str) -> int:
+    def _add(
+        self, fact: Fact, id: str, source: str, number: int = 0, *, through: int = 0, causation: str = ""
+    ) -> int:
         seq = len(self.events) + 1
         event = Recorded(
-            seq=seq,
-            at=self.kernel.instant(),
-            fact=fact,
-            id=id,
-            source=source,
-            source_number=number,
-            through=through,
-            causation=causation,
-        )
+            seq=seq, at=self.kernel.instant(), fact=fact, id=id, source=source, source_number=number,
+            through=through, causation=causation,
+        )  # fmt: skip
         self.events.append(event)
         for watcher in self.watchers:
             watcher(event)
@@ -199,10 +196,6 @@ class Follower:
         self.wake()
 
 
-RETRY_AFTER = 1 * SECOND
-SPOOL_MAX = 10_000
-
-
 class SimulatedOutbox:
     """The facts of one process instance on their way to the journal."""
 
@@ -220,7 +213,7 @@ class SimulatedOutbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def observe(self, fact: Observation, causation: str = "") -> str:
+    def observe(self, fact: Observation) -> str:
         """Queue a fact for publication; return its id."""
         self._number += 1
         id = f"{self.source}/{self._number}"
@@ -228,7 +221,7 @@ class SimulatedOutbox:
             self._number -= 1
             self._broker.dropped += 1
             return id
-        self._waiting.append(BrokerMessage(fact, id, self.source, self._number, causation))
+        self._waiting.append(BrokerMessage(fact, id, self.source, self._number))
         self.send()
         return id
 

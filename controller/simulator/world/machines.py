@@ -12,20 +12,9 @@ from typing import Any
 
 from controller.simulator.world.broker import Broker, BrokerMessage, SimulatedOutbox
 from controller.simulator.world.kernel import SECOND, Kernel
-from events.observations import (
-    DeviceFaulted,
-    DeviceRecovered,
-    DrainFinished,
-    Profile,
-    ShutdownBegan,
-    Topology,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerObservation,
-    canary_key,
-)
+from events import observations
 
-PROFILE = Profile(
+PROFILE = observations.Profile(
     kv_blocks=2048,
     block_tokens=16,
     max_batch=16,
@@ -61,7 +50,7 @@ class Condition:
 class Hardware:
     """What a worker runs on, and whether it starts as a spare."""
 
-    profile: Profile = PROFILE
+    profile: observations.Profile = PROFILE
     gpus: tuple[str, ...] = ()  # ranks, if the worker is a tensor-parallel group
     spare: bool = False  # starts as a spare
     waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
@@ -101,7 +90,7 @@ class Machine:
     version: int = 1  # engine version: each gives its own answers and has its own canary key
     next_version: int = 1  # engine version of the next process
     spool: list[BrokerMessage] = field(default_factory=list)
-    joined: WorkerJoined = field(init=False)
+    joined: observations.WorkerJoined = field(init=False)
     hardware: Hardware = Hardware()
     chance: Random = field(init=False)
     created: int = field(init=False)  # when the slot was added
@@ -156,7 +145,7 @@ class Machine:
         for fault_class, weight in self.condition.limits.items():
             self._report_limit(fault_class, weight)
 
-    def observe(self, kind: type[WorkerObservation], **fields: Any) -> None:
+    def observe(self, kind: type[observations.WorkerObservation], **fields: Any) -> None:
         """Report an observation about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
@@ -187,14 +176,14 @@ class Machine:
         """Stop gracefully, as on SIGTERM: announce the shutdown, drain, leave."""
         if not self.up or self.condition.hung:
             return
-        self.observe(ShutdownBegan, mode="graceful", grace_s=20.0)
+        self.observe(observations.ShutdownBegan, mode="graceful", grace_s=20.0)
         self.draining = True
         self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, self.life)
 
     def shut_down(self) -> None:
         """Shut down at once on its own initiative, and report it."""
         if self.up and not self.condition.hung:
-            self.observe(ShutdownBegan, mode="self_initiated", grace_s=0.0)
+            self.observe(observations.ShutdownBegan, mode="self_initiated", grace_s=0.0)
             self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
@@ -208,9 +197,11 @@ class Machine:
 
     def _report_limit(self, fault_class: str, weight: float | None) -> None:
         if weight is None:
-            self.observe(DeviceRecovered, device="gpu0", fault_class=fault_class)
+            self.observe(observations.DeviceRecovered, device="gpu0", fault_class=fault_class)
         else:
-            self.observe(DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight)
+            self.observe(
+                observations.DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight
+            )
 
     def drain(self) -> None:
         """Stop accepting new requests, as commanded."""
@@ -252,7 +243,7 @@ class Machine:
     def _empty(self, life: int) -> None:
         if self.life == life and self.up and self.draining and not (self.drained or self.condition.hung):
             self.drained = True
-            self.observe(DrainFinished, completed=0, migrated=0)
+            self.observe(observations.DrainFinished, completed=0, migrated=0)
 
     def _leave(self, life: int) -> None:
         if self.life != life or not self.up:
@@ -264,7 +255,7 @@ class Machine:
         self._left("graceful", 0)
 
     def _left(self, mode: str, exit: int) -> None:
-        self.observe(WorkerLeft, mode=mode, exit=exit)
+        self.observe(observations.WorkerLeft, mode=mode, exit=exit)
         self.up = False
         self.held.clear()
         self.broken(self)
@@ -275,7 +266,7 @@ class Machine:
         self.spool += outbox.crash()
 
 
-def _joined(machine: Machine) -> WorkerJoined:
+def _joined(machine: Machine) -> observations.WorkerJoined:
     hardware, weights = machine.hardware, machine.weights
     lineage = f"weights={weights.loaded}" if weights.reported else ""
     engine: dict[str, Any] = {
@@ -284,16 +275,16 @@ def _joined(machine: Machine) -> WorkerJoined:
         "engine_version": str(machine.version),
         "lineage": lineage,
     }
-    return WorkerJoined(
+    return observations.WorkerJoined(
         **engine,
         worker=machine.name,
         instance=machine.instance,
         url=f"tcp://{machine.name}:1",
         tp=len(hardware.gpus) or 1,
         profile=hardware.profile,
-        canary_key=canary_key(**engine, tp=1),
+        canary_key=observations.canary_key(**engine, tp=1),
         pid=machine.life,
-        topology=Topology(host=machine.name, gpus=hardware.gpus),
+        topology=observations.Topology(host=machine.name, gpus=hardware.gpus),
         spare=hardware.spare,
         waiting_max=hardware.waiting,
         context_tokens=hardware.context_tokens,

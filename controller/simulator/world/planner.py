@@ -4,21 +4,24 @@ It reads what the projector has committed, however late. It may pause between de
 arrive after another planner's. Its forecast needs no library, so that every seed gives the same result on every machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from controller.deciders.fleet import Fleet
 from controller.planner.forecast import LoadForecast, constant, forecast, moving_average
-from controller.planner.planner import Planner, PlannerDuties
+from controller.planner.planner import PlannerDuties
 from controller.ports import LATEST, PLANNED_BY
 from controller.read_model.rows import COLUMNS, worker_row
 from controller.simulator.world.kernel import MS, SECOND, KernelClock
-from controller.simulator.world.scenario import SimulatedPlanning
 from controller.simulator.world.seams import Stored
 from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
 from events.fact import Recorded
 from events.observations import ScaleProposed
+
+EVERY = 5 * SECOND
+SUPERVISOR = "supervisor"
+KINDS = (*PLANNED_BY, *LATEST)
 
 
 class SimulatedProjector(SimulatedProcess):
@@ -65,11 +68,6 @@ class SimulatedProjector(SimulatedProcess):
         self._commit()
 
 
-EVERY = 5 * SECOND
-SUPERVISOR = "supervisor"
-KINDS = (*PLANNED_BY, *LATEST)
-
-
 @lru_cache(maxsize=256)  # planners repeat the same forecasts
 def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
     """Return the forecast of the more accurate of the two simple methods."""
@@ -79,24 +77,18 @@ def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
 class SimulatedPlanner(SimulatedProcess):
     """A host that runs planner processes, one after another."""
 
-    def __init__(
-        self,
-        name: str,
-        surroundings: Surroundings,
-        projector: SimulatedProjector,
-        planning: SimulatedPlanning,
-    ) -> None:
+    def __init__(self, name: str, surroundings: Surroundings, projector: SimulatedProjector) -> None:
         super().__init__(name, surroundings)
         self.hold = 0  # microseconds of one pause between deciding and sending
-        self._projector, self._planning = projector, planning
+        self._projector = projector
         self._clock = KernelClock(surroundings.kernel)
 
     def _begin(self) -> None:
         """Start from the contents of the state store."""
-        surroundings, planning = self.surroundings, self._planning
+        seams, planning = self.surroundings.seams, self.surroundings.scenario.planning
+        assert planning is not None
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
-        make: Callable[..., Planner] = surroundings.seams.planner
-        self.planner = make(self.name, planning.policy, duties, foresee)
+        self.planner = seams.planner(self.name, planning.policy, duties, foresee)
         self.outbox = self._outbox()
         self._later(self._chance.randrange(EVERY), self._tick)
 

@@ -16,18 +16,8 @@ from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MS, SECOND, Kernel
 from controller.simulator.world.machines import CANARIES, Machine
 from controller.simulator.world.surroundings import Surroundings
+from events import observations
 from events.decisions import HealthStatus
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryReason,
-    CanaryResult,
-    CanarySlow,
-    CheckType,
-    GoldenDisputed,
-    GoldenProposed,
-    WorkerObservation,
-)
 
 ANSWER_AFTER = 60 * MS
 DEADLINE = 5 * SECOND  # time limit of a whole probe
@@ -64,7 +54,7 @@ class SimulatedProbe:
     worker: str
     instance: str
     canary: int
-    check_type: CheckType
+    check_type: observations.CheckType
     sent_under: int
     sent_at: datetime
     joining: bool  # the probe was sent during the first round after the join
@@ -131,7 +121,7 @@ class SimulatedProber:
             worker.joined.instance, self.kernel.now + wait, int(self.chance.random() * CANARIES), joining
         )
 
-    def _due(self, now: int, turn: ProberTurn, worker: Worker) -> CheckType | None:
+    def _due(self, now: int, turn: ProberTurn, worker: Worker) -> observations.CheckType | None:
         breaker = worker.breaker
         if breaker.position == "half_open" and turn.trial_of != breaker.moved_by:
             turn.trial_of = breaker.moved_by
@@ -146,7 +136,7 @@ class SimulatedProber:
             return None
         return "join" if turn.joining else "scheduled"
 
-    def _ask(self, fleet: Fleet, turn: ProberTurn, worker: Worker, kind: CheckType) -> None:
+    def _ask(self, fleet: Fleet, turn: ProberTurn, worker: Worker, kind: observations.CheckType) -> None:
         turn.busy = True
         turn.due = self.kernel.now + int(self.interval * (0.9 + 0.2 * self.chance.random()))
         joining = turn.joining
@@ -224,7 +214,7 @@ class SimulatedProber:
             votes = golden.votes if golden is not None else ()
             if not any(v.worker == probe.worker and v.tokens == tokens for v in votes):
                 self._report(
-                    GoldenProposed,
+                    observations.GoldenProposed,
                     probe,
                     prompt=(probe.canary,),
                     tokens=tokens,
@@ -236,13 +226,13 @@ class SimulatedProber:
         elif tokens == golden.tokens:
             self._passed(turn, probe, machine)
         elif probe.attempt <= RETRIES and probe.first_answer != tokens:
-            kind: CheckType = "confirm" if probe.check_type == "scheduled" else probe.check_type
+            kind: observations.CheckType = "confirm" if probe.check_type == "scheduled" else probe.check_type
             again = replace(probe, check_type=kind, attempt=probe.attempt + 1, first_answer=tokens)
             self._send(turn, again)
         elif golden.status == "provisional" and probe.worker != golden.proposed_by:
             # Only one worker has given that answer, so it is unknown which of the two is wrong.
             self._plan(turn, probe.joining, passed=False)
-            self._report(GoldenDisputed, probe, proposed_by=golden.proposed_by, tokens=tokens)
+            self._report(observations.GoldenDisputed, probe, proposed_by=golden.proposed_by, tokens=tokens)
         else:
             confirmed = probe.first_answer == tokens
             self._failed(turn, probe, "token_mismatch", confirmed=confirmed, golden=golden.status, got=tokens)
@@ -252,29 +242,31 @@ class SimulatedProber:
         baseline_ms = ANSWER_AFTER / MS
         latency_ms = baseline_ms * machine.condition.slow
         if machine.condition.slow >= SLOW_FROM:
-            self._result(CanarySlow, probe, latency_ms, baseline_ms=baseline_ms)
+            self._result(observations.CanarySlow, probe, latency_ms, baseline_ms=baseline_ms)
         else:
-            self._result(CanaryPassed, probe, latency_ms)
+            self._result(observations.CanaryPassed, probe, latency_ms)
 
     def _failed(
         self,
         turn: ProberTurn,
         probe: SimulatedProbe,
-        reason: CanaryReason,
+        reason: observations.CanaryReason,
         confirmed: bool = False,
         **found: object,
     ) -> None:
         self._plan(turn, probe.joining, passed=False)
         found |= {"reason": reason, "confirmed": confirmed, "whole": confirmed}
-        self._result(CanaryFailed, probe, DEADLINE / MS, **found)
+        self._result(observations.CanaryFailed, probe, DEADLINE / MS, **found)
 
     def _result(
-        self, kind: type[CanaryResult], probe: SimulatedProbe, latency_ms: float, **found: object
+        self, kind: type[observations.CanaryResult], probe: SimulatedProbe, latency_ms: float, **found: object
     ) -> None:
         found |= {"check_type": probe.check_type, "attempts": probe.attempt, "latency_ms": latency_ms}
         self._report(kind, probe, sent_under=probe.sent_under, sent_at=probe.sent_at, **found)
 
-    def _report(self, kind: type[WorkerObservation], probe: SimulatedProbe, **fields: Any) -> None:
+    def _report(
+        self, kind: type[observations.WorkerObservation], probe: SimulatedProbe, **fields: Any
+    ) -> None:
         """Publish a fact about a probe."""
         key = self.surroundings.machines[probe.worker].joined.canary_key
         fields |= {"canary_key": key, "canary": f"c{probe.canary}"}

@@ -6,7 +6,6 @@ the simulated servers and processes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from controller.deciders import fleet
 from controller.frontend.admission.queue import Line
@@ -16,7 +15,7 @@ from controller.frontend.request.state import RequestState
 from controller.frontend.request.step import Next
 from controller.planner.planner import Planner
 from controller.router.endpoints import EndpointTable
-from events.fact import Decision, Observation
+from events.fact import Decision, Observation, Recorded
 from events.order import Last, Order, Position
 
 Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # the part of a fold that the state store keeps
@@ -37,28 +36,20 @@ def snapshot(order: Order[fleet.Fleet]) -> Stored:
     return order.settled, order.position, dict(order.sources)
 
 
-def knobs(fleet: fleet.Fleet, model: str) -> Any:
-    """Return the four knobs that a frontend applies for a model; None before the first decision."""
-    level = fleet.models.get(model)
-    return None if level is None else level.knobs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """One field per replaceable piece. `frontend_order` is separate, so that a fault can be planted in frontends alone."""
+    """One field per replaceable piece."""
 
-    evolve: Callable[..., Any] = fleet.evolve
+    evolve: Callable[[fleet.Fleet, Recorded], fleet.Fleet] = fleet.evolve
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle
-    order: Callable[..., Order[Any]] = Order
-    frontend_order: Callable[..., Order[Any]] | None = None
+    frontend_order: type[Order[fleet.Fleet]] = Order  # the order in which frontends fold
     fenced: bool = True  # an append is rejected if a decision was stored since the appender read
     proposals_fenced: bool = True  # the same for planners' proposals
     lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
     links_veto: bool = True  # a frontend's live connection keeps a worker from being reported silent
     gives_up: Callable[[Observation], bool] = gives_up
-    snapshot: Callable[[Order[Any]], Stored] = snapshot
+    snapshot: Callable[[Order[fleet.Fleet]], Stored] = snapshot
     table: Callable[[], EndpointTable] = EndpointTable
-    knobs: Callable[..., Any] = knobs
     planner: Callable[..., Planner] = Planner
     lines: type[Line] = Line
     step: Callable[[RequestState, Event, float], Next] = step.step

@@ -53,12 +53,12 @@ class Replica(FleetFold):
         broker: Broker,
         listen: Listen,
         stored: Stored | None = None,
-        order: Callable[..., Order[Fleet]] | None = None,
+        order: type[Order[Fleet]] = Order,
     ) -> None:
         self.name = name
         self._seams = seams = broker.seams
         fleet, position, sources = stored or (NOTHING, Position(), {})
-        super().__init__((order or seams.order)(seams.evolve, fleet, position, dict(sources)))
+        super().__init__(order(seams.evolve, fleet, position, dict(sources)))
         self._listen = listen
         self.follower = Follower(broker, position.through, self._read)
 

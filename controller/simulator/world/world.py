@@ -11,16 +11,9 @@ from controller.simulator.world.machines import Machine
 from controller.simulator.world.planner import SUPERVISOR, SimulatedPlanner, SimulatedProjector
 from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.surroundings import Replica, Surroundings
+from events import observations
 from events.decisions import HealthStatus
 from events.fact import Observation, Recorded
-from events.observations import (
-    DrainRequested,
-    ResumeRequested,
-    ScaleApplied,
-    ScaleProposed,
-    ScaleSet,
-    WorkerLeft,
-)
 
 PATROL = 5 * SECOND
 LOOKS = 30 * SECOND  # time between operators' checks, once everything is healed
@@ -81,7 +74,9 @@ class Operators:
         """Drain a worker; later resume it, stop it, or leave it drained."""
         name, instance = machine.name, machine.instance
         deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
-        self._publish(DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator"))
+        self._publish(
+            observations.DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator")
+        )
         self.drained[name] = instance
         what = self._chance.random()
         delay = self._chance.randrange(1, 60) * SECOND
@@ -92,7 +87,7 @@ class Operators:
 
     def resume(self, machine: Machine, instance: str) -> None:
         """Request that a worker resumes."""
-        self._publish(ResumeRequested(worker=machine.name, instance=instance, by="operator"))
+        self._publish(observations.ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
         """Resume everything that was drained, and restart workers with disputed answers to a canary.
@@ -120,13 +115,13 @@ class Operators:
     def scale(self, model: str) -> None:
         """Set the number of a model's workers, and release it to the planner some time later."""
         workers = self._chance.randint(1, self._world.scenario.workers)
-        self._publish(ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
+        self._publish(observations.ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
         """Release a model's size to the planner."""
-        self._publish(ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
+        self._publish(observations.ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
@@ -154,7 +149,9 @@ class SimulatedSupervisor:
         if machine.up:
             return
         if self._chance.random() < 0.6:
-            left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
+            left = observations.WorkerLeft(
+                worker=machine.name, instance=machine.instance, mode="immediate", exit=-9
+            )
             late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may start before the report
             self._world.kernel.after(late, self._outbox.observe, left)
         self._world.kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
@@ -194,7 +191,7 @@ class SimulatedScaling:
         latest = {
             event.fact.model: (event.id, event.fact)
             for event in batch
-            if isinstance(event.fact, ScaleProposed) and event.fact.by == SUPERVISOR
+            if isinstance(event.fact, observations.ScaleProposed) and event.fact.by == SUPERVISOR
         }
         for model, (proposal, fact) in latest.items():
             ok = self._chance.random() >= FAILS
@@ -202,7 +199,7 @@ class SimulatedScaling:
                 self._scale(model, fact.after)
             says = "done" if ok else "there is no room"
             self.outbox.observe(
-                ScaleApplied(
+                observations.ScaleApplied(
                     model=model, proposal=proposal, after=fact.after, by=SUPERVISOR, ok=ok, says=says
                 )
             )

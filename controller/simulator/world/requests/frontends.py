@@ -561,13 +561,12 @@ class SimulatedFrontend(SimulatedProcess):
         self.underway.admit(f"{self.source}-{self._arrived}", model, tier)
 
     def _sheds(self, model: str, tier: str) -> str:
-        seams = self.surroundings.seams
-        knobs = seams.knobs(self.replica.fleet, model)
-        if knobs is None:
+        level = self.replica.fleet.models.get(model)
+        if level is None:
             return ""
-        if not knobs.accept_new:
+        if not level.knobs.accept_new:
             return "not_accepting"
-        return "capacity_shed" if Tiers().sheds(knobs, tier) else ""
+        return "capacity_shed" if Tiers().sheds(level.knobs, tier) else ""
 
     # --- the journal --------------------------------------------------------------------------------------------
 

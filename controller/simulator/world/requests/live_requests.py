@@ -71,9 +71,8 @@ class LiveSimulatedRequest(SimulatedRequest):
     accepted: list[int] = field(default_factory=list)
     givers: list[Key] = field(default_factory=list)  # the worker of each accepted token
     shown: list[int] = field(default_factory=list)  # the tokens that the client has received
-    streams: list[SimulatedStream] = field(
-        default_factory=list
-    )  # the last stream belongs to the current attempt
+    # The last stream belongs to the current attempt.
+    streams: list[SimulatedStream] = field(default_factory=list)
     target: SimulatedStream | None = None  # the target's stream during a KV transfer
     target_at: Endpoint = field(init=False)
     asked_at: int = 0  # tokens accepted when the transfer was requested
