@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from controller.simulator.rates import PRESETS
+from controller.simulator.rates import PRESETS, Forecast
 
 # The minimum and maximum of each flag, and a remark on the maximum.
 RANGES: dict[str, tuple[float, float, str]] = {
@@ -132,7 +132,9 @@ def _report(args: argparse.Namespace, result: Any) -> None:
 
     seed, live = result.scenario.seed, args.live_requests
     again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
-    forecast = report.forecast(args.rates, args.workers, args.tp)
+    forecast = None
+    if args.rates is not None:
+        forecast = Forecast(rates=PRESETS[args.rates], gpus=args.workers * args.tp, tp=args.tp)
     if args.output == "json":
         print(json.dumps(report.as_plain(result, again, forecast)))
     elif args.runs > 1 and result.violation is None:

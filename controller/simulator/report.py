@@ -3,14 +3,19 @@
 from dataclasses import asdict
 from typing import Any
 
-from controller.simulator.rates import PRESETS, Forecast
+from controller.simulator.rates import Forecast
 from controller.simulator.simulation import ALL_INVARIANTS, Result
 from controller.simulator.world.scenario import Scenario
 
-
-def forecast(rates: str | None, workers: int, tp: int) -> Forecast | None:
-    """Return what a preset predicts for a fleet of `workers` groups of `tp` GPUs."""
-    return None if rates is None else Forecast(rates=PRESETS[rates], gpus=workers * tp, tp=tp)
+SCENARIO = (
+    "seed",
+    "workers",
+    "minutes",
+    "models",
+    "controllers",
+    "frontends",
+    "spares",
+)  # as in the scenario
 
 
 def line(result: Result) -> str:
@@ -38,29 +43,21 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
 
 def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, Any]:
     """Return a run as plain JSON values."""
-    scenario = result.scenario
+    scenario, violation = result.scenario, result.violation
+    planning, crowd = scenario.planning, scenario.crowd
     return {
-        "seed": scenario.seed,
-        "workers": scenario.workers,
-        "minutes": scenario.minutes,
-        "models": list(scenario.models),
-        "controllers": scenario.controllers,
-        "frontends": scenario.frontends,
-        "spares": scenario.spares,
-        "planners": scenario.planning.planners if scenario.planning is not None else 0,
-        "room": scenario.crowd.batch + scenario.crowd.waiting if scenario.crowd is not None else None,
+        **{name: getattr(scenario, name) for name in SCENARIO},
+        "planners": planning.planners if planning is not None else 0,
+        "room": crowd.batch + crowd.waiting if crowd is not None else None,
         "canary_interval_s": scenario.interval / 1e6,
         "healed_at_s": scenario.heal_at / 1e6,
-        "events": result.events,
-        "decisions": result.decisions,
-        "kinds": result.kinds,
-        "faults": result.faults,
+        **{name: getattr(result, name) for name in ("events", "decisions", "kinds", "faults")},
         "requests": asdict(result.tally),
         "worst_level": result.levels,
         "appends_fenced": result.fenced,
         "stored_twice": result.repeated,
         "checks": result.checks,
-        "violation": None if result.violation is None else asdict(result.violation),
+        "violation": None if violation is None else asdict(violation),
         "wall_s": round(result.wall_s, 3),
         "times_real_time": round(result.speed, 1),
         "digest": result.digest,

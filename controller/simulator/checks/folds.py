@@ -32,11 +32,8 @@ def differs(actual: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name:
 
     Parts that are the same objects as in `known` were compared before and are skipped.
     """
-    if (
-        actual.number != true.number
-        or actual.policy != true.policy
-        or actual.workers.keys() != true.workers.keys()
-    ):
+    heads = [(fleet.number, fleet.policy, fleet.workers.keys()) for fleet in (actual, true)]
+    if heads[0] != heads[1]:
         return f"{name}: number {actual.number} for {true.number}, workers {sorted(actual.workers)} for {sorted(true.workers)}"
     was, should = (known[0].workers, known[1].workers) if known is not None else ({}, {})
     for worker_name, worker in actual.workers.items():

@@ -241,7 +241,6 @@ class RequestLedger:
     failed: set[Key] = field(default_factory=set)  # those that failed by more than a broken connection
     first: Failure | None = None  # failures since the last token
     moving: bool = False  # an attempt was lost, and no token has arrived since the loss
-    reported: bool = False
     outage: bool = False
     waits_since: float | None = None  # since when the request has had no worker, in seconds
     could_resume_since: int | None = None
@@ -251,18 +250,14 @@ class RequestLedger:
         _, request, event, effects = step
         self.ends += sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
         for effect in effects:
-            if isinstance(effect, do.CountFailure):
-                self.outage = True
-            elif isinstance(effect, do.CountRestored):
-                self.outage = False
-            elif isinstance(effect, do.ReportMigrated):
-                self.reported = True
+            if isinstance(effect, do.CountFailure | do.CountRestored):
+                self.outage = isinstance(effect, do.CountFailure)
         match event:
             case on.Sent(server) | on.Switched(server):
                 self.charged = not self.free and isinstance(event, on.Sent)
                 self.paid += self.charged
                 self.at, self.free, self.waits_since = server.key, False, None
-                self.moving, self.reported = self.moving or isinstance(event, on.Switched), False
+                self.moving = self.moving or isinstance(event, on.Switched)
             case on.FirstToken():
                 self.first, self.moving = None, False
             case on.MovedOnPurpose():

@@ -20,16 +20,9 @@ from controller.simulator.world.requests.traffic import SimulatedRequest
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Replica
 from controller.simulator.world.world import SimulatedWorld
-from events.decisions import (
-    DegradationChanged,
-    GoldenAgreed,
-    GoldenRetired,
-    HealthChanged,
-    HealthStatus,
-    PolicyAdopted,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Decision, Recorded
-from events.observations import GoldenDisputed, GoldenProposed
 from events.order import Order, OutOfOrder
 
 SLACK = 8 * SECOND  # time for a tick, an append with its retries, and reading
@@ -65,12 +58,7 @@ class Steadiness:
 
     def look(self) -> None:
         """Update the leader and the workers that it can probe."""
-        world, now = self._world, self._world.kernel.now
-        leaders = [c for c in world.controllers if c.up and c.leading and not c.paused]
-        network = world.broker.network
-        calm = world.broker.up and not network.loss and not network.slow
-        fit = calm and len(leaders) == 1 and not leaders[0].hold_append
-        leader = leaders[0] if fit else None
+        world, now, leader = self._world, self._world.kernel.now, self._undisturbed_leader()
         if leader is None or leader is not self.leader:
             self.leader, self.since = leader, now
         probing = leader is not None and not leader.prober.stalled and self.since != now
@@ -79,6 +67,13 @@ class Steadiness:
             faulty = condition.flaky or condition.erring or condition.cut
             if not probing or faulty or not machine.reachable(PROBER):
                 self.probed_since[machine.name] = now
+
+    def _undisturbed_leader(self) -> SimulatedController | None:
+        """Return the only leader, if no fault disturbs it or the broker."""
+        broker = self._world.broker
+        leaders = [c for c in self._world.controllers if c.up and c.leading and not c.paused]
+        calm = broker.up and not broker.network.loss and not broker.network.slow
+        return leaders[0] if calm and len(leaders) == 1 and not leaders[0].hold_append else None
 
 
 On = Literal[
@@ -159,7 +154,9 @@ class InvariantWatch:
         # Stays correct even if a test plants a fault elsewhere.
         self.reference = Order(self.seams.evolve, Fleet())
         self.shown: list[Fleet] = [Fleet()]  # by sequence
-        self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: (sequence, status)
+        self.verdicts: dict[
+            str, list[tuple[int, decided.HealthStatus]]
+        ] = {}  # by instance: (sequence, status)
         self.run_began = 0  # sequence before the last append's first decision
         self.decided: Recorded | None = None  # the last decision
         self.steadiness = Steadiness(world)
@@ -191,15 +188,17 @@ class InvariantWatch:
         if isinstance(fact, Decision):
             self.notify("before", event, fact)
         self.ledger.write(event)
-        if isinstance(fact, PolicyAdopted):
+        if isinstance(fact, decided.PolicyAdopted):
             known = self.world.scenario.policies
             self.policy = next((p for p in known if p.adopted == fact.policy), self.policy)
         self._note_share(getattr(fact, "worker", ""))
-        if isinstance(fact, HealthChanged):
+        if isinstance(fact, decided.HealthChanged):
             self.verdicts.setdefault(fact.instance, []).append((event.seq, fact.after))
-        elif isinstance(fact, DegradationChanged):
+        elif isinstance(fact, decided.DegradationChanged):
             self.worst_level[fact.model] = max(fact.after, self.worst_level.get(fact.model, 0))
-        elif isinstance(fact, GoldenAgreed | GoldenRetired | GoldenDisputed | GoldenProposed):
+        elif isinstance(
+            fact, decided.GoldenAgreed | decided.GoldenRetired | seen.GoldenDisputed | seen.GoldenProposed
+        ):
             self.goldens_moved[fact.canary_key] = self.kernel.now
         self.shown.append(self.reference.absorb(event))
         if isinstance(fact, Decision):
@@ -233,7 +232,7 @@ class InvariantWatch:
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
 
-    def status_at(self, instance: str, seq: int) -> HealthStatus | None:
+    def status_at(self, instance: str, seq: int) -> decided.HealthStatus | None:
         """Return the health last decided for an instance among the events up to `seq`; None if there is none."""
         verdicts = self.verdicts.get(instance, [])
         at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])

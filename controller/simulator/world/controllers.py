@@ -5,14 +5,14 @@ sending (a long garbage collection, a frozen virtual machine) still acts as the 
 arrives late. Only the fence keeps the history correct.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from controller.deciders.fleet import Fleet, SettleCache, absorbed, absorption_due
 from controller.runtime.beats import Beats
 from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
-from controller.simulator.world.broker import LEASE_TTL, SimulatedOutbox
+from controller.simulator.world.broker import LEASE_TTL
 from controller.simulator.world.kernel import MS, SECOND, KernelClock
 from controller.simulator.world.prober import SimulatedProber
 from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
@@ -24,64 +24,14 @@ from events.observations import WorkerSilent
 APPEND_DEADLINE = 2 * SECOND
 
 
-class SimulatedObserver:
-    """The heartbeat observer of one controller. It is called for every second in which it can receive heartbeats."""
+class SimulatedController(SimulatedProcess):
+    """A host that runs controller processes, one after another.
+
+    It is the view, the journal and the bus of the production heartbeat observer, which runs for every second in which the
+    controller can receive heartbeats.
+    """
 
     unread = 0  # unread bytes on the bus; always 0, because every message is read at once
-
-    def __init__(
-        self, surroundings: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox
-    ) -> None:
-        self.source = outbox.source
-        self.since: float | None = None  # since when it has been connected and not paused, in seconds
-        self._surroundings = surroundings
-        self._fleet = fleet
-        self._outbox = outbox
-        self._clock = clock = KernelClock(surroundings.kernel)
-        self._beats = Beats(clock)
-        settings = LivenessSettings(silent_after_s=surroundings.scenario.silent_after_s)
-        # This object serves as the view, the journal and the bus.
-        self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
-
-    def disconnected(self) -> None:
-        """Record that the bus was unreachable: a worker without heartbeats during that time does not count as silent."""
-        self.since = None
-
-    def listen(self) -> None:
-        """Read which workers send heartbeats and which are linked, and run the observer."""
-        now = self._clock.monotonic()
-        self.since = now if self.since is None else self.since
-        at, quiet = self._clock.now().isoformat(), []
-        for name, machine in self._surroundings.machines.items():
-            if machine.beating:
-                beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
-                self._beats.on_beat(subjects.beat(name), beat)
-            else:
-                quiet.append(machine)
-        veto = self._surroundings.seams.links_veto
-        for frontend in self._surroundings.linking():
-            # Connections to workers that send heartbeats do not matter.
-            linked = {m.name: m.instance for m in quiet if veto and frontend.linked(m)}
-            self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
-        self._liveness.look(now)
-
-    # --- the interfaces that the observer needs -----------------------------------------------------------------------
-
-    @property
-    def fleet(self) -> Fleet:
-        """The fleet as this controller has folded it (as a view)."""
-        return self._fleet()
-
-    def observe(self, fact: Observation) -> str:
-        """Publish what the observer found (as a journal)."""
-        if isinstance(fact, WorkerSilent):
-            surroundings = self._surroundings
-            surroundings.notify("accused", surroundings.machines[fact.worker], fact.instance)
-        return self._outbox.observe(fact)
-
-
-class SimulatedController(SimulatedProcess):
-    """A host that runs controller processes, one after another."""
 
     def __init__(self, name: str, surroundings: Surroundings) -> None:
         super().__init__(name, surroundings)
@@ -107,7 +57,11 @@ class SimulatedController(SimulatedProcess):
         self._pending_since: datetime | None = None
         self.outbox = self._outbox()
         self.replica = Replica(self.name, surroundings.broker, self._absorbed)
-        self.observer = SimulatedObserver(surroundings, lambda: self.replica.fleet, self.outbox)
+        self.since: float | None = None  # since when it has been connected and not paused, in seconds
+        self._virtual = clock = KernelClock(surroundings.kernel)
+        self._beats = Beats(clock)
+        settings = LivenessSettings(silent_after_s=surroundings.scenario.silent_after_s)
+        self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
         self.prober = SimulatedProber(
             surroundings,
             self._chance,
@@ -138,7 +92,7 @@ class SimulatedController(SimulatedProcess):
 
     def _resume(self) -> None:
         self.paused = False
-        self.observer.disconnected()
+        self.since = None
         follower = self.replica.follower
         follower.open = True
         follower.wake()
@@ -160,10 +114,10 @@ class SimulatedController(SimulatedProcess):
         if self._must_read is None and broker.up:
             self._must_read = broker.last_seq
         if not self.leading or not broker.up:
-            self.observer.disconnected()
+            self.since = None
             return
         if self._caught_up():
-            self.observer.listen()
+            self._listen()
             self.prober.round()
             self._act_on_drains()
         self._decide()
@@ -190,6 +144,38 @@ class SimulatedController(SimulatedProcess):
             self._decide()
             if any(e.source != self.outbox.source for e in batch):
                 self.prober.round()
+
+    # --- liveness -----------------------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet as this controller has folded it (as a view)."""
+        return self.replica.fleet
+
+    def observe(self, fact: Observation) -> str:
+        """Publish what the observer found (as a journal)."""
+        if isinstance(fact, WorkerSilent):
+            surroundings = self.surroundings
+            surroundings.notify("accused", surroundings.machines[fact.worker], fact.instance)
+        return self.outbox.observe(fact)
+
+    def _listen(self) -> None:
+        """Read which workers send heartbeats and which are linked, and run the observer."""
+        now = self._virtual.monotonic()
+        self.since = now if self.since is None else self.since
+        at, quiet = self._virtual.now().isoformat(), []
+        for name, machine in self.surroundings.machines.items():
+            if machine.beating:
+                beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
+                self._beats.on_beat(subjects.beat(name), beat)
+            else:
+                quiet.append(machine)
+        veto = self.surroundings.seams.links_veto
+        for frontend in self.surroundings.linking():
+            # Connections to workers that send heartbeats do not matter.
+            linked = {m.name: m.instance for m in quiet if veto and frontend.linked(m)}
+            self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
+        self._liveness.look(now)
 
     # --- deciding -----------------------------------------------------------------------------------------------
 

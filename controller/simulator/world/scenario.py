@@ -126,56 +126,64 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     chance = Kernel(seed).chance("scenario")
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
-    spares = _spares(seed, workers, len(models))
-    crowd = _crowd(seed, minutes)
-    profile = profile_of(crowd)
-    policies = [draw_policy(chance, workers - spares, minutes, models, profile)]
-    if chance.random() < 0.25:
-        policies.append(draw_policy(chance, workers - spares, minutes, models, profile))
+    spares, crowd = _spares(seed, workers, len(models)), _crowd(seed, minutes)
+    of_model = (workers - spares) // len(models)
+    policies = _policies(seed, chance, minutes, models, of_model, profile_of(crowd))
     if spares:
         policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
-    if (tight := _provisioned(seed)) is not None:
-        carried = capacity_of((workers - spares) // len(models), profile)
-        policies = [promising(policy, models, carried / tight) for policy in policies]
     end = int(minutes * MINUTE)
     calm = max(settling_time(policy, interval) for policy in policies)
     heal_at = max(end - calm, end // 4)
-    heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
-    worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
-    fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
-    planning = _planning(seed, (workers - spares) // len(models), minutes, heal_at)
+    worker_faults, fleet_faults = _faults(chance, rates)
+    planning = _planning(seed, of_model, minutes, heal_at)
     if planning is not None:
         fleet_faults |= PLANNER_FAULTS
-    if rates is not None:
-        total = sum(WORKER_FAULTS.values()) * heavy
-        worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
     if workers // len(models) < 2:
         # The first answer of a lone worker counts as correct: there is no other answer to compare it with.
         worker_faults.pop("corrupt", None)
     return Scenario(
-        seed=seed,
-        workers=workers,
-        minutes=minutes,
-        models=models,
+        seed=seed, workers=workers, minutes=minutes, models=models, interval=interval, spares=spares, planning=planning,
         controllers=chance.choice((2, 2, 3)),
         frontends=chance.choice((1, 2, 2, 3)),
         requests_per_second=chance.choice((0.05, 0.1, 0.2)),
-        interval=interval,
         tick=chance.choice((1, 1, 2)) * SECOND,
         skew=chance.choice((0, 50_000, 2 * SECOND)),
         late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
         corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,
-        policies=tuple(policies),
-        change_at=int(chance.uniform(0.2, 0.8) * heal_at),
-        worker_faults=worker_faults,
-        fleet_faults=fleet_faults,
-        heal_at=heal_at,
-        end_at=end,
-        spares=spares,
-        planning=planning,
+        change_at=int(chance.uniform(0.2, 0.8) * heal_at), heal_at=heal_at, end_at=end, settles=end - heal_at >= calm,
+        policies=tuple(policies), worker_faults=worker_faults, fleet_faults=fleet_faults,
         crowd=crowd and replace(crowd, times=crowd.times.then(heal_at, CALM)),
-        settles=end - heal_at >= calm,
-    )
+    )  # fmt: skip
+
+
+def _faults(chance: Random, rates: str | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the rates of the workers' and of the fleet's faults."""
+    heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
+    worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
+    fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
+    if rates is not None:
+        total = sum(WORKER_FAULTS.values()) * heavy
+        mix = PRESETS[rates].mix.items()
+        worker_faults = {"cut" if k == "network" else k: share * total for k, share in mix if share}
+    return worker_faults, fleet_faults
+
+
+def _policies(
+    seed: int, chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
+) -> list[FleetPolicy]:
+    """Return the first policy and, for one seed of four, one for controllers that are restarted later.
+
+    One seed of three provisions each model's capacity as a multiple of its objective that is close to 1.
+    """
+    policies = [_policy(chance, minutes, models, of_model, profile)]
+    if chance.random() < 0.25:
+        policies.append(_policy(chance, minutes, models, of_model, profile))
+    close = Kernel(seed).chance("provisioned")
+    tight = close.choice((None, None, close.choice((1.0, 1.02, 1.05))))
+    if tight is not None:
+        carried = capacity_of(of_model, profile)
+        policies = [promising(policy, models, carried / tight) for policy in policies]
+    return policies
 
 
 def _spares(seed: int, workers: int, models: int) -> int:
@@ -183,12 +191,6 @@ def _spares(seed: int, workers: int, models: int) -> int:
     chance = Kernel(seed).chance("waiting")
     many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
     return models * many if workers >= 4 * models * many else 0
-
-
-def _provisioned(seed: int) -> float | None:
-    """Return each model's provisioned capacity as a multiple of its objective; None for two seeds of three."""
-    chance = Kernel(seed).chance("provisioned")
-    return chance.choice((None, None, chance.choice((1.0, 1.02, 1.05))))
 
 
 def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
@@ -225,11 +227,8 @@ def _on_return(seed: int) -> SparesPolicy:
     return SparesPolicy(on_return=Kernel(seed).chance("spares return").choice(("swap", "release")))
 
 
-_NAMES = {"network": "cut"}
-
-
-def draw_policy(
-    chance: Random, workers: int, minutes: float, models: tuple[str, ...], profile: Profile = PROFILE
+def _policy(
+    chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
 ) -> FleetPolicy:
     """Return the production default policy, or one with shorter waits, so that more happens in an hour.
 
@@ -244,7 +243,7 @@ def draw_policy(
         policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
-        policy = promising(policy, models, share * capacity_of(workers // len(models), profile))
+        policy = promising(policy, models, share * capacity_of(of_model, profile))
     if chance.random() < 0.3:
         budget = replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
         policy = replace(policy, budget=budget)

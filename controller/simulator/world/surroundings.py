@@ -115,6 +115,7 @@ class SimulatedProcess:
 
     outbox: SimulatedOutbox  # of a process that publishes facts
     replica: Replica  # of a process that reads the journal
+    source: str  # the name of the current process
 
     def __init__(self, name: str, surroundings: Surroundings) -> None:
         self.name = name
@@ -124,15 +125,11 @@ class SimulatedProcess:
         self._chance = surroundings.kernel.chance(name)
         self._spool: list[BrokerMessage] = []  # facts that the last process had not sent
 
-    @property
-    def source(self) -> str:
-        """The name of the current process."""
-        return f"{self.name}.{self.life}"
-
     def start(self) -> None:
         """Start a process, unless one is up."""
         if not self.up:
             self.life += 1
+            self.source = f"{self.name}.{self.life}"
             self.up = True
             self._begin()
 

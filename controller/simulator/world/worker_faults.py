@@ -5,7 +5,6 @@ Each kind of fault is one method, and ends by itself.
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TypeAlias
 
 from controller.simulator.world.kernel import MS, SECOND, coin, seconds_drawn
 from controller.simulator.world.machines import CANARIES, Condition, Machine
@@ -14,7 +13,6 @@ from controller.simulator.world.world import SimulatedWorld
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted
 
 WELL = Condition()
-Strike: TypeAlias = Callable[[Machine], None]
 
 
 class WorkerFaults:
@@ -22,20 +20,21 @@ class WorkerFaults:
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel, self._chance = world, world.kernel, chance
-        self.kinds: dict[str, Strike] = {
+        self.kinds: dict[str, Callable[[Machine], None]] = {
             "crash": self._crash,
             "stop": Machine.stop,
             "hang": self._hang,
             "error": self._error,
             "corrupt": self._corrupt,
-            "slow": self._slow,
-            "flaky": self._flaky,
+            "slow": lambda machine: self._degrade(machine, "slow", (2.0, 3.5, 10.0), 400),
+            "flaky": lambda machine: self._degrade(machine, "flaky", (0.1, 0.4, 0.8), 300),
             "cut": self.cut,
             "dark": self._dark,
             "twice": Machine.announce_again,
             "device": self._device,
             "throttle": self._throttle,
-            "nvlink": self._nvlink,
+            # An NVLink of a multi-GPU worker is down: the worker gets no new requests.
+            "nvlink": lambda machine: self._limit(machine, "nvlink_down", [0.0]),
         }
 
     def _crash(self, machine: Machine) -> None:
@@ -69,13 +68,10 @@ class WorkerFaults:
         machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
         self._kernel.after(seconds_drawn(self._chance, 60, 1800), machine.heal_corruption)
 
-    def _slow(self, machine: Machine) -> None:
-        machine.condition.slow = self._chance.choice((2.0, 3.5, 10.0))
-        self._kernel.after(seconds_drawn(self._chance, 20, 400), self._over, machine, "slow")
-
-    def _flaky(self, machine: Machine) -> None:
-        machine.condition.flaky = self._chance.choice((0.1, 0.4, 0.8))
-        self._kernel.after(seconds_drawn(self._chance, 20, 300), self._over, machine, "flaky")
+    def _degrade(self, machine: Machine, what: str, values: tuple[float, ...], longest: int) -> None:
+        """Give one condition of a worker a random value for a while."""
+        setattr(machine.condition, what, self._chance.choice(values))
+        self._kernel.after(seconds_drawn(self._chance, 20, longest), self._over, machine, what)
 
     def cut(self, machine: Machine) -> None:
         """Disconnect a worker from the broker for a while."""
@@ -122,10 +118,6 @@ class WorkerFaults:
         """Throttle its clocks in a few random steps, and then restore them."""
         weights = self._chance.sample((0.8, 0.6, 0.5, 0.3, 0.1), k=self._chance.randrange(1, 4))
         self._limit(machine, "throttle", weights)
-
-    def _nvlink(self, machine: Machine) -> None:
-        """Take an NVLink of a multi-GPU worker down: the worker gets no new requests."""
-        self._limit(machine, "nvlink_down", [0.0])
 
     def _limit(self, machine: Machine, fault_class: str, weights: Sequence[float]) -> None:
         if not machine.up or machine.condition.hung or fault_class in machine.condition.limits:

@@ -87,12 +87,11 @@ class RequestsUnderWay:
         self.crowded = crowded = crowded or surroundings.scenario.crowd is not None
         # The limit of requests at a worker, and the table with the degradation levels that change it. In a crowd the limit is
         # one batch, and less on a degradation level.
-        room = (
-            (LoadLimits(inflight_per_batch=1.0), self._table)
-            if crowded
-            else (LoadLimits(CAP), EndpointTable())
+        limits = LoadLimits(inflight_per_batch=1.0) if crowded else LoadLimits(CAP)
+        levels = self._table if crowded else EndpointTable()
+        self._rules = Rules(
+            self.links, LoadMonitor(limits, levels, self.links, ActiveSequences(), lambda: 0.0)
         )
-        self._rules = Rules(self.links, LoadMonitor(*room, self.links, ActiveSequences(), lambda: 0.0))
         self._queue = Queue(line=self._seams.lines)
         self._numbers = itertools.count()
         self._queued: dict[SimulatedRequest, QueuedRequest] = {}
@@ -246,12 +245,7 @@ class RequestsUnderWay:
             self._tally.lost += 1
             self._abandoned(request, "no_room")
         else:
-            self._tally.rejected += 1
-            self._frontend.outbox.observe(
-                RequestsRejected(
-                    frontend=self._name, model=request.model, count=1, reason="deadline", tier=request.tier
-                )
-            )
+            self._frontend.report_rejected(request.model, "deadline", request.tier)
         self.feed(request, on.RequestRejected(TOO_LATE))
 
     def _new(self, id: str, model: str, tier: str) -> SimulatedRequest:
@@ -447,36 +441,22 @@ class RequestsUnderWay:
         source, instance = move.source.key
         self._frontend.outbox.observe(
             RequestMigrated(
-                frontend=self._name,
-                request=request.request,
-                model=request.model,
-                source=source,
-                source_instance=instance,
-                target=request.worker,
-                target_instance=request.instance,
-                cause=cast(MigrationCause, failure.kind.cause),
-                method="reprefill",
-                tokens=move.tokens,
-                gap_ms=gap_ms,
-                attempt=request.attempt,
-                exact=True,
+                frontend=self._name, request=request.request, model=request.model, source=source, source_instance=instance,
+                target=request.worker, target_instance=request.instance, cause=cast(MigrationCause, failure.kind.cause),
+                method="reprefill", tokens=move.tokens, gap_ms=gap_ms, attempt=request.attempt, exact=True,
             )
-        )
+        )  # fmt: skip
 
     def _abandoned(self, request: SimulatedRequest, reason: str) -> None:
         last = request.state.last
         worker, instance = last.server.key if last is not None else ("", "")
+        tokens = self._progress(request).accepted
         self._frontend.outbox.observe(
             RequestAbandoned(
-                frontend=self._name,
-                request=request.request,
-                model=request.model,
-                worker=worker,
-                instance=instance,
-                reason=reason,
-                tokens=self._progress(request).accepted,
+                frontend=self._name, request=request.request, model=request.model, worker=worker, instance=instance,
+                reason=reason, tokens=tokens,
             )
-        )
+        )  # fmt: skip
 
     def _progress(self, request: SimulatedRequest) -> AnswerProgress:
         tokens = TOKENS_PER_ATTEMPT * (request.attempt - 1)
@@ -553,12 +533,17 @@ class SimulatedFrontend(SimulatedProcess):
         model = models[int(self._chance.random() * len(models))]
         tier = TIERS[int(self._chance.random() * 3)]
         if reason := self._sheds(model, tier):
-            tally.rejected += 1
-            self.outbox.observe(
-                RequestsRejected(frontend=self.name, model=model, count=1, reason=reason, tier=tier)
-            )
+            self.report_rejected(model, reason, tier)
             return
         self.underway.admit(f"{self.source}-{self._arrived}", model, tier)
+
+    def report_rejected(self, model: str, reason: str, tier: str) -> None:
+        """Count and report the rejection of a request."""
+        tally = self.surroundings.tally
+        tally.rejected += 1
+        self.outbox.observe(
+            RequestsRejected(frontend=self.name, model=model, count=1, reason=reason, tier=tier)
+        )
 
     def _sheds(self, model: str, tier: str) -> str:
         level = self.replica.fleet.models.get(model)

@@ -137,11 +137,8 @@ class LiveRequests(RequestsUnderWay):
         live = self.live.get(request)
         if live is None:  # the request has ended
             return super()._apply(request, effect)
-        tally = self._tally
         match effect:
-            case do.CancelStream():
-                live.stream.open = False
-            case do.TurnedAway():
+            case do.CancelStream() | do.TurnedAway():
                 live.stream.open = False
                 return super()._apply(live, effect)
             case do.NoteUnjudged(has_output):
@@ -158,31 +155,31 @@ class LiveRequests(RequestsUnderWay):
                 self._migrated(live, move, (self._kernel.now / SECOND - move.since) * 1000)
             case do.ReportAbandoned(reason):
                 self._abandoned(live, reason)
-            case do.Refuse(abandoned):
-                if abandoned:
-                    self._abandoned(live, "no_worker")
-                tally.unserved += 1
-                self._over(live)
-            case do.Complete():
-                super()._apply(live, effect)
-                live.finish()
-                self._over(live)
-            case do.End(finish, error):
-                if finish in ("stop", "length"):
-                    live.finish()
-                    tally.served += 1
-                elif error is not TOO_LATE:
-                    tally.lost += 1
-                self._over(live)
+            case do.Refuse() | do.Complete() | do.End():
+                self._end(live, effect)
             case _:
                 return self._transfer(live, effect) or super()._apply(live, effect)
         return None
 
-    def _over(self, request: LiveSimulatedRequest) -> None:
-        del self.live[request]
-        if (queued := self._queued.get(request)) is not None:
+    def _end(self, live: LiveSimulatedRequest, effect: do.Refuse | do.Complete | do.End) -> None:
+        tally = self._tally
+        match effect:
+            case do.Refuse(abandoned):
+                if abandoned:
+                    self._abandoned(live, "no_worker")
+                tally.unserved += 1
+            case do.Complete():
+                super()._apply(live, effect)
+                live.finish()
+            case do.End(finish="stop" | "length"):
+                live.finish()
+                tally.served += 1
+            case do.End(error=error) if error is not TOO_LATE:
+                tally.lost += 1
+        del self.live[live]
+        if (queued := self._queued.get(live)) is not None:
             self._remove(queued, served=False)
-        self._surroundings.notify("ended", request, self)
+        self._surroundings.notify("ended", live, self)
 
     def _judge(self, request: LiveSimulatedRequest, failure: Failure, *, begun: bool) -> Suspicion:
         if failure.kind.blames:
