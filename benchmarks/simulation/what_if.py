@@ -88,7 +88,7 @@ def _plant(simulation: Simulation, fault: PlantedFault) -> None:
             kernel.after(starts, _hang, machine, True)
             kernel.after(starts + 500 * MS, simulation.stalled, machine)
             kernel.after(ends, _hang, machine, False)
-            kernel.after(ends, lambda: machine.outbox.retry())
+            kernel.after(ends, lambda: machine.outbox.send())
 
 
 def _err(machine: Machine, erring: bool) -> None:

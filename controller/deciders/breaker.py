@@ -18,26 +18,10 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
-from events.decisions import (
-    BreakerClosed,
-    BreakerHalfOpened,
-    BreakerOpened,
-    BreakerPosition,
-    HealthChanged,
-    HealthStatus,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Decision, Fact
 from events.frozen import replace
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanarySlow,
-    RequestFailed,
-    RequestPoisonous,
-    RequestsServed,
-    WorkerHeard,
-    WorkerLeft,
-)
 
 TRIAL_FAILED = "trial_failed"  # prefix of the reason of a BreakerOpened after a failed trial
 NO_RESULT = "no result"  # reason of a trial that timed out
@@ -71,7 +55,7 @@ class Breaker:
 
     worker: str
     instance: str
-    position: BreakerPosition = "closed"
+    position: decided.BreakerPosition = "closed"
     request_failures: int = 0  # in a row, as counted by the frontend that reported last
     canary_failures: int = 0  # in a row
     unhealthy: str = ""  # why health became UNHEALTHY, until the breaker has reacted
@@ -95,23 +79,23 @@ class Breaker:
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
     """Apply one fact about this worker and instance."""
     match fact:
-        case CanaryFailed(reason="latency_spike") | CanaryPassed() | CanarySlow():
+        case seen.CanaryFailed(reason="latency_spike") | seen.CanaryPassed() | seen.CanarySlow():
             return _answered(_succeeded(state, "canary", fact.sent_under, cause), fact.sent_under, cause)
-        case CanaryFailed():
+        case seen.CanaryFailed():
             return _canary_failed(state, fact, cause)
-        case WorkerHeard():
+        case seen.WorkerHeard():
             return _answered(state, state.moved_by, cause)
-        case RequestsServed():
+        case seen.RequestsServed():
             return _succeeded(state, "request", fact.routed_under, cause)
-        case RequestFailed():
+        case seen.RequestFailed():
             return _failed(state, "request", fact.routed_under, fact.failures_in_a_row, fact.reason, cause)
-        case RequestPoisonous():
+        case seen.RequestPoisonous():
             return _withdraw_failures(state, fact, cause)
-        case HealthChanged():
+        case decided.HealthChanged():
             return _health_changed(state, fact, cause)
-        case WorkerLeft():
+        case seen.WorkerLeft():
             return replace(state, resting=True)
-        case BreakerOpened() | BreakerHalfOpened() | BreakerClosed():
+        case decided.BreakerOpened() | decided.BreakerHalfOpened() | decided.BreakerClosed():
             return _moved(state, fact)
         case _:
             return state
@@ -145,7 +129,7 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
     return replace(state, request_failures=in_a_row, why=why, cause=cause)
 
 
-def _canary_failed(state: Breaker, fact: CanaryFailed, cause: str) -> Breaker:
+def _canary_failed(state: Breaker, fact: seen.CanaryFailed, cause: str) -> Breaker:
     """Count a failed canary. A wrong answer or an error is remembered until the breaker closes."""
     failed = _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
     if failed.canary_failures > state.canary_failures and fact.engine_went_on and fact.reason == "timeout":
@@ -160,7 +144,7 @@ def _answered(state: Breaker, sent_under: int, cause: str) -> Breaker:
     return replace(state, answers="again", cause=cause)
 
 
-def _withdraw_failures(state: Breaker, fact: RequestPoisonous, cause: str) -> Breaker:
+def _withdraw_failures(state: Breaker, fact: seen.RequestPoisonous, cause: str) -> Breaker:
     """Withdraw the failures of a poisonous request, which fails on every worker. A breaker it opened closes by its trial."""
     if fact.routed_under < state.moved_by or fact.failures_in_a_row >= state.request_failures:
         return state
@@ -174,14 +158,16 @@ def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: s
     return replace(state, trial=outcome, why=why, cause=cause)
 
 
-def _health_changed(state: Breaker, fact: HealthChanged, cause: str) -> Breaker:
-    resting = fact.after in (HealthStatus.DRAINING, HealthStatus.DEAD)
-    if fact.after is HealthStatus.UNHEALTHY and state.position != "open":
+def _health_changed(state: Breaker, fact: decided.HealthChanged, cause: str) -> Breaker:
+    resting = fact.after in (decided.HealthStatus.DRAINING, decided.HealthStatus.DEAD)
+    if fact.after is decided.HealthStatus.UNHEALTHY and state.position != "open":
         return replace(state, resting=False, unhealthy=fact.reason, cause=cause)
     return state if state.resting == resting else replace(state, resting=resting)
 
 
-def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
+def _moved(
+    state: Breaker, fact: decided.BreakerOpened | decided.BreakerHalfOpened | decided.BreakerClosed
+) -> Breaker:
     """Apply a move. It resets everything observed before it, except the count of consecutive failed trials."""
     moved = replace(
         state,
@@ -200,7 +186,7 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
         cause=f"decision:{fact.number}",
     )
     match fact:
-        case BreakerOpened():
+        case decided.BreakerOpened():
             failed = state.trials_failed + (state.position == "half_open")
             return replace(
                 moved,
@@ -210,7 +196,7 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
                 trials_failed=failed,
                 why=fact.reason,
             )
-        case BreakerHalfOpened():
+        case decided.BreakerHalfOpened():
             return replace(moved, position="half_open", deadline=fact.deadline)
         case _:
             return replace(moved, position="closed", trials_failed=0, answers="", closed_at=fact.decided_at)
@@ -228,7 +214,7 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
     due = due_at(policy, state)
     if not state.retry_now and (due is None or now < due):
         return ()
-    half_opened = BreakerHalfOpened(
+    half_opened = decided.BreakerHalfOpened(
         worker=state.worker,
         instance=state.instance,
         deadline=now + policy.trial_timeout,
@@ -273,7 +259,7 @@ def _trip(policy: BreakerPolicy, state: Breaker) -> str:
 
 def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
     if not state.unhealthy and state.trial == "passed":
-        closed = BreakerClosed(
+        closed = decided.BreakerClosed(
             worker=state.worker, instance=state.instance, decided_at=now, cause=state.cause
         )
         return (closed,)
@@ -290,9 +276,9 @@ def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[De
 
 def _open(
     policy: BreakerPolicy, state: Breaker, now: datetime, reason: str, trials_failed: int
-) -> BreakerOpened:
+) -> decided.BreakerOpened:
     wait = wait_after(policy, trials_failed)
-    return BreakerOpened(
+    return decided.BreakerOpened(
         worker=state.worker,
         instance=state.instance,
         retry_at=now + wait,

@@ -31,47 +31,19 @@ from controller.deciders.spares import NO_SPARE
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.votes.quorum import Voter
 from controller.deciders.worker import Worker
-from events.decisions import (
-    DegradationChanged,
-    GoldenAgreed,
-    GoldenRetired,
-    HealthChanged,
-    HealthStatus,
-    IncidentClosed,
-    IncidentOpened,
-    PolicyAdopted,
-    SpareActivated,
-    SpareReleased,
-    WorkerDecision,
-    WorkerForgotten,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
 from events.intrusion.registration import impossible
-from events.observations import (
-    BusyThresholdsSet,
-    CanaryFailed,
-    CanaryPassed,
-    CanarySlow,
-    Commanded,
-    GoldenDisputed,
-    GoldenProposed,
-    GoldenRequested,
-    IntrusionRefused,
-    ResumeRequested,
-    WorkerAwaited,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerObservation,
-)
 from events.versions import stated_kinds
 
 Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
 CLAIMS_SINCE = 6  # the decider version from which impossible registrations are rejected
 # Named once: a union inside an isinstance check is rebuilt at every call.
-GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
-GoldenFact: TypeAlias = GoldenSeen | CanaryFailed | GoldenAgreed | GoldenRetired
+GoldenSeen: TypeAlias = seen.CanaryPassed | seen.CanarySlow | seen.GoldenProposed | seen.GoldenDisputed
+GoldenFact: TypeAlias = GoldenSeen | seen.CanaryFailed | decided.GoldenAgreed | decided.GoldenRetired
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +95,24 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
     """Apply one recorded fact. Never fails: unknown facts and facts about another instance are ignored."""
     fact = recorded.fact
     if isinstance(fact, Decision):
-        if isinstance(fact, WorkerDecision):
+        if isinstance(fact, decided.WorkerDecision):
             return _worker_decided(fleet, fact, recorded, f"decision:{fact.number}")
         return _decided(replace(fleet, number=fact.number), fact, f"decision:{fact.number}")
-    if fleet.awaited or isinstance(fact, WorkerAwaited):
+    if fleet.awaited or isinstance(fact, seen.WorkerAwaited):
         fleet = _waits(fleet, fact, recorded.at)
-    if isinstance(fact, WorkerJoined):
+    if isinstance(fact, seen.WorkerJoined):
         return _joined(fleet, fact, recorded)
-    if isinstance(fact, GoldenRequested):
+    if isinstance(fact, seen.GoldenRequested):
         return _requested(fleet, fact, recorded)
-    if isinstance(fact, WorkerObservation):
+    if isinstance(fact, seen.WorkerObservation):
         worker = fleet.workers.get(fact.worker)
         if worker is not None and worker.joined.instance == fact.instance:
             return _observed(fleet, worker, fact, recorded)
-        if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings, not from a worker
+        if isinstance(fact, seen.GoldenProposed) and fact.configured:  # from the settings, not from a worker
             return _golden(fleet, fact, recorded.id)
-    if isinstance(fact, IntrusionRefused):
+    if isinstance(fact, seen.IntrusionRefused):
         return _intruded(fleet, fact, recorded.id)
-    if isinstance(fact, BusyThresholdsSet):
+    if isinstance(fact, seen.BusyThresholdsSet):
         moved = thresholds.evolve(fleet.thresholds.get(fact.model, NEVER), fact)
         return replace(fleet, thresholds={**fleet.thresholds, fact.model: moved})
     return fleet
@@ -148,18 +120,18 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
     match fact:
-        case GoldenAgreed():
+        case decided.GoldenAgreed():
             return _revised(
                 _golden(fleet, fact, cause), fact, fleet.goldens.get((fact.canary_key, fact.canary))
             )
-        case GoldenRetired():
+        case decided.GoldenRetired():
             return _outvoted(_golden(fleet, fact, cause), fact)
-        case DegradationChanged():
+        case decided.DegradationChanged():
             state = degradation.evolve(fleet.models.get(fact.model, Degradation(fact.model)), fact, cause)
             return replace(fleet, models={**fleet.models, fact.model: state})
-        case IncidentOpened() | IncidentClosed():
+        case decided.IncidentOpened() | decided.IncidentClosed():
             return _incident(fleet, fact)
-        case PolicyAdopted():
+        case decided.PolicyAdopted():
             kinds = stated_kinds(fact.kinds, fact.deciders_version)
             return replace(fleet, policy=fact.policy, deciders_version=fact.deciders_version, kinds=kinds)
         case _:
@@ -178,7 +150,7 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
     return found
 
 
-def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet:
+def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> Fleet:
     """Apply an operator's request about goldens."""
     if fact.late(recorded.at):
         return fleet
@@ -192,7 +164,7 @@ def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet
     return replace(fleet, goldens=goldens)
 
 
-def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
+def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) -> Fleet:
     """Withdraw the charges by a provisional golden against its voters that have now agreed on another answer."""
     votes = before.votes if before is not None else ()
     for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
@@ -202,7 +174,7 @@ def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
     return fleet
 
 
-def _outvoted(fleet: Fleet, fact: GoldenRetired) -> Fleet:
+def _outvoted(fleet: Fleet, fact: decided.GoldenRetired) -> Fleet:
     """Withdraw the charges by an outvoted golden against workers."""
     if not fact.outvoted_by:
         return fleet
@@ -223,19 +195,19 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
 def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
     """Update the awaited workers by one fact and by the time that has passed."""
     waiting = awaiting.over(fleet.awaited, at)
-    if isinstance(fact, WorkerAwaited):
+    if isinstance(fact, seen.WorkerAwaited):
         known = fleet.remembered(fact.worker)
         if known is None or fact.instance not in (known.joined.instance, *known.past):
             model = known.joined.model if known is not None else ""
             waiting = awaiting.evolve(waiting, fact, at, model)
-    elif isinstance(fact, WorkerJoined):
+    elif isinstance(fact, seen.WorkerJoined):
         waiting = awaiting.end(waiting, fact.worker)
-    elif isinstance(fact, WorkerLeft) and fact.mode == "graceful":
+    elif isinstance(fact, seen.WorkerLeft) and fact.mode == "graceful":
         waiting = awaiting.end(waiting, fact.worker, fact.instance)
     return fleet if waiting is fleet.awaited else replace(fleet, awaited=waiting)
 
 
-def refuses(fleet: Fleet, fact: WorkerJoined) -> str:
+def refuses(fleet: Fleet, fact: seen.WorkerJoined) -> str:
     """Return the impossible value for which a registration is rejected; empty if it is accepted.
 
     A journal led by an older decider version is folded as that version did.
@@ -243,7 +215,7 @@ def refuses(fleet: Fleet, fact: WorkerJoined) -> str:
     return "" if 0 < fleet.deciders_version < CLAIMS_SINCE else impossible(fact)
 
 
-def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
+def _joined(fleet: Fleet, fact: seen.WorkerJoined, recorded: Recorded) -> Fleet:
     if refuses(fleet, fact):
         return fleet
     name, cause = fact.worker, recorded.id
@@ -261,22 +233,22 @@ def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
     return _at_odds(fleet, {fact.canary_key, previous.joined.canary_key}, cause)
 
 
-def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: Recorded) -> Fleet:
+def _observed(fleet: Fleet, worker: Worker, fact: seen.WorkerObservation, recorded: Recorded) -> Fleet:
     """Apply an observation about a worker's current instance."""
-    if isinstance(fact, Commanded) and fact.late(recorded.at):
+    if isinstance(fact, seen.Commanded) and fact.late(recorded.at):
         return fleet
-    observed: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
+    observed: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, seen.CanaryFailed) else fact
     moved = one.evolve(worker, observed, recorded, recorded.id)
     if moved is not worker:
         fleet = _with_worker(fleet, moved)
-    if isinstance(fact, GoldenSeen) or (isinstance(fact, CanaryFailed) and fact.whole):
+    if isinstance(fact, GoldenSeen) or (isinstance(fact, seen.CanaryFailed) and fact.whole):
         return _golden(fleet, fact, recorded.id)
-    if isinstance(fact, ResumeRequested) and worker.health.corrupt:
+    if isinstance(fact, seen.ResumeRequested) and worker.health.corrupt:
         return _begin_anew(fleet, worker, fact, recorded.id)
     return fleet
 
 
-def _intruded(fleet: Fleet, fact: IntrusionRefused, cause: str) -> Fleet:
+def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
     """Record an intrusion attempt that ejects the instance that made it."""
     worker = fleet.workers.get(fact.worker) if fact.eject else None
     if worker is None or worker.joined.instance != fact.instance:
@@ -284,7 +256,7 @@ def _intruded(fleet: Fleet, fact: IntrusionRefused, cause: str) -> Fleet:
     return _with_worker(fleet, replace(worker, health=health.intruded(worker.health, fact.tried, cause)))
 
 
-def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str) -> Fleet:
+def _begin_anew(fleet: Fleet, worker: Worker, fact: seen.ResumeRequested, cause: str) -> Fleet:
     """Restart the provisional goldens of a convicted worker that an operator resumes: its own answers may have been wrong."""
     goldens = dict(fleet.goldens)
     for key, state in fleet.goldens.items():
@@ -294,7 +266,7 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str)
     return _at_odds(replace(fleet, goldens=goldens), {worker.joined.canary_key}, cause)
 
 
-def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
+def _only_of_its_own(fleet: Fleet, worker: Worker, fact: seen.CanaryFailed) -> seen.CanaryFailed:
     """Let a provisional golden convict only the worker that proposed it, and an outvoted golden no worker."""
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
@@ -322,11 +294,11 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
     return replace(fleet, workers=workers, models=models, departed=departed)
 
 
-def _placed(fleet: Fleet, worker: Worker, fact: SpareActivated | SpareReleased) -> Fleet:
+def _placed(fleet: Fleet, worker: Worker, fact: decided.SpareActivated | decided.SpareReleased) -> Fleet:
     """Let a spare replace another worker, or keep it back again."""
-    name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
+    name = fact.replaces if isinstance(fact, decided.SpareActivated) else fact.returned
     other = fleet.remembered(name)
-    if isinstance(fact, SpareActivated):
+    if isinstance(fact, decided.SpareActivated):
         role, others = spares.activated(fact.worker, other.spare if other is not None else NO_SPARE, name)
     else:
         role, others = spares.released()
@@ -336,20 +308,20 @@ def _placed(fleet: Fleet, worker: Worker, fact: SpareActivated | SpareReleased) 
     return fleet
 
 
-def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
+def _worker_decided(fleet: Fleet, fact: decided.WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
     worker = fleet.workers.get(fact.worker)
     if worker is None or worker.joined.instance != fact.instance:
         return replace(fleet, number=fact.number)
-    if isinstance(fact, WorkerForgotten):
+    if isinstance(fact, decided.WorkerForgotten):
         return _forgotten(replace(fleet, number=fact.number), worker)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
     workers = dict(fleet.workers)
     workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
     fleet = replace(fleet, workers=workers, models={**fleet.models, model: state}, number=fact.number)
-    if isinstance(fact, SpareActivated | SpareReleased):
+    if isinstance(fact, decided.SpareActivated | decided.SpareReleased):
         return _placed(fleet, fleet.workers[fact.worker], fact)
-    if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
+    if isinstance(fact, decided.HealthChanged) and fact.after is decided.HealthStatus.DEAD:
         return _at_odds(fleet, {worker.joined.canary_key}, cause)
     return fleet
 
@@ -384,7 +356,7 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
     return fleet
 
 
-def _incident(fleet: Fleet, fact: IncidentOpened | IncidentClosed) -> Fleet:
+def _incident(fleet: Fleet, fact: decided.IncidentOpened | decided.IncidentClosed) -> Fleet:
     state = incident.evolve(fleet.incidents.get(fact.incident), fact)
     incidents = {id: known for id, known in fleet.incidents.items() if id != fact.incident}
     if state is not None:

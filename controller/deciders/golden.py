@@ -41,19 +41,10 @@ from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
 from controller.deciders.votes.operator_request import OPERATOR, GoldenMoves, OperatorRequest
 from controller.deciders.votes.quorum import Voter, outvoters
+from events import observations as seen
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanarySlow,
-    GoldenDisputed,
-    GoldenProposed,
-    GoldenRequested,
-    ResumeRequested,
-    TopK,
-)
 
 CONFIGURED = "configured"
 VOTES_MAX = 64  # kept per golden; the oldest is dropped first
@@ -85,7 +76,7 @@ class Golden:
     status: Literal["provisional", "agreed", "retired"] = "provisional"
     prompt: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    top_k: tuple[TopK, ...] = ()
+    top_k: tuple[seen.TopK, ...] = ()
     margin: float = 0.0
     tolerance: float = 0.0  # of one logprob; 0: compare tokens only
     proposed_by: str = ""  # worker
@@ -112,21 +103,21 @@ class Golden:
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
     """Apply one fact about this canary under this key; None while there is no answer yet."""
     match fact:
-        case GoldenProposed():
+        case seen.GoldenProposed():
             return _proposed(state, fact, cause)
-        case CanaryPassed() | CanarySlow() if state is not None:
+        case seen.CanaryPassed() | seen.CanarySlow() if state is not None:
             return _passed(_reconciled(state, fact), fact, cause)
-        case CanaryFailed() if state is not None:
+        case seen.CanaryFailed() if state is not None:
             return _contradicted(state, fact, cause)
-        case GoldenDisputed() if state is not None:
+        case seen.GoldenDisputed() if state is not None:
             vote = Vote(fact.worker, fact.instance, contradiction(state, fact.tokens), (), cause)
             votes = _cast(state.votes, vote)
             disputed_by = fact.worker if state.status == "provisional" else ""
             return replace(state, votes=votes, disputed_by=disputed_by, cause=cause)
-        case ResumeRequested() if state is not None:
+        case seen.ResumeRequested() if state is not None:
             votes = tuple(vote for vote in state.votes if vote.worker != fact.worker)
             return replace(state, votes=votes, disputed_by=OPERATOR, cause=cause)
-        case GoldenRequested():
+        case seen.GoldenRequested():
             return _requested(state, fact, cause)
         case GoldenAgreed() if state is not None:
             return _agreed(_approved(state), fact)
@@ -136,7 +127,7 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
             return state
 
 
-def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
+def _requested(state: Golden | None, fact: seen.GoldenRequested, cause: str) -> Golden | None:
     """Apply an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
     if fact.act == "approve" and fact.answers:
         answer = fact.answers[0]
@@ -191,7 +182,7 @@ def _approved(state: Golden) -> Golden:
     return state
 
 
-def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
+def _contradicted(state: Golden, fact: seen.CanaryFailed, cause: str) -> Golden:
     """Record a complete answer that differs from an agreed golden, once per worker. Enough alike answers outvote the golden.
 
     A worker's answer that differs from its own provisional golden is recorded too. It counts as soon as another worker
@@ -212,7 +203,7 @@ def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
     return replace(state, contradictions=_cast(state.contradictions, vote), cause=cause)
 
 
-def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
+def _reconciled(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow) -> Golden:
     """Drop a worker's contradiction, because it has since given the agreed answer."""
     if not state.contradictions or fact.sent_under < state.moved_by:
         return state
@@ -254,7 +245,7 @@ def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
     return () if golden.configured and tokens == golden.tokens else tokens
 
 
-def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
+def _passed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str) -> Golden:
     """Count a pass as a vote for the golden answer, as long as that is undisputed.
 
     A pass does not name the answer it was compared with: a new leader may hold another proposal than the fold.
@@ -274,7 +265,7 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
     return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)
 
 
-def _confirmed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
+def _confirmed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str) -> Golden:
     """Record that a worker confirmed a configured answer. Two are enough; after the first it can no longer be disputed."""
     dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
     known = [vote for vote in confirmations(state) if vote.worker != fact.worker]
@@ -291,7 +282,7 @@ def confirmations(state: Golden) -> list[Vote]:
     return [vote for vote in state.votes if vote.tokens == state.tokens and vote.worker != CONFIGURED]
 
 
-def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
+def _proposed(state: Golden | None, fact: seen.GoldenProposed, cause: str) -> Golden:
     """Apply a vote. An agreed golden is not voted on, but a configured answer always replaces it."""
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
@@ -308,7 +299,7 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     return replace(state, votes=_cast(state.votes, vote), disputed_by=_disputed_by(state, vote), cause=cause)
 
 
-def _start_over(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
+def _start_over(state: Golden, fact: seen.GoldenProposed, vote: Vote) -> Golden:
     """Start over with this answer: provisional, undisputed, not agreed.
 
     All votes are kept, unless the answer is configured: earlier voters were not compared with it.

@@ -59,32 +59,10 @@ from controller.deciders.health_state import (
     redeemed,
     without,
 )
-from events.decisions import (
-    BreakerClosed,
-    BreakerOpened,
-    DrainEnded,
-    HealthChanged,
-    HealthStatus,
-    WeightCapped,
-)
+from events import decisions as decided
+from events import observations as seen
 from events.fact import Fact
 from events.frozen import replace
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanarySlow,
-    DeviceFaulted,
-    DeviceRecovered,
-    DrainRequested,
-    EngineFaulted,
-    ResumeRequested,
-    ShutdownBegan,
-    WorkerHeard,
-    WorkerLeft,
-    WorkerSilent,
-    WorkerSlow,
-    WorkerSlowCleared,
-)
 
 CONVICTIONS_MAX = 16  # per worker; more devices than that are one broken host
 FRONTENDS_MAX = 64  # frontends with slowness reports that are counted as one
@@ -121,24 +99,24 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
     if state.status is DEAD:
         return state
     match fact:
-        case CanaryPassed():
+        case seen.CanaryPassed():
             return _good(_redeemed(state, fact), fact.sent_under, False, cause)
-        case CanarySlow():
+        case seen.CanarySlow():
             return _good(_redeemed(state, fact), fact.sent_under, True, cause)
-        case CanaryFailed(reason="latency_spike"):
+        case seen.CanaryFailed(reason="latency_spike"):
             return _good(state, fact.sent_under, True, cause)
-        case CanaryFailed():
+        case seen.CanaryFailed():
             return _failed(state, fact, cause)
-        case HealthChanged():
+        case decided.HealthChanged():
             return _moved(state, fact)
-        case BreakerClosed():
+        case decided.BreakerClosed():
             trials = replace(state.trials, passed=state.status is UNHEALTHY, failed=0)
             return replace(state, trials=trials, canaries=replace(state.canaries, failures=0, timeouts=0))
-        case BreakerOpened():
+        case decided.BreakerOpened():
             failed = state.trials.failed + fact.reason.startswith("trial_failed")
             trials = replace(state.trials, passed=False, failed=failed)
             return replace(state, trials=trials, cause=f"decision:{fact.number}")
-        case WeightCapped():
+        case decided.WeightCapped():
             return replace(state, kept=fact.weight is not None)
         case _:
             return _life(state, fact, cause)
@@ -147,36 +125,36 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
 def _life(state: Health, fact: Fact, cause: str) -> Health:
     """Apply a fact that does not come from a canary."""
     match fact:
-        case WorkerSlow():
+        case seen.WorkerSlow():
             return _slow(state, fact.frontend, cause)
-        case WorkerSlowCleared():
+        case seen.WorkerSlowCleared():
             return replace(state, slowness=_over(state.slowness))
-        case WorkerSilent():
+        case seen.WorkerSilent():
             return _convict(state, SILENT, SILENT, cause)
-        case WorkerHeard():
+        case seen.WorkerHeard():
             return _heard(state)
-        case DeviceFaulted(fatal=True):
+        case seen.DeviceFaulted(fatal=True):
             return _convict(
                 state, _device(fact), f"device_fault: {fact.fault_class} {fact.code}".strip(), cause
             )
-        case DeviceFaulted(weight=float() | int()):
+        case seen.DeviceFaulted(weight=float() | int()):
             return _limit(state, _device(fact), fact.weight, cause)
-        case DeviceRecovered():
+        case seen.DeviceRecovered():
             cleared = replace(state, charges=without(state.charges, _device(fact)))
             return _limit(cleared, _device(fact), None, cause)
-        case EngineFaulted(fatal=True):
+        case seen.EngineFaulted(fatal=True):
             return _convict(state, ENGINE, f"engine_fault: {fact.reason}", cause)
-        case DrainRequested():
+        case seen.DrainRequested():
             return _leave(state, "operator", cause)
-        case ShutdownBegan():
+        case seen.ShutdownBegan():
             return _leave(state, f"shutdown: {fact.mode}", cause)
-        case ResumeRequested():
+        case seen.ResumeRequested():
             return _resume(state, cause)
-        case DrainEnded() if fact.outcome != "resumed" and not state.exit.resumed:
+        case decided.DrainEnded() if fact.outcome != "resumed" and not state.exit.resumed:
             return replace(
                 state, exit=replace(state.exit, over=fact.outcome), cause=f"decision:{fact.number}"
             )
-        case WorkerLeft():
+        case seen.WorkerLeft():
             return replace(state, exit=replace(state.exit, left=f"left: {fact.mode}"), cause=cause)
         case _:
             return state
@@ -196,7 +174,7 @@ def intruded(state: Health, tried: str, cause: str) -> Health:
     return replace(state, intrusion=tried or "?", cause=cause)
 
 
-def _device(fact: DeviceFaulted | DeviceRecovered) -> str:
+def _device(fact: seen.DeviceFaulted | seen.DeviceRecovered) -> str:
     return f"{DEVICE} {fact.device} {fact.fault_class}"
 
 
@@ -254,7 +232,7 @@ def _over(slowness: Slowness) -> Slowness:
     return replace(slowness, reports=0, frontends=()) if slowness.reports else slowness
 
 
-def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
+def _failed(state: Health, fact: seen.CanaryFailed, cause: str) -> Health:
     mismatch = fact.reason in ("token_mismatch", "logit_drift") and fact.confirmed and fact.golden != "none"
     if mismatch or fact.reason == "non_finite":
         state = _convict(state, CORRUPT, fact.reason, cause)
@@ -291,7 +269,7 @@ def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health
     return replace(state, charges=left, canaries=canaries)
 
 
-def _redeemed(state: Health, fact: CanaryPassed | CanarySlow) -> Health:
+def _redeemed(state: Health, fact: seen.CanaryPassed | seen.CanarySlow) -> Health:
     """Withdraw a conviction by an outvoted golden of this canary, if the worker now gives the right answer."""
     if not state.charges.void:
         return state
@@ -356,7 +334,7 @@ def _resume(state: Health, cause: str) -> Health:
     )
 
 
-def _moved(state: Health, fact: HealthChanged) -> Health:
+def _moved(state: Health, fact: decided.HealthChanged) -> Health:
     """Apply a decision."""
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
     cause = f"decision:{fact.number}"
@@ -379,17 +357,17 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     charges = replace(state.charges, accused="")
     moved = replace(moved, canaries=canaries, charges=charges, trials=replace(state.trials, passed=False))
     match fact.after:
-        case HealthStatus.SUSPICIOUS:
+        case decided.HealthStatus.SUSPICIOUS:
             slow = state.slowness.suspected or fact.reason == "slow"
             return replace(moved, slowness=replace(_over(state.slowness), suspected=True)) if slow else moved
-        case HealthStatus.UNHEALTHY:
+        case decided.HealthStatus.UNHEALTHY:
             return _out_of_service(moved, fact)
-        case HealthStatus.DRAINING:
+        case decided.HealthStatus.DRAINING:
             given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.exit.draining and state.exit.given_up)
             drain = replace(state.exit, leaving="", draining=True, given_up=given_up, resumed=False, over="")
             # The accusation is handled by the next decision.
             return replace(moved, charges=state.charges, exit=drain)
-        case HealthStatus.DEAD:
+        case decided.HealthStatus.DEAD:
             return replace(moved, dead_since=fact.decided_at)
         case _:
             return moved
@@ -409,7 +387,7 @@ def _well(moved: Health) -> Health:
     )
 
 
-def _out_of_service(moved: Health, fact: HealthChanged) -> Health:
+def _out_of_service(moved: Health, fact: decided.HealthChanged) -> Health:
     """Record why the worker is UNHEALTHY: whether beyond doubt, and, for a silent worker, since when."""
     charges = moved.charges
     since = fact.decided_at if SILENT in charges.convictions else None

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from controller.deciders.validation import STRICT
-from events.decisions import (
-    BreakerOpened,
-    DegradationChanged,
-    HealthChanged,
-    HealthStatus,
-    IncidentClosed,
-    IncidentOpened,
-)
+from events import decisions as decided
 from events.fact import Decision, Fact
 from events.frozen import replace
 
@@ -45,15 +38,15 @@ class Incident:
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
     """Apply one fact about this incident; None if it is closed or was never opened."""
     match fact:
-        case IncidentOpened():
+        case decided.IncidentOpened():
             return _opened(state, fact)
-        case IncidentClosed():
+        case decided.IncidentClosed():
             return None
         case _:
             return state
 
 
-def _opened(state: Incident | None, fact: IncidentOpened) -> Incident:
+def _opened(state: Incident | None, fact: decided.IncidentOpened) -> Incident:
     if state is None:
         return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
     return replace(
@@ -72,30 +65,30 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
     A requested drain and a joining worker are not symptoms.
     """
     match decision:
-        case HealthChanged(after=HealthStatus.UNHEALTHY):
+        case decided.HealthChanged(after=decided.HealthStatus.UNHEALTHY):
             return f"worker:{decision.worker}", decision.reason
-        case HealthChanged(after=HealthStatus.SUSPICIOUS) if policy.suspicion:
+        case decided.HealthChanged(after=decided.HealthStatus.SUSPICIOUS) if policy.suspicion:
             return f"worker:{decision.worker}", decision.reason
-        case HealthChanged(after=HealthStatus.DEAD) if not _intended(decision):
+        case decided.HealthChanged(after=decided.HealthStatus.DEAD) if not _intended(decision):
             return f"worker:{decision.worker}", decision.reason
-        case BreakerOpened():
+        case decided.BreakerOpened():
             return f"worker:{decision.worker}", decision.reason
-        case DegradationChanged() if decision.after > decision.before:
+        case decided.DegradationChanged() if decision.after > decision.before:
             return f"model:{decision.model}", f"capacity at {decision.ratio:.2f} of the SLO"
         case _:
             return None
 
 
-def _intended(decision: HealthChanged) -> bool:
+def _intended(decision: decided.HealthChanged) -> bool:
     """Return whether the exit was requested. A worker that cannot continue drains too, without a request."""
     if decision.reason == "left: self_initiated":
         return False
-    return decision.before is HealthStatus.DRAINING or decision.reason == "left: graceful"
+    return decision.before is decided.HealthStatus.DRAINING or decision.reason == "left: graceful"
 
 
 def decide(state: Incident, outcome: str, now: datetime, cause: str = "") -> Iterator[Decision]:
     """Close the incident if its subject has an outcome: recovered, dead."""
     if outcome:
-        yield IncidentClosed(
+        yield decided.IncidentClosed(
             subject=state.subject, outcome=outcome, incident=state.id, decided_at=now, cause=cause
         )

@@ -31,13 +31,7 @@ from controller.deciders.policy import OLDEST, FleetPolicy
 from controller.deciders.shares import Shares, provisioned, standing, weighted
 from controller.deciders.spares import SpareView
 from controller.deciders.worker import Worker
-from events.decisions import (
-    Absorbed,
-    DegradationChanged,
-    IncidentOpened,
-    PolicyAdopted,
-    WorkerDecision,
-)
+from events import decisions as decided
 from events.fact import Decision, Recorded
 from events.frozen import replace
 from events.observations import is_new_lineage
@@ -119,9 +113,9 @@ def absorption_due(pending: int, waited: timedelta) -> bool:
     return pending > ABSORB_FACTS_MAX or (pending > 0 and waited >= ABSORB_AFTER)
 
 
-def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
+def absorbed(fleet: Fleet, now: datetime) -> decided.Absorbed:
     """Return the decision that records only how far the controller has read."""
-    return Absorbed(number=fleet.number + 1, decided_at=now)
+    return decided.Absorbed(number=fleet.number + 1, decided_at=now)
 
 
 class SettleCache:
@@ -192,7 +186,9 @@ class _Settling:
         if sign is not None and not belongs:
             subject, what = sign
             belongs = incident.incident_id(self.fleet.number + 1)
-            opened = IncidentOpened(subject=subject, symptom=what, decided_at=self.now, cause=decision.cause)
+            opened = decided.IncidentOpened(
+                subject=subject, symptom=what, decided_at=self.now, cause=decision.cause
+            )
             self._absorb(replace(opened, incident=belongs))
         self._absorb(replace(decision, incident=belongs))
 
@@ -211,10 +207,10 @@ class _Settling:
 
     def _incident_of(self, decision: Decision) -> str:
         """Return the open incident of a decision. A rise in degradation belongs to the last incident of the model's workers."""
-        if isinstance(decision, WorkerDecision):
+        if isinstance(decision, decided.WorkerDecision):
             worker = self.fleet.workers.get(decision.worker)
             return worker.incident if worker is not None else ""
-        if not isinstance(decision, DegradationChanged):
+        if not isinstance(decision, decided.DegradationChanged):
             return ""
         state = self.fleet.models.get(decision.model)
         if state is not None and state.incident:
@@ -228,7 +224,7 @@ def _adopt(s: _Settling) -> None:
     known = (s.fleet.policy, s.fleet.deciders_version, s.fleet.kinds)
     if known != (adopted, force.deciders_version, force.kinds):
         s.keep(
-            PolicyAdopted(
+            decided.PolicyAdopted(
                 policy=dict(adopted),
                 deciders_version=force.deciders_version,
                 kinds=force.stated,

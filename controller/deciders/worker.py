@@ -12,24 +12,15 @@ from controller.deciders.budget import Budget
 from controller.deciders.drain import Drain
 from controller.deciders.health_state import CORRUPT, RELAPSE, Health
 from controller.deciders.spares import NO_SPARE, Kind, Spare
+from events import observations as seen
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
 from events.frozen import fast_constructor, replace
-from events.observations import (
-    CanaryFailed,
-    CanaryPassed,
-    CanaryResult,
-    CanarySlow,
-    RequestFailed,
-    RequestPoisonous,
-    RequestsServed,
-    RequestSuspected,
-    WorkerJoined,
-    is_new_lineage,
-)
 
-RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
-CanaryGood: TypeAlias = CanaryPassed | CanarySlow
+RequestOutcome: TypeAlias = (
+    seen.RequestsServed | seen.RequestFailed | seen.RequestPoisonous | seen.RequestSuspected
+)
+CanaryGood: TypeAlias = seen.CanaryPassed | seen.CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 # Reasons of an exit that was not requested.
 BY_ITSELF, ENDS_ITSELF = "left: self_initiated", "shutdown: self_initiated"
@@ -67,7 +58,7 @@ class Conviction:
 class Worker:
     """One worker: its registration, and the state of each of its state machines."""
 
-    joined: WorkerJoined
+    joined: seen.WorkerJoined
     health: Health
     breaker: Breaker
     drain: Drain
@@ -223,7 +214,7 @@ class Worker:
         return tuple(found)
 
 
-def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
+def join(previous: Worker | None, fact: seen.WorkerJoined, cause: str, at: datetime) -> Worker:
     """Return the worker with the instance that joins. A join of the same or a former instance changes nothing.
 
     The state machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the previous
@@ -252,9 +243,9 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     )
 
 
-def lineage_changed(before: WorkerJoined, now: WorkerJoined) -> bool:
+def lineage_changed(before: seen.WorkerJoined, now: seen.WorkerJoined) -> bool:
     """Return whether an engine reports another lineage than the worker's previous instance did."""
-    return is_new_lineage(now.canary_key, (before.canary_key,))
+    return seen.is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
@@ -262,7 +253,7 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
     if isinstance(fact, RequestOutcome):  # the hot path: only the breaker uses these
         moved = breaker.evolve(state.breaker, fact, cause)
         return state if moved is state.breaker else replace(state, breaker=moved)
-    if isinstance(fact, CanaryResult):
+    if isinstance(fact, seen.CanaryResult):
         return _canary(state, fact, recorded, cause)
     return replace(
         state,
@@ -283,7 +274,7 @@ def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker
     return replace(state, health=moved, breaker=tried)
 
 
-def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
+def _canary(state: Worker, fact: seen.CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
     # With several DP ranks no pass is recorded: a pass of one rank proves nothing about the others.
     if isinstance(fact, CanaryGood) and state.joined.dp <= 1:
@@ -308,11 +299,11 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
     )
 
 
-def _outcome(fact: CanaryResult) -> tuple[str, str]:
+def _outcome(fact: seen.CanaryResult) -> tuple[str, str]:
     match fact:
-        case CanaryFailed():
+        case seen.CanaryFailed():
             return "failed", fact.reason
-        case CanarySlow():
+        case seen.CanarySlow():
             return "slow", ""
         case _:
             return "passed", ""
