@@ -60,11 +60,9 @@ class BudgetRank:
 
 def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
     """Apply one fact about this worker and instance."""
-    match fact:
-        case WeightCapped():
-            return replace(state, kept=fact.weight, last=fact.reason == LAST_SERVING, cause=cause)
-        case _:
-            return state
+    if isinstance(fact, WeightCapped):
+        return replace(state, kept=fact.weight, last=fact.reason == LAST_SERVING, cause=cause)
+    return state
 
 
 def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime) -> Iterator[Decision]:
@@ -84,19 +82,17 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
     for standing in standings:
         name, limit = standing.budget.worker, standing.limit
         weight = limit if name == last else policy.kept_weight if name in keep else None
-        if (weight, name == last) != (standing.budget.kept, standing.budget.last):
-            yield WeightCapped(
-                worker=name,
-                instance=standing.budget.instance,
-                weight=weight,
-                reason=LAST_SERVING
-                if name == last
-                else "ejection_budget"
-                if name in keep
-                else "within_budget",
-                decided_at=now,
-                cause=_cause(standing, last=name == last or standing.budget.last),
-            )
+        if (weight, name == last) == (standing.budget.kept, standing.budget.last):
+            continue
+        reason = "ejection_budget" if name in keep else "within_budget"
+        yield WeightCapped(
+            worker=name,
+            instance=standing.budget.instance,
+            weight=weight,
+            reason=LAST_SERVING if name == last else reason,
+            decided_at=now,
+            cause=_cause(standing, last=name == last or standing.budget.last),
+        )
 
 
 def _cause(standing: BudgetRank, *, last: bool) -> str:

@@ -112,17 +112,14 @@ class Degradation:
 def knobs_of(level: int, tiers: Sequence[str] = TIERS) -> Knobs:
     """Return all four knobs of a level, as in the table above."""
     shed = tiers[-1]
-    match level:
-        case 0:
-            return Knobs()
-        case 1:
-            return Knobs(batch_size=0.75)
-        case 2:
-            return Knobs(batch_size=0.75, shed_tier=shed)
-        case 3:
-            return Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX)
-        case _:
-            return Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX, accept_new=False)
+    ladder = (
+        Knobs(),
+        Knobs(batch_size=0.75),
+        Knobs(batch_size=0.75, shed_tier=shed),
+        Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX),
+        Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX, accept_new=False),
+    )
+    return ladder[level]
 
 
 LATENCIES = tuple(sorted({knobs_of(level).latency for level in range(LEVELS)}))
@@ -167,7 +164,7 @@ def decide(
     throughput = slo.slo_throughput_rps if slo is not None else None
     if slo is None or throughput is None or throughput <= 0:
         if state.level:
-            yield _change(policy, state, 0, 0.0, 0.0, 0.0, now)
+            yield _change(policy, state, 0, now)
         return
     if state.served_since is None or (state.since is None and now < state.served_since + policy.warmup):
         return
@@ -177,18 +174,10 @@ def decide(
     level = _target(policy, state, ratios, exits)
     dwelt = state.since is None or now >= state.since + policy.dwell
     if level > state.level or (level < state.level and dwelt):
-        knobs = knobs_of(level, policy.priority_tiers)
-        within = attainable(slo, workers)
+        knobs, within = knobs_of(level, policy.priority_tiers), attainable(slo, workers)
         predicted = fleet_capacity(workers, within, latency=knobs.latency, batch=knobs.batch_size)
-        yield _change(
-            policy,
-            state,
-            level,
-            ratios[level],
-            carried[LATENCY_OF[level]],
-            predicted.effective_capacity_rps,
-            now,
-        )
+        rates = carried[LATENCY_OF[level]], predicted.effective_capacity_rps
+        yield _change(policy, state, level, now, ratios[level], *rates)
 
 
 def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
@@ -232,10 +221,10 @@ def _change(
     policy: DegradationPolicy,
     state: Degradation,
     level: int,
-    ratio: float,
-    capacity_rps: float,
-    predicted_rps: float,
     now: datetime,
+    ratio: float = 0.0,
+    capacity_rps: float = 0.0,
+    predicted_rps: float = 0.0,
 ) -> DegradationChanged:
     return DegradationChanged(
         model=state.model,

@@ -398,11 +398,6 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(vote.worker for vote in votes) if len(camps(votes, state.tolerance)) > 1 else ()
 
 
-def no_voters() -> Mapping[str, Voter]:
-    """Return no voters: without voters no agreed golden is outvoted."""
-    return {}
-
-
 def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
     """Return whether enough workers contradict an agreed golden to start a count of voices."""
     return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
@@ -412,7 +407,7 @@ def decide(
     policy: GoldenPolicy,
     state: Golden,
     now: datetime,
-    voters: Callable[[], Mapping[str, Voter]] = no_voters,
+    voters: Callable[[], Mapping[str, Voter]] = dict,
 ) -> Iterator[Decision]:
     """Yield the decisions that agree on or retire this golden. `voters`: the live workers of its key."""
     if state.moves.wanted is not None:

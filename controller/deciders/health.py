@@ -75,17 +75,11 @@ def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Healt
     """
     before = previous.charges
     if new_lineage and not before.not_finite:
-        before = replace(
-            before,
-            convictions=tuple(c for c in before.convictions if c != CORRUPT),
-            goldens=(),
-            void=(),
-            own_goldens=(),
-        )
-    carried = tuple(c for c in before.convictions if c not in (SILENT, ENGINE))
+        kept = tuple(c for c in before.convictions if c != CORRUPT)
+        before = replace(before, convictions=kept, goldens=(), void=(), own_goldens=())
     charges = replace(
         new.charges,
-        convictions=carried,
+        convictions=tuple(c for c in before.convictions if c not in (SILENT, ENGINE)),
         goldens=before.goldens,
         void=before.void,
         own_goldens=before.own_goldens,
@@ -198,20 +192,10 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
         return state
     if SILENT in state.charges.convictions and not state.charges.accused:
         state = _heard(state)
-    quicks = 0 if slow else canaries.quicks + 1
-    return replace(
-        state,
-        canaries=replace(
-            canaries,
-            failures=0,
-            timeouts=0,
-            goods=canaries.goods + 1,
-            streak=canaries.streak + 1,
-            quicks=quicks,
-        ),
-        slowness=replace(slowness, reports=slowness.reports + 1) if slow else _over(slowness),
-        cause=cause,
-    )
+    goods, streak, quicks = canaries.goods + 1, canaries.streak + 1, 0 if slow else canaries.quicks + 1
+    canaries = replace(canaries, failures=0, timeouts=0, goods=goods, streak=streak, quicks=quicks)
+    slowness = replace(slowness, reports=slowness.reports + 1) if slow else _over(slowness)
+    return replace(state, canaries=canaries, slowness=slowness, cause=cause)
 
 
 def _slow(state: Health, frontend: str, cause: str) -> Health:
@@ -236,10 +220,8 @@ def _failed(state: Health, fact: seen.CanaryFailed, cause: str) -> Health:
     mismatch = fact.reason in ("token_mismatch", "logit_drift") and fact.confirmed and fact.golden != "none"
     if mismatch or fact.reason == "non_finite":
         state = _convict(state, CORRUPT, fact.reason, cause)
-        state = replace(
-            state,
-            charges=evidence(state.charges, fact, agreed=mismatch and fact.golden == "agreed"),
-        )
+        charges = evidence(state.charges, fact, agreed=mismatch and fact.golden == "agreed")
+        state = replace(state, charges=charges)
     elif fact.sent_under < state.moved_by:
         return state
     canaries = state.canaries
@@ -282,17 +264,13 @@ def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
     new = conviction not in standing and len(standing) < CONVICTIONS_MAX
     known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.exit.given_up)
     news = new or state.trials.passed or not known_bad
-    return replace(
-        state,
-        charges=replace(
-            state.charges,
-            convictions=(*standing, conviction) if new else standing,
-            accused=reason if news else state.charges.accused,
-        ),
-        canaries=replace(state.canaries, streak=0, goods=0),
-        exit=replace(state.exit, resumed=False),
-        cause=cause if news else state.cause,
-    )
+    charges = state.charges
+    if new:
+        charges = replace(charges, convictions=(*standing, conviction))
+    if news:
+        state, charges = replace(state, cause=cause), replace(charges, accused=reason)
+    canaries, exit = replace(state.canaries, streak=0, goods=0), replace(state.exit, resumed=False)
+    return replace(state, charges=charges, canaries=canaries, exit=exit)
 
 
 def _heard(state: Health) -> Health:

@@ -37,21 +37,12 @@ class Incident:
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
     """Apply one fact about this incident; None if it is closed or was never opened."""
-    match fact:
-        case decided.IncidentOpened():
-            return _opened(state, fact)
-        case decided.IncidentClosed():
-            return None
-        case _:
-            return state
-
-
-def _opened(state: Incident | None, fact: decided.IncidentOpened) -> Incident:
-    if state is None:
-        return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
-    return replace(
-        state, subject=fact.subject, symptom=fact.symptom, opened_at=fact.decided_at, cause=fact.cause
-    )
+    if isinstance(fact, decided.IncidentClosed):
+        return None
+    if not isinstance(fact, decided.IncidentOpened):
+        return state
+    state = state or Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
+    return replace(state, subject=fact.subject, symptom=fact.symptom, opened_at=fact.decided_at)
 
 
 def incident_id(number: int) -> str:

@@ -59,7 +59,7 @@ def settle(
     policy: FleetPolicy,
     fleet: Fleet,
     now: datetime,
-    among: Collection[str] | None = None,
+    *,
     shares: Shares | None = None,
     force: InForce | None = None,
 ) -> tuple[Decision, ...]:
@@ -69,11 +69,10 @@ def settle(
     absorbed, nothing is due any more.
 
     Args:
-        among: the only workers that can have a decision due or be in doubt; None: all workers.
         shares: a cache for callers that settle repeatedly.
         force: the kinds and version in force from now on; None: unchanged.
     """
-    return settled(policy, fleet, now, among, shares, force)[0]
+    return settled(policy, fleet, now, None, shares, force)[0]
 
 
 def settled(
@@ -84,7 +83,10 @@ def settled(
     shares: Shares | None = None,
     force: InForce | None = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
-    """Return the result of `settle`, and the fleet that has absorbed it."""
+    """Return the result of `settle`, and the fleet that has absorbed it.
+
+    `among`: the only workers that can have a decision due or be in doubt; None: all workers.
+    """
     force = force or in_force(fleet)
     settling = _Settling(policy.at(force.deciders_version), fleet, now, among, shares, force)
     _adopt(settling)
@@ -282,14 +284,6 @@ def _is_held(s: _Settling, name: str) -> bool:
     return is_new_lineage(worker.joined.canary_key, agreed)
 
 
-def _breakers(s: _Settling) -> None:
-    _each(s, "breaker", breaker.decide)
-
-
-def _drains(s: _Settling) -> None:
-    _each(s, "drain", drain.decide)
-
-
 def _budgets(s: _Settling) -> None:
     workers = s.fleet.workers
     selected = [workers[name] for name in s.selected]
@@ -359,9 +353,7 @@ def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
         model = fleet.models.get(name)
         return ("recovered", model.cause) if model is not None and not model.level else ("", "")
     worker = fleet.workers.get(name)
-    if worker is None:
-        return "", ""
-    if worker.alive and not worker.well:
+    if worker is None or (worker.alive and not worker.well):
         return "", ""
     last = f"decision:{max(worker.health.moved_by, worker.breaker.moved_by)}"
     return "recovered" if worker.alive else "dead", last
@@ -371,8 +363,8 @@ STRATA: Iterable[Callable[[_Settling], None]] = (
     _goldens,
     _health,
     _budgets,
-    _breakers,
-    _drains,
+    lambda s: _each(s, "breaker", breaker.decide),
+    lambda s: _each(s, "drain", drain.decide),
     _spares,
     _levels,
     _incidents,

@@ -3,7 +3,7 @@
 They are on the journal so that all frontends agree. No decider uses them: a frontend compares its own load with them.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 
 from events.observations import BusyThresholdsSet
@@ -35,16 +35,7 @@ class BusyThresholds:
 
     def over(self, below: "BusyThresholds") -> "BusyThresholds":
         """Return these thresholds, with those of `below` where one is unset."""
-
-        def first(own: float | None, other: float | None) -> float | None:
-            return other if own is None else own
-
-        tokens = self.active_prefill_tokens
-        return BusyThresholds(
-            first(self.active_decode_blocks, below.active_decode_blocks),
-            below.active_prefill_tokens if tokens is None else tokens,
-            first(self.active_prefill_tokens_frac, below.active_prefill_tokens_frac),
-        )
+        return replace(below, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 NEVER = BusyThresholds()

@@ -171,16 +171,19 @@ class Worker:
     @property
     def lost(self) -> str:
         """Why it will not return soon; empty if it serves, may soon serve, or left gracefully."""
-        h, status = self.health, self.health.status
-        if status is HealthStatus.DEAD:
-            drained = h.exit.draining and not h.exit.given_up and h.exit.left != BY_ITSELF
-            return "" if drained or h.exit.left == "left: graceful" else h.reason
-        if status is HealthStatus.DRAINING:
-            return h.reason if h.exit.given_up or h.reason == ENDS_ITSELF else ""
-        if status is HealthStatus.UNHEALTHY:
-            beyond_doubt = h.convicted or h.joining or h.trials.failed or h.reason.startswith(RELAPSE)
-            return h.reason if beyond_doubt else ""
-        return min(h.limits, key=itemgetter(1))[0] if h.limits and h.weight == h.limit == 0.0 else ""
+        h = self.health
+        match h.status:
+            case HealthStatus.DEAD:
+                drained = h.exit.draining and not h.exit.given_up and h.exit.left != BY_ITSELF
+                lost = not drained and h.exit.left != "left: graceful"
+            case HealthStatus.DRAINING:
+                lost = h.exit.given_up or h.reason == ENDS_ITSELF
+            case HealthStatus.UNHEALTHY:
+                lost = bool(h.convicted or h.joining or h.trials.failed or h.reason.startswith(RELAPSE))
+            case _:
+                stopped = h.limits and h.weight == h.limit == 0.0
+                return min(h.limits, key=itemgetter(1))[0] if stopped else ""
+        return h.reason if lost else ""
 
     @property
     def cache_epoch(self) -> int:
@@ -286,7 +289,9 @@ def _canary(state: Worker, fact: seen.CanaryResult, recorded: Recorded, cause: s
         since = passes.get(fact.canary, state.joined_at)
         found = Conviction(fact.instance, fact.canary, since, recorded.at, recorded.seq)
         state = replace(state, convictions=(*state.convictions, found)[-CONVICTIONS_KEPT:])
-    outcome, reason = _outcome(fact)
+    outcome, reason = "slow" if isinstance(fact, seen.CanarySlow) else "passed", ""
+    if isinstance(fact, seen.CanaryFailed):
+        outcome, reason = "failed", fact.reason
     tried = breaker.evolve(state.breaker, fact, cause)
     if state.health.corrupt and not moved.corrupt:
         tried = breaker.try_now(tried, cause)
@@ -297,16 +302,6 @@ def _canary(state: Worker, fact: seen.CanaryResult, recorded: Recorded, cause: s
         last_canary=LastCanary(fact.canary, outcome, reason, fact.sent_at, fact.latency_ms, recorded.at),
         passes=passes,
     )
-
-
-def _outcome(fact: seen.CanaryResult) -> tuple[str, str]:
-    match fact:
-        case seen.CanaryFailed():
-            return "failed", fact.reason
-        case seen.CanarySlow():
-            return "slow", ""
-        case _:
-            return "passed", ""
 
 
 def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
