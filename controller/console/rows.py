@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from controller.console.memory import EndedIncident
-from controller.deciders.awaiting import AwaitedWorker
+from controller.deciders.fold import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.incident import Incident
 from controller.deciders.worker import Worker

@@ -6,12 +6,11 @@
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       all settings
 
-Only these modules import the state machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting,
+Only these modules import the state machines (health, breaker, drain, budget, golden, degradation, incident, forgetting,
 spares). The state machines do not depend on one another.
 """
 
-from controller.deciders.awaiting import AwaitedWorker
-from controller.deciders.fold import Fleet, changed_since, evolve
+from controller.deciders.fold import AwaitedWorker, Fleet, changed_since, evolve
 from controller.deciders.policy import OLDEST, FleetPolicy, dump, load
 from controller.deciders.settle import (
     ABSORB_AFTER,

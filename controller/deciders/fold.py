@@ -7,13 +7,12 @@ reached the stream after its deadline is ignored too, because the operator got a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import compress
 from operator import is_, is_not
 from typing import Any, TypeAlias, TypeVar
 
 from controller.deciders import (
-    awaiting,
     degradation,
     golden,
     health,
@@ -23,13 +22,12 @@ from controller.deciders import (
     worker_removal,
 )
 from controller.deciders import worker as one
-from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
 from controller.deciders.spares import NO_SPARE
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.deciders.votes.quorum import Voter
+from controller.deciders.votes import Voter
 from controller.deciders.worker import Worker
 from events import decisions as decided
 from events import observations as seen
@@ -41,9 +39,30 @@ from events.versions import stated_kinds
 Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
 CLAIMS_SINCE = 6  # the decider version from which impossible registrations are rejected
+AWAITED_FOR = timedelta(minutes=10)  # after the last WorkerAwaited; workers repeat it every two minutes
+AWAITED_MAX = 10_000  # workers; more than that is a mistake
 # Named once: a union inside an isinstance check is rebuilt at every call.
 GoldenSeen: TypeAlias = seen.CanaryPassed | seen.CanarySlow | seen.GoldenProposed | seen.GoldenDisputed
 GoldenFact: TypeAlias = GoldenSeen | seen.CanaryFailed | decided.GoldenAgreed | decided.GoldenRetired
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedWorker:
+    """A worker whose process runs but has not joined yet, with the instance id under which it will join.
+
+    (absent) ── WorkerAwaited ──▶ awaited ── joined, left gracefully, or not repeated for `AWAITED_FOR` ──▶ (absent)
+
+    A process that crashes while it waits stays awaited, because its supervisor restarts it. If it is not restarted, the
+    timeout removes it. The timeout is measured between two facts of the stream, so no two clocks are compared. It is a
+    constant of the fold, not a policy setting, so that every reader of the journal computes the same set.
+    """
+
+    worker: str
+    instance: str
+    model: str  # empty: unknown
+    reason: str  # why it cannot join
+    since: datetime  # when this or the previous instance began to wait; journal time, here and below
+    said_at: datetime  # time of the last WorkerAwaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +213,32 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
 
 def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
     """Update the awaited workers by one fact and by the time that has passed."""
-    waiting = awaiting.over(fleet.awaited, at)
+    waiting = {name: one for name, one in fleet.awaited.items() if at - one.said_at <= AWAITED_FOR}
     if isinstance(fact, seen.WorkerAwaited):
-        known = fleet.remembered(fact.worker)
-        if known is None or fact.instance not in (known.joined.instance, *known.past):
-            model = known.joined.model if known is not None else ""
-            waiting = awaiting.evolve(waiting, fact, at, model)
+        known, before = fleet.remembered(fact.worker), waiting.get(fact.worker)
+        past = known is not None and fact.instance in (known.joined.instance, *known.past)
+        if not past and (before is not None or len(waiting) < AWAITED_MAX):
+            waiting[fact.worker] = _awaited(fact, before, known, at)
     elif isinstance(fact, seen.WorkerJoined):
-        waiting = awaiting.end(waiting, fact.worker)
+        waiting.pop(fact.worker, None)
     elif isinstance(fact, seen.WorkerLeft) and fact.mode == "graceful":
-        waiting = awaiting.end(waiting, fact.worker, fact.instance)
-    return fleet if waiting is fleet.awaited else replace(fleet, awaited=waiting)
+        ended = waiting.get(fact.worker)
+        if ended is not None and ended.instance == fact.instance:
+            del waiting[fact.worker]
+    return fleet if waiting == fleet.awaited else replace(fleet, awaited=waiting)
+
+
+def _awaited(
+    fact: seen.WorkerAwaited, before: AwaitedWorker | None, known: Worker | None, at: datetime
+) -> AwaitedWorker:
+    """Return an awaited worker. `before`: as it was awaited until now; `known`: its previous instance."""
+    if before is not None:
+        model, since = fact.model or before.model, before.since
+    else:
+        model, since = fact.model, at
+    if not model and known is not None:
+        model = known.joined.model
+    return AwaitedWorker(fact.worker, fact.instance, model, fact.reason, since, at)
 
 
 def refuses(fleet: Fleet, fact: seen.WorkerJoined) -> str:

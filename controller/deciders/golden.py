@@ -38,9 +38,18 @@ from functools import reduce
 from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
-from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
-from controller.deciders.votes.operator_request import OPERATOR, GoldenMoves, OperatorRequest
-from controller.deciders.votes.quorum import Voter, outvoters
+from controller.deciders.votes import (
+    OPERATOR,
+    GoldenMoves,
+    OperatorRequest,
+    Vote,
+    Voter,
+    agrees,
+    camps,
+    margin,
+    outvoters,
+    parting,
+)
 from events import observations as seen
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact

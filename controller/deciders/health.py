@@ -33,7 +33,8 @@ A device's limit (throttled clocks, a lost link) is not doubt. It caps the weigh
 several limits applies. It ends with the device's recovery, an operator's resume or the instance; the next instance
 reports its limits again.
 
-This module applies each fact (`evolve`) to the state (`health_state.Health`); `health_moves` decides which transition is due.
+This module applies each fact (`evolve`) to the state (`health_state.Health`). `health_state.decide` decides which transition
+is due.
 """
 
 from controller.deciders.health_state import (

@@ -15,7 +15,7 @@ from controller.deciders.budget import BudgetPolicy
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.drain import DrainPolicy
 from controller.deciders.golden import GoldenPolicy
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from controller.deciders.incident import IncidentPolicy
 from controller.deciders.spares import SparesPolicy
 from controller.deciders.validation import STRICT

@@ -19,7 +19,7 @@ from controller.deciders import (
     degradation,
     drain,
     golden,
-    health_moves,
+    health_state,
     incident,
     spares,
     worker_removal,
@@ -104,7 +104,7 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
     for worker in fleet.workers.values():
         times.append(breaker.due_at(policy.breaker, worker.breaker))
         times.append(drain.due_at(policy.drain, worker.drain))
-        times.append(health_moves.due_at(policy.health, worker.health))
+        times.append(health_state.due_at(policy.health, worker.health))
         times.append(worker_removal.due_at(policy.forgetting, worker))
     times.extend(degradation.due_at(policy.degradation, state) for state in fleet.models.values())
     return min((time for time in times if time is not None and time > now), default=None)
@@ -265,8 +265,8 @@ def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]
 
 
 def _health(s: _Settling) -> None:
-    def decide(policy: health_moves.HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
-        return health_moves.decide(policy, state, now, held=lambda: _is_held(s, state.worker))
+    def decide(policy: health_state.HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
+        return health_state.decide(policy, state, now, held=lambda: _is_held(s, state.worker))
 
     _each(s, "health", decide)
 

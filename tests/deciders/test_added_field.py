@@ -15,19 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.deciders import breaker, budget, degradation, drain, fold, golden, health, incident
-from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.degradation import Degradation
 from controller.deciders.drain import Drain
 from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.fold import AwaitedWorker
 from controller.deciders.golden import Golden
 from controller.deciders.health_state import Canaries, Charges, Exit, Health, Slowness, Trials
 from controller.deciders.incident import Incident
 from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
-from controller.deciders.votes.camps import Vote
-from controller.deciders.votes.operator_request import GoldenMoves, OperatorRequest
+from controller.deciders.votes import GoldenMoves, OperatorRequest, Vote
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
 from events.decisions import IncidentClosed

@@ -42,7 +42,7 @@ from controller.deciders.fleet import (
     settle,
 )
 from controller.deciders.golden import GoldenPolicy
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from controller.deciders.worker_removal import ForgettingPolicy
 from events.decisions import PolicyAdopted
 from events.fact import Decision, Fact, Recorded

@@ -8,8 +8,8 @@ import pytest
 from fleet_story import START, Story, awaited, device_faulted, joined, kinds, left, passed, silent
 
 from controller.deciders import worker_removal
-from controller.deciders.awaiting import AWAITED_FOR
 from controller.deciders.fleet import FleetPolicy, evolve, load, next_due
+from controller.deciders.fold import AWAITED_FOR
 from controller.deciders.worker_removal import DEPARTED_MAX, ForgettingPolicy
 from events.decisions import HealthStatus, WorkerForgotten
 from events.order import Order

@@ -7,7 +7,7 @@ from fleet_story import Story, disputed, failed, joined, kinds, left, only, pass
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.golden import Golden
-from controller.deciders.votes.camps import Vote, agrees, camps, distance
+from controller.deciders.votes import Vote, agrees, camps, distance
 from events.decisions import GoldenAgreed, GoldenRetired, HealthStatus
 from events.observations import TopK
 

@@ -32,7 +32,7 @@ from fleet_story import (
 from probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share, slot_time
 
 from controller.deciders.fleet import FleetPolicy
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from controller.runtime.settings import CanarySettings
 from events.decisions import BreakerOpened, HealthChanged, HealthStatus, IncidentOpened
 from events.fact import Fact

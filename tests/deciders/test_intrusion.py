@@ -9,7 +9,7 @@ from fleet_story import Story, joined, passed, resume
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.fold import Fleet, evolve
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from events.decisions import HealthStatus
 from events.fact import Recorded
 from events.intrusion.registration import impossible

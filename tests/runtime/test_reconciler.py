@@ -13,7 +13,7 @@ from waits import turns
 from controller.adapters.clock import SystemClock
 from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from controller.ports import ReadPosition, Snapshot, StoreAhead
 from controller.runtime.lease import Lease
 from controller.runtime.projection.projector import Projector

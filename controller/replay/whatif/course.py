@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from heapq import heappop, heappush
 from itertools import count
 
-from controller.deciders import breaker, drain, health_moves, worker_removal
+from controller.deciders import breaker, drain, health_state, worker_removal
 from controller.deciders.degradation import due_at as level_due_at
 from controller.deciders.fleet import (
     DECIDERS_VERSION,
@@ -175,7 +175,7 @@ class _Course:
         times = (
             breaker.due_at(policy.breaker, worker.breaker),
             drain.due_at(policy.drain, worker.drain),
-            health_moves.due_at(policy.health, worker.health),
+            health_state.due_at(policy.health, worker.health),
             worker_removal.due_at(policy.forgetting, worker),
         )
         for time in times:
@@ -255,7 +255,7 @@ class _Course:
         policy = self._policy
         return bool(
             worker.budgeted
-            or health_moves.decide(policy.health, worker.health, now)
+            or health_state.decide(policy.health, worker.health, now)
             or breaker.decide(policy.breaker, worker.breaker, now)
         )
 

@@ -5,7 +5,7 @@
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden, last_answer
-from controller.deciders.votes.camps import Vote, agrees
+from controller.deciders.votes import Vote, agrees
 from controller.ports import NO_COMMAND, Command, GoldenWish
 from controller.runtime.command_answers import NotPossible, UnknownWorker
 from events.journal.port import Journal

@@ -23,7 +23,7 @@ import structlog
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
-from controller.deciders.votes.camps import Vote, camps
+from controller.deciders.votes import Vote, camps
 from controller.runtime.canary.canary_set import CanarySet
 from controller.runtime.canary.goldens import (
     Canary,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from controller.deciders.fleet import FleetPolicy
-from controller.deciders.health_moves import HealthPolicy
+from controller.deciders.health_state import HealthPolicy
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.choice import Choice, ResponseWriter

@@ -9,7 +9,7 @@ import pytest
 
 from controller.commands.goldens import commands, file
 from controller.deciders.golden import Golden
-from controller.deciders.votes.camps import Vote
+from controller.deciders.votes import Vote
 
 KEY = "llama|r1|tok|openai|0.9|unknown|tp1|upstream"
 TOP = ((5, -0.1), (7, -2.5))

@@ -1,1 +1,0 @@
-"""Votes on the answers to canaries: grouping equal answers, and counting a quorum."""
