@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from controller.console.memory import EndedIncident
-from controller.deciders.fold import AwaitedWorker
 from controller.deciders.degradation import Degradation
+from controller.deciders.fold import AwaitedWorker
 from controller.deciders.incident import Incident
 from controller.deciders.worker import Worker
 from controller.read_model.fleet_view import URGENCY, WorkerView

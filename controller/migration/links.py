@@ -106,14 +106,13 @@ def _link(links: LinkTable, source: Topology, target: Topology) -> tuple[LinkNam
 
     A worker registers one host, one domain and one rail, so all its pairs of shards have the same kind of link.
     """
-    devices = bool(source.gpus and target.gpus)
-    here = bool(source.host) and source.host == target.host
-    elsewhere = bool(source.host and target.host) and not here
-    domain = bool(source.nvlink_domain) and source.nvlink_domain == target.nvlink_domain
-    if devices and domain and (here or elsewhere):
+    if not (source.gpus and target.gpus and source.host and target.host):
+        return "tcp", False
+    here = source.host == target.host
+    if source.nvlink_domain and source.nvlink_domain == target.nvlink_domain:
         return ("nvlink_direct" if here else "nvswitch"), True
-    if devices and here:
+    if here:
         return links.pcie, True
-    if devices and elsewhere and source.rail and target.rail:
+    if source.rail and target.rail:
         return "infiniband", source.rail == target.rail
     return "tcp", False

@@ -148,14 +148,14 @@ class FleetModel:
         self._reading[index] = min(BUSY_MAX, share + reading_s / REMEMBERS_S)
         self._looked_at[index] = now
         running = min(int(self._running[index]) + 1, self._profile.max_batch)
-        token_s = self._tpot[running] / (
-            1 - self._while_it_lasts(now, share, answer * self._tpot[running], reading_s)
-        )
+        tpot_s = self._tpot[running]
+        token_s = tpot_s / (1 - self._while_it_lasts(now, share, answer * tpot_s, reading_s))
         self._free_at[index] = first
         self._running[index] += 1
-        heappush(self._ends, (first + answer * token_s, index))
-        heappush(self._ends_of.setdefault(index, []), first + answer * token_s)
-        late_first = first + self._tpot[running] - now > self._objectives.ttft_of_s(reading_s)
+        end = first + answer * token_s
+        heappush(self._ends, (end, index))
+        heappush(self._ends_of.setdefault(index, []), end)
+        late_first = first + tpot_s - now > self._objectives.ttft_of_s(reading_s)
         late_tokens = answer > 1 and token_s * 1000 > self._objectives.tpot_ms
         figures = self.figures
         figures.requests += 1
@@ -163,7 +163,7 @@ class FleetModel:
         figures.late_tokens += late_tokens
         figures.missed += late_first or late_tokens
         if late_first or late_tokens:
-            heappush(self._late, first if late_first else first + answer * token_s)
+            heappush(self._late, first if late_first else end)
 
     def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
         """Return the share of a worker's time spent reading during an answer: at first its own, later the fleet's average."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from controller.planner.plan import Change
-from controller.planner.traffic import BIN_S, Minute, Seen, Traffic
+from controller.planner.sizing import BIN_S, Minute, Seen, Traffic
 from events.fact import Recorded
 from events.observations import CapacityReported, ScaleApplied, ScaleProposed, ScaleSet, TrafficReported
 
@@ -84,7 +84,7 @@ class ModelHistory:
         total = Traffic(fact.requests, fact.prompt_tokens, fact.prompt_tokens_squared, fact.output_tokens)
         if fact.requests:
             self._average = total.times(1 / fact.requests)
-        reports.traffic = reports.traffic + total + self._average.times(fact.rejected)
+        reports.traffic = reports.traffic.plus(total).plus(self._average.times(fact.rejected))
         reports.late += fact.late
         for later in range(number, number + EXPECTED_FOR + 1):
             self._settled.pop(later, None)

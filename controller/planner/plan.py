@@ -20,9 +20,18 @@ from typing import TypeAlias
 
 from controller.deciders.validation import STRICT, at_least, demand
 from controller.planner.forecast import LoadForecast, forecast, methods
-from controller.planner.pressure import sustained_pressure
-from controller.planner.sizing import Objectives, Sizing, size
-from controller.planner.traffic import BIN_S, Seen, Traffic, known, total, work
+from controller.planner.sizing import (
+    BIN_S,
+    Objectives,
+    Seen,
+    Sizing,
+    Traffic,
+    known,
+    size,
+    sustained_pressure,
+    total,
+    work,
+)
 from events.observations import Profile
 
 SHAPE_BINS = 10  # recent bins that give the shape of the next requests
@@ -57,17 +66,11 @@ class PlannerPolicy:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
+        least, most, missed = self.workers_min, self.workers_max, self.missed
         at_least(0, start_s=self.start_s)
-        at_least(
-            1, workers_min=self.workers_min, step_max=self.step_max, changes_per_hour=self.changes_per_hour
-        )
-        demand(
-            0 < self.missed < 1, f"missed is {self.missed}: it must be a share of the answers between 0 and 1"
-        )
-        demand(
-            self.workers_max >= self.workers_min,
-            f"workers_max is {self.workers_max}, which is less than workers_min {self.workers_min}",
-        )
+        at_least(1, workers_min=least, step_max=self.step_max, changes_per_hour=self.changes_per_hour)
+        demand(0 < missed < 1, f"missed is {missed}: it must be a share of the answers between 0 and 1")
+        demand(most >= least, f"workers_max is {most}, which is less than workers_min {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,9 @@ class _Needs:
     """The workers that one model needs, before any limit applies."""
 
     soon: int  # for the forecast until new ones could serve, without a margin
-    now: int  # for the possible load until the next change
+    now: Sizing  # for the possible load until the next change
     lately: int  # also for the recent peak
     expected: LoadForecast
-    sizing: Sizing
 
 
 Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
@@ -140,13 +142,9 @@ def plan(
     """Return a proposal for each model."""
     if projection_age_s > policy.stale_s:
         why = f"the state store is {projection_age_s:.0f} s behind"
-        return [_hold(view, why) for view in models]
+        return [_proposal(view, view.provisioned, "hold", held=why) for view in models]
     proposals = [_of(policy, view, now, expecting) for view in models]
     return _within_budget(policy, models, proposals)
-
-
-def _hold(view: ModelView, why: str) -> Proposal:
-    return Proposal(view.model, view.provisioned, view.provisioned, "hold", 0, held=why)
 
 
 def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expecting) -> Proposal:
@@ -158,10 +156,10 @@ def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expect
     if (why := unknown(policy, view)) is not None:
         if short:
             return _stepped(policy, view, min(floor + view.lost, policy.workers_max), "floor", None, now)
-        return _hold(view, why)
+        return _proposal(view, view.provisioned, "hold", held=why)
     needed = needs(policy, view, expecting)
     soon = _bounded(policy, floor, needed.soon) + view.lost
-    target = _bounded(policy, floor, needed.now) + view.lost
+    target = _bounded(policy, floor, needed.now.workers) + view.lost
     lately = _bounded(policy, floor, needed.lately) + view.lost
     if soon > view.provisioned:
         why = "floor" if short else "lost" if target - view.lost <= view.provisioned else "up"
@@ -169,7 +167,7 @@ def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expect
     seen = len(known(view.minutes)) >= DOWN_LEAST
     if seen and lately < view.provisioned and view.provisioned - lately > policy.slack * lately:
         return _stepped(policy, view, lately, "down", needed, now)
-    return _proposal(view, view.provisioned, "hold", needed, "")
+    return _proposal(view, view.provisioned, "hold", needed)
 
 
 def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
@@ -201,14 +199,11 @@ def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expecte
         found = size(as_now, BIN_S, view.profile, view.objectives)
         return Sizing(ceil(found.workers / pressure), found.bound)
 
-    now, soon = (
-        sized(predicted.peak),
-        sized(max(predicted.values[: starts + 1]) * (1 + predicted.margin * policy.trigger)),
-    )
-    lately = now.workers
-    for minute in minutes[-max(1, round(policy.down_after_s / BIN_S)) :]:
-        lately = max(lately, sized(work(minute.traffic, view.profile)).workers)
-    return _Needs(soon.workers, now.workers, lately, predicted, now)
+    now = sized(predicted.peak)
+    soon = sized(max(predicted.values[: starts + 1]) * (1 + predicted.margin * policy.trigger))
+    last = minutes[-max(1, round(policy.down_after_s / BIN_S)) :]
+    peak = max((sized(work(minute.traffic, view.profile)).workers for minute in last), default=0)
+    return _Needs(soon.workers, now, max(now.workers, peak), predicted)
 
 
 def _stepped(
@@ -220,7 +215,7 @@ def _stepped(
         return _proposal(view, view.provisioned, "hold", needed, held)
     most = max(policy.step_max, int(policy.step_share * view.provisioned))
     step = min(abs(target - view.provisioned), most)
-    return _proposal(view, view.provisioned + (step if up else -step), why, needed, "")
+    return _proposal(view, view.provisioned + (step if up else -step), why, needed)
 
 
 def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
@@ -247,19 +242,14 @@ def _reversals(changes: Sequence[Change]) -> int:
     )
 
 
-def _proposal(view: ModelView, after: int, why: str, needed: _Needs | None, held: str) -> Proposal:
+def _proposal(
+    view: ModelView, after: int, why: str, needed: _Needs | None = None, held: str = ""
+) -> Proposal:
+    before = view.provisioned
     if needed is None:
-        return Proposal(view.model, view.provisioned, after, why, 0, held=held)
-    return Proposal(
-        view.model,
-        view.provisioned,
-        after,
-        why,
-        needed.now,
-        needed.expected,
-        needed.sizing.bound,
-        held,
-    )
+        return Proposal(view.model, before, after, why, 0, held=held)
+    sizing = needed.now
+    return Proposal(view.model, before, after, why, sizing.workers, needed.expected, sizing.bound, held)
 
 
 def _within_budget(

@@ -6,6 +6,7 @@ The process that runs it reads the state store and the journal for it, and publi
                                                     ▲ age of the projection: the journal's end against the store's position
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,17 +17,56 @@ from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.policy import load
 from controller.planner.history import ModelHistory
-from controller.planner.model_view import ModelCapacity, PlannedWorker, Promised, capacity_of, view_of
+from controller.planner.model_view import (
+    ModelCapacity,
+    PlannedWorker,
+    Promised,
+    WorkersSeen,
+    capacity_of,
+    view_of,
+)
 from controller.planner.plan import Expecting, ModelView, PlannerPolicy, Proposal, expected, plan
-from controller.planner.projection_age import ProjectionAge
-from controller.planner.workers import WorkersSeen
 from events.decisions import PolicyAdopted
 from events.fact import Recorded
 from events.observations import CapacityReported, ScaleProposed
 
+LOOKS_MAX = 1024
 MODELS_MAX = 1_000
 CAPACITY_EVERY = timedelta(seconds=60)
 RATIO_CHANGE = 0.02  # change of a model's capacity ratio that is reported at once
+
+
+class ProjectionAge:
+    """Compares the journal's end at each observation with the store's position. Times are of a monotonic clock.
+
+    A new planner cannot tell how long the unread events have been there. Until the store has reached an observed end of the
+    journal, `before_s` is added.
+    """
+
+    def __init__(self, before_s: float) -> None:
+        """Start without observations. `before_s`: assumed age of what was unread at the start."""
+        self._before_s = before_s
+        self._reached = False  # the store has reached an observed end of the journal
+        # time, and the journal's last sequence
+        self._ends: deque[tuple[float, int]] = deque(maxlen=LOOKS_MAX)
+
+    def seen(self, now: float, last: int) -> None:
+        """Record the journal's end."""
+        if not self._ends or last > self._ends[-1][1]:
+            self._ends.append((now, last))
+
+    def of(self, shown: int, now: float) -> float:
+        """Return the observed age of the oldest journal event after sequence `shown`; 0 if there is none."""
+        while self._ends and self._ends[0][1] <= shown:
+            self._ends.popleft()
+            self._reached = True
+        before_s = 0.0 if self._reached else self._before_s
+        return now - self._ends[0][0] + before_s if self._ends else 0.0
+
+    def forget(self) -> None:
+        """Reset: the journal was replaced."""
+        self._ends.clear()
+        self._reached = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +148,7 @@ class Planner:
             if (history := self._history(model)) is None:
                 continue
             promised = Promised(self._slo(model), self._ladder.entries[0] + self._ladder.margin)
-            lost_after_s = self._duties.lost_after_s
-            view = view_of(workers, history, promised, self.policy, lost_after_s, now)
+            view = view_of(workers, history, promised, self.policy, self._duties.lost_after_s, now)
             if view is not None:
                 views[model] = view
         return views
@@ -124,11 +163,8 @@ class Planner:
         """Return the capacity of each model's workers; empty if the projection is stale."""
         if seen.projection_age_s > self.policy.stale_s:
             return {}
-        lost_after_s = self._duties.lost_after_s
-        return {
-            model: capacity_of(workers, self._slo(model), lost_after_s)
-            for model, workers in seen.workers.items()
-        }
+        late_s, by_model = self._duties.lost_after_s, seen.workers.items()
+        return {model: capacity_of(workers, self._slo(model), late_s) for model, workers in by_model}
 
     def tells(self, model: str, found: ModelCapacity, seen: PlannerOutlook) -> CapacityReported | None:
         """Return the capacity fact to publish for a model: when it differs from the last one, and once a minute."""
@@ -178,9 +214,5 @@ class Planner:
 def _differs(last: Recorded, found: ModelCapacity) -> bool:
     reported = last.fact
     assert isinstance(reported, CapacityReported)
-    counts = (reported.provisioned, reported.healthy, reported.lost) != (
-        found.provisioned,
-        found.healthy,
-        found.lost,
-    )
-    return counts or abs(reported.ratio - found.ratio) > RATIO_CHANGE
+    counts = [(one.provisioned, one.healthy, one.lost) for one in (reported, found)]
+    return counts[0] != counts[1] or abs(reported.ratio - found.ratio) > RATIO_CHANGE

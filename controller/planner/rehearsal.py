@@ -11,9 +11,7 @@ from math import ceil
 
 from controller.planner.fleet_model import DayFigures, FleetModel
 from controller.planner.plan import Change, ModelView, PlannerPolicy, plan
-from controller.planner.pressure import needed
-from controller.planner.sizing import Objectives, size
-from controller.planner.traffic import BIN_S, Minute, Traffic
+from controller.planner.sizing import BIN_S, Minute, Objectives, Traffic, needed, size
 from controller.trace.rows import TraceRow
 from events.observations import Profile
 

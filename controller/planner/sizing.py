@@ -10,12 +10,72 @@
 The result is the smallest N for which both meet the objectives.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from math import exp, hypot, inf, sqrt
+from operator import add
+from typing import NamedTuple
 
 from controller.deciders.capacity import tpot_ms
-from controller.planner.traffic import Traffic
 from events.observations import Profile
+
+BIN_S = 60.0
+
+
+class Traffic(NamedTuple):
+    """The requests that arrived within some time, served or not."""
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    prompt_tokens_squared: float = 0.0  # sum over prompts
+    output_tokens: float = 0.0
+
+    @classmethod
+    def of(cls, requests: Sequence[tuple[int, int]]) -> "Traffic":
+        """Sum up requests, given as (prompt tokens, answer tokens)."""
+        prompts = [float(prompt) for prompt, _ in requests]
+        squared, output = sum(prompt * prompt for prompt in prompts), sum(answer for _, answer in requests)
+        return cls(float(len(requests)), sum(prompts), squared, float(output))
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Return the traffic of both."""
+        return Traffic(*map(add, self, other))
+
+    def times(self, factor: float) -> "Traffic":
+        """Return the traffic scaled by `factor`."""
+        return Traffic(*(each * factor for each in self))
+
+
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """One minute of one model."""
+
+    traffic: Traffic
+    late: float = 0.0  # answers found within this minute to be late
+    workers: float = 0.0  # mean number of serving workers
+
+
+Seen = Minute | None  # None: unknown
+
+
+def known(minutes: Sequence[Seen]) -> list[Minute]:
+    """Return the known minutes."""
+    return [minute for minute in minutes if minute is not None]
+
+
+def total(minutes: Iterable[Minute]) -> Traffic:
+    """Return the total traffic of these minutes."""
+    return reduce(Traffic.plus, (minute.traffic for minute in minutes), Traffic())
+
+
+def work(traffic: Traffic, profile: Profile) -> float:
+    """Return the seconds of one worker that the traffic costs: reading the prompts, and each token's share of a full batch."""
+    rate, batch = profile.prefill_tokens_per_s, max(1, profile.max_batch)
+    reading = traffic.prompt_tokens / rate if rate > 0 else 0.0
+    share_ms = tpot_ms(profile, batch) / batch
+    return reading + (traffic.output_tokens * share_ms / 1000 if share_ms < 1e6 else 0.0)
+
 
 WORKERS_MAX = 10_000
 BUSY_MAX = 0.95  # largest share of a worker's time for reading; beyond it no queue is stable
@@ -128,3 +188,50 @@ def _waits_longer(may_wait_s: float, workers: int, busy: float, reading_s: float
         blocked = offered * blocked / (n + offered * blocked)
     waits = blocked / (1 - busy * (1 - blocked))
     return waits * exp(-2 * workers * (1 - busy) * may_wait_s / ((1 + varies) * reading_s))
+
+
+MINUTES = 120  # number of recent minutes considered
+STEP, WIDTH, LEAST, MOST = 0.05, 0.15, 0.5, 1.5  # step, window, minimum and maximum of pressures
+A_FEW = 0.25  # share of the allowed late answers
+BEYOND = 0.15  # how far beyond a sustained pressure to try
+MINUTES_LEAST = 4  # minutes at a pressure beyond 1 before it is trusted
+
+
+@lru_cache(maxsize=4096)
+def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
+    """Return how many workers a minute's traffic needed according to the model."""
+    return size(traffic, BIN_S, profile, objectives).workers
+
+
+def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
+    """Return the highest pressure at which no more answers than allowed were late: LEAST to MOST."""
+    seen = [
+        (needed(minute.traffic, profile, objectives) / minute.workers, minute.late, minute.traffic.requests)
+        for minute in minutes[-MINUTES:]
+        if minute.workers > 0 and minute.traffic.requests > 0
+    ]
+    if (borne := _borne_beyond(seen, objectives)) > 1.0:
+        return borne
+    upper = 1.0
+    while upper > LEAST:
+        near = [(late, requests) for pressure, late, requests in seen if upper - WIDTH < pressure <= upper]
+        requests = sum(each for _, each in near)
+        if sum(late for late, _ in near) <= objectives.missed * requests:
+            return upper
+        upper -= STEP
+    return LEAST
+
+
+def _borne_beyond(seen: Sequence[tuple[float, float, float]], objectives: Objectives) -> float:
+    """Return the highest pressure beyond 1 that workers have sustained for some minutes; 1 if none."""
+    upper = MOST
+    while upper > 1.0:
+        above = [(late, requests) for pressure, late, requests in seen if pressure > upper - BEYOND]
+        near = sum(upper - BEYOND < pressure <= upper for pressure, _, _ in seen)
+        few = sum(late for late, _ in above) <= objectives.missed * A_FEW * sum(
+            requests for _, requests in above
+        )
+        if near >= MINUTES_LEAST and few:
+            return upper
+        upper -= STEP
+    return 1.0

@@ -29,15 +29,10 @@ class SparePolicy:
 
     def __post_init__(self) -> None:
         at_least(0, per_day=self.per_day, mttr_days=self.mttr_days, share_min=self.share_min)
-        if self.spares is not None:
-            at_least(0, spares=self.spares)
-        demand(
-            0 < self.target < 1, f"target is {self.target}: it must be a share of the time between 0 and 1"
-        )
-        demand(
-            self.share_max >= self.share_min,
-            f"share_max is {self.share_max}, which is less than share_min {self.share_min}",
-        )
+        at_least(0, spares=self.spares)
+        target, least, most = self.target, self.share_min, self.share_max
+        demand(0 < target < 1, f"target is {target}: it must be a share of the time between 0 and 1")
+        demand(most >= least, f"share_max is {most}, which is less than share_min {least}")
 
 
 def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.planner.plan import Change, ModelView, PlannerPolicy, Proposal, plan
-from controller.planner.pressure import LEAST, MOST, sustained_pressure
-from controller.planner.sizing import Objectives
-from controller.planner.traffic import Minute, Seen, Traffic
+from controller.planner.sizing import LEAST, MOST, Minute, Objectives, Seen, Traffic, sustained_pressure
 from events.observations import Profile
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

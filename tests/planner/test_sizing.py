@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.planner.fleet_model import FleetModel
-from controller.planner.sizing import WORKERS_MAX, Objectives, size
-from controller.planner.traffic import Traffic, work
+from controller.planner.sizing import WORKERS_MAX, Objectives, Traffic, size, work
 from events.observations import Profile
 
 PROFILE = Profile(

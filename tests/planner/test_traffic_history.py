@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.planner.history import MINUTES_MAX, ModelHistory
-from controller.planner.traffic import Minute, Seen, Traffic
+from controller.planner.sizing import Minute, Seen, Traffic
 from events.fact import Observation, Recorded
 from events.observations import CapacityReported, ScaleProposed, ScaleSet, TrafficReported
 

@@ -16,7 +16,7 @@ from controller.deciders.worker import Worker
 from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.planner.plan import PlannerPolicy, Proposal
 from controller.planner.planner import Planner, PlannerOutlook
-from controller.planner.traffic import Minute, Traffic
+from controller.planner.sizing import Minute, Traffic
 from controller.router.endpoints import EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
 from events.decisions import (
