@@ -48,7 +48,7 @@ GoldenFact: TypeAlias = GoldenSeen | seen.CanaryFailed | decided.GoldenAgreed | 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedWorker:
-    """A worker whose process runs but has not joined yet, with the instance id under which it will join.
+    """A worker that runs but has not joined yet, with the instance id under which it will join.
 
     (absent) ── WorkerAwaited ──▶ awaited ── joined, left gracefully, or not repeated for `AWAITED_FOR` ──▶ (absent)
 

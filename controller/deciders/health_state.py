@@ -1,4 +1,4 @@
-"""The state of a worker's health, which `health.evolve` changes, its policy, and the move that is due (`decide`).
+"""The state of a worker's health, its policy, and the move that is due. `health.evolve` changes it.
 
 Each part (`Canaries`, `Charges`, …) holds the fields that are reset together. `canaries=Canaries()` resets a part, and
 `replace(state.canaries, …)` changes one. The due move depends only on the state and the time, so the result is the same when it

@@ -1,4 +1,4 @@
-"""Votes on the answer to a canary: grouped by answer, counted as voices, or replaced by an operator's request.
+"""Votes on the answer to a canary: grouped by answer, counted as voices, or overruled by an operator.
 
 A voice is not a worker. Workers on one server or host, or of one broker account, can be wrong together, so they are one
 voice. A group of workers has as many voices as it has distinct machines or distinct accounts, whichever is fewer.

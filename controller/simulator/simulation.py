@@ -189,9 +189,9 @@ class Simulation(SimulatedWorld):
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
             kernel.after(int(chance.random() * self.scenario.late), machine.start)
-        corrupt = min(self.scenario.corrupt_from_start, len(self.machines))
+        faults, corrupt = self.faults.workers, min(self.scenario.corrupt_from_start, len(self.machines))
         for machine in chance.sample([*self.machines.values()], corrupt):
-            self.faults.workers.corrupt_from_start(machine)
+            faults.corrupt_from_start(machine)
         for process in (*self.controllers, *self.frontends, *self.planners, self.projector):
             kernel.after(int(chance.random() * 2 * SECOND), process.start)
         kernel.after(SECOND, self.watch.tick)

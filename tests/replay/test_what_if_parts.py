@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
-from controller.deciders.fleet import Shares, changed_since, settle
+from controller.deciders.fleet import Shares, changed_since, settle, settled
 from controller.replay.whatif.canary_schedule import NOTHING, Asker
 from controller.replay.whatif.journal_stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, RecordedCanaries
 from controller.replay.whatif.spells import spells
@@ -216,11 +216,9 @@ def test_cached_shares_give_the_same_decisions_as_without_a_cache() -> None:
         history.say(history.failed(worker) if dice.random() < 0.3 else history.passed(worker))
         now, fleet = history.now, history.fleet
         decided = settle(history.policy, fleet, now)
-        assert settle(history.policy, fleet, now, None, shares) == decided, n
-        assert (
-            settle(history.policy, fleet, now, [worker, *_others_with_pending_changes(history)], shares)
-            == decided
-        ), n
+        assert settle(history.policy, fleet, now, shares=shares) == decided, n
+        among = [worker, *_others_with_pending_changes(history)]
+        assert settled(history.policy, fleet, now, among, shares)[0] == decided, n
         history.append(decided, through=len(history.events))
         names = sorted(history.fleet.workers)
         expected = [

@@ -330,7 +330,7 @@ def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | 
     Lateness means slow answers, or timeouts while the engine still makes progress.
     """
     for model in watch.world.scenario.models:
-        entries = [one for one in watch.ledger.entries.values() if one.model == model and not one.forgotten]
+        entries = [one for one in watch.entries() if one.model == model and not one.forgotten]
         if entries and all(entry.out_by_lateness for entry in entries):
             names = ", ".join(sorted(entry.worker for entry in entries))
             return f"{model}: {names} are out of service, but all of them were only late"

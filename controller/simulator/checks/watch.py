@@ -5,14 +5,14 @@ violated invariant ends the run.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from types import UnionType
 from typing import Any, Literal
 
 from controller.deciders.fleet import Fleet
-from controller.simulator.checks.ledger import CheckLedger, MachineStep, RequestLedger
+from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, MachineStep, RequestLedger
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
@@ -231,6 +231,10 @@ class InvariantWatch:
         """Return the violation for a journal that a fold rejected because its decision numbers are not consecutive."""
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
+
+    def entries(self) -> Iterable[LedgerEntry]:
+        """Return the ledger's entry of each worker's current instance."""
+        return self.ledger.entries.values()
 
     def status_at(self, instance: str, seq: int) -> decided.HealthStatus | None:
         """Return the health last decided for an instance among the events up to `seq`; None if there is none."""

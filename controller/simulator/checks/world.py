@@ -152,7 +152,7 @@ def acquitted_are_tried(watch: InvariantWatch) -> str | None:
 @invariant("tick")
 def trials_end(watch: InvariantWatch) -> str | None:
     """An open or half-open breaker moves when it is due, while a leader is up."""
-    for entry in watch.ledger.entries.values():
+    for entry in watch.entries():
         if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
             continue
         if entry.due is not None and watch.steadiness.overdue(since_start(entry.due)):
@@ -164,7 +164,7 @@ def trials_end(watch: InvariantWatch) -> str | None:
 def limits_decided(watch: InvariantWatch) -> str | None:
     """A worker's weight is reduced soon after its devices limit it, while a leader is up."""
     last = watch.world.broker.last_seq
-    for entry in watch.ledger.entries.values():
+    for entry in watch.entries():
         if entry.limited_at is None or entry.status not in IN_SERVICE:
             continue
         left = entry.limit(last)
@@ -200,7 +200,7 @@ def full_capacity(watch: InvariantWatch) -> str | None:
 def drains_end(watch: InvariantWatch) -> str | None:
     """A drain ends by its deadline, while a leader is up."""
     margin = micros(watch.policy.drain.margin)
-    for entry in watch.ledger.entries.values():
+    for entry in watch.entries():
         until = entry.draining_until
         if until is None or entry.status is HealthStatus.DEAD:
             continue

@@ -242,8 +242,9 @@ class SimulatedOutbox:
             return
         self._busy = True
         self._turn += 1
-        self._broker.transmit(self._arrive, self._waiting[0], self._turn)
-        self._broker.kernel.after(RETRY_AFTER, self._give_up, self._turn)
+        broker, kernel = self._broker, self._broker.kernel
+        broker.transmit(self._arrive, self._waiting[0], self._turn)
+        kernel.after(RETRY_AFTER, self._give_up, self._turn)
 
     def _arrive(self, message: BrokerMessage, turn: int) -> None:
         if self._broker.up and self.reachable:

@@ -56,7 +56,7 @@ class SimulatedController(SimulatedProcess):
         self._held = None
         self._pending_since: datetime | None = None
         self.outbox = self._outbox()
-        self.replica = Replica(self.name, surroundings.broker, self._absorbed)
+        self.replica = Replica(self.name, self._broker, self._absorbed)
         self.since: float | None = None  # since when it has been connected and not paused, in seconds
         self._virtual = clock = KernelClock(surroundings.kernel)
         self._beats = Beats(clock)
@@ -109,7 +109,7 @@ class SimulatedController(SimulatedProcess):
             self._tick_body()
 
     def _tick_body(self) -> None:
-        broker, now = self.surroundings.broker, self.surroundings.kernel.now
+        broker, now = self._broker, self._kernel.now
         self._renew(now)
         if self._must_read is None and broker.up:
             self._must_read = broker.last_seq
@@ -123,7 +123,7 @@ class SimulatedController(SimulatedProcess):
         self._decide()
 
     def _renew(self, now: int) -> None:
-        broker = self.surroundings.broker
+        broker = self._broker
         if broker.up and not broker.network.drops():
             acquired = broker.lease(self.name) == self.name
             if acquired:
@@ -209,14 +209,14 @@ class SimulatedController(SimulatedProcess):
 
     def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
         self._sent = sent = object()
-        self.surroundings.broker.transmit(self._arrive, self.source, sent, batch, through, after)
+        self._broker.transmit(self._arrive, self.source, sent, batch, through, after)
         self._kernel.after(APPEND_DEADLINE, self._unknown, sent)
 
     def _arrive(
         self, source: str, sent: object, batch: tuple[Decision, ...], through: int, after: int
     ) -> None:
         """Deliver the append to the broker, whether or not its sender is still alive."""
-        broker = self.surroundings.broker
+        broker = self._broker
         if not broker.up:
             return
         landed = broker.append(batch, source=source, through=through, after=after)
@@ -231,7 +231,7 @@ class SimulatedController(SimulatedProcess):
         if not landed:  # another controller has decided: discard the fold and read again
             self.leading = False
             self.replica.close()
-            self.replica = Replica(self.name, self.surroundings.broker, self._absorbed)
+            self.replica = Replica(self.name, self._broker, self._absorbed)
 
     def _unknown(self, sent: object) -> None:
         if self.up and self._sent is sent:

@@ -39,7 +39,7 @@ class SimulatedProjector(SimulatedProcess):
     def _begin(self) -> None:
         """Start from what is stored."""
         self._waiting, self._committing = [], False
-        self.replica = Replica(self.source, self.surroundings.broker, self._absorbed, self.stored)
+        self.replica = Replica(self.source, self._broker, self._absorbed, self.stored)
 
     def _end(self) -> None:
         """End the process. An uncommitted transaction has no effect."""
@@ -97,16 +97,16 @@ class SimulatedPlanner(SimulatedProcess):
         self.outbox.crash()
 
     def _tick(self) -> None:
-        broker = self.surroundings.broker
+        broker = self._broker
         self._later(EVERY, self._tick)
         if broker.up and not broker.network.drops() and self._projector.rows is not None:
             self._look()
 
     def _look(self) -> None:
-        surroundings, planner, projector = self.surroundings, self.planner, self._projector
+        planner, projector = self.planner, self._projector
         now_s = self._clock.monotonic()
-        planner.age.seen(now_s, surroundings.broker.last_seq)
-        known = surroundings.broker.events[planner.read : projector.stored_seq]
+        planner.age.seen(now_s, self._broker.last_seq)
+        known = self._broker.events[planner.read : projector.stored_seq]
         planner.take(event for event in known if isinstance(event.fact, KINDS))
         planner.read = max(planner.read, projector.stored_seq)
         assert projector.rows is not None
@@ -118,15 +118,15 @@ class SimulatedPlanner(SimulatedProcess):
             if (fact := planner.tells(model, found, outlook)) is not None:
                 self.outbox.observe(fact)
         for _, proposed in planner.due(outlook):
-            surroundings.notify("proposed", proposed)
+            self.surroundings.notify("proposed", proposed)
             self._propose(proposed, planner.last_proposed(proposed.model))
 
     def _propose(self, fact: ScaleProposed, after: int) -> None:
         held, self.hold = self.hold, 0
-        self.surroundings.broker.transmit(self._arrive, fact, self.source, after, held=held)
+        self._broker.transmit(self._arrive, fact, self.source, after, held=held)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
         """Deliver the proposal to the broker, whether or not its sender is still alive."""
-        broker = self.surroundings.broker
+        broker = self._broker
         if broker.up:
             broker.store_next(fact, source=source, after=after)

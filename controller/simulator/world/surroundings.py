@@ -119,7 +119,7 @@ class SimulatedProcess:
 
     def __init__(self, name: str, surroundings: Surroundings) -> None:
         self.name = name
-        self.surroundings, self._kernel = surroundings, surroundings.kernel
+        self.surroundings, self._kernel, self._broker = surroundings, surroundings.kernel, surroundings.broker
         self.up = False
         self.life = 0
         self._chance = surroundings.kernel.chance(name)
@@ -150,7 +150,7 @@ class SimulatedProcess:
         raise NotImplementedError
 
     def _outbox(self) -> SimulatedOutbox:
-        outbox = SimulatedOutbox(self.surroundings.broker, self.source)
+        outbox = SimulatedOutbox(self._broker, self.source)
         outbox.inherit(self._spool)
         self._spool = []
         return outbox

@@ -38,8 +38,9 @@ class WorkerFaults:
         }
 
     def _crash(self, machine: Machine) -> None:
+        supervisor = self._world.supervisor
         machine.crash()
-        self._world.supervisor.soon(machine)
+        supervisor.soon(machine)
 
     def _hang(self, machine: Machine) -> None:
         machine.condition.hung = True

@@ -1,4 +1,4 @@
-"""The whole simulated world, its operators (drain, resume, scale), and the supervisor that restarts and scales workers."""
+"""The whole simulated world, its operators, and the supervisor that restarts and scales workers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -140,7 +140,8 @@ class SimulatedSupervisor:
     """Starts processes that have ended, and kills those that the fleet considers DEAD but that still run."""
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self._world, self._chance = world, world.kernel.chance("supervisor")
+        self._world, self._kernel = world, world.kernel
+        self._chance = world.kernel.chance("supervisor")
         self._outbox = SimulatedOutbox(world.broker, "supervisor.1")
         world.kernel.after(PATROL, self._patrol)
 
@@ -153,8 +154,8 @@ class SimulatedSupervisor:
                 worker=machine.name, instance=machine.instance, mode="immediate", exit=-9
             )
             late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may start before the report
-            self._world.kernel.after(late, self._outbox.observe, left)
-        self._world.kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
+            self._kernel.after(late, self._outbox.observe, left)
+        self._kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
 
     def _patrol(self) -> None:
         world = self._world
@@ -225,4 +226,5 @@ class SimulatedScaling:
         """Kill a worker that has not left within the grace period."""
         if machine.up:
             machine.crash()
-            self._world.supervisor.soon(machine)
+            supervisor = self._world.supervisor
+            supervisor.soon(machine)

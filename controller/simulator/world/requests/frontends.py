@@ -474,7 +474,7 @@ class SimulatedFrontend(SimulatedProcess):
         self.refused: set[tuple[str, int, str]] = set()
         own = underway is not RequestsUnderWay  # requests in full draw from a random stream of their own
         self._request_chance = surroundings.kernel.chance(f"{name} requests") if own else self._chance
-        self._make_underway = underway
+        self._make_underway, self._demand = underway, surroundings.demand
 
     def _begin(self) -> None:
         """Start from the state store's rows if there are any, else from the journal's beginning."""
@@ -488,7 +488,7 @@ class SimulatedFrontend(SimulatedProcess):
         self.underway = self._make_underway(self, self._request_chance)
         stored = surroundings.stored() if self._chance.random() < 0.7 else None
         order = surroundings.seams.frontend_order
-        self.replica = Replica(self.source, surroundings.broker, self._absorbed, stored, order)
+        self.replica = Replica(self.source, self._broker, self._absorbed, stored, order)
         self.replica.follower.lag = self.lag
         self._later(self._chance.randrange(TICK), self._tick)
         self._later(self._gap(), self._arrive)
@@ -506,7 +506,7 @@ class SimulatedFrontend(SimulatedProcess):
 
     def linked(self, machine: Machine) -> bool:
         """Return whether this frontend recently reported a live connection to a worker."""
-        return self.up and self.surroundings.broker.up and machine.reachable(self.name)
+        return self.up and self._broker.up and machine.reachable(self.name)
 
     def broken(self, machine: Machine) -> None:
         """Handle a broken connection: every stream on it fails at once."""
@@ -521,9 +521,7 @@ class SimulatedFrontend(SimulatedProcess):
     # --- arrivals ---------------------------------------------------------------------------------------------
 
     def _gap(self) -> int:
-        return (
-            int(self._chance.expovariate(self.surroundings.demand.per_second(self._kernel.now)) * SECOND) + MS
-        )
+        return int(self._chance.expovariate(self._demand.per_second(self._kernel.now)) * SECOND) + MS
 
     def _arrive(self) -> None:
         self._later(self._gap(), self._arrive)
@@ -546,7 +544,8 @@ class SimulatedFrontend(SimulatedProcess):
         )
 
     def _sheds(self, model: str, tier: str) -> str:
-        level = self.replica.fleet.models.get(model)
+        fleet = self.replica.fleet
+        level = fleet.models.get(model)
         if level is None:
             return ""
         if not level.knobs.accept_new:
@@ -573,7 +572,7 @@ class SimulatedFrontend(SimulatedProcess):
     def _report_traffic(self, minute: int) -> None:
         """Report the traffic of the minute that has ended."""
         self._later(MINUTE, self._report_traffic, minute + 1)
-        for fact in self.surroundings.demand.traffic_reports(self.name, minute):
+        for fact in self._demand.traffic_reports(self.name, minute):
             self.outbox.observe(fact)
 
     def _now(self) -> float:
