@@ -138,7 +138,7 @@ def fleet_rps(
     return _LAST[model][1]
 
 
-_LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: the inputs and their result
+_LAST: dict[str, tuple[tuple[object, ...], tuple[float, ...]]] = {}  # by model: the inputs and their result
 
 
 @lru_cache(maxsize=4096)

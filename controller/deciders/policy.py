@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.budget import BudgetPolicy
@@ -22,6 +22,7 @@ from controller.deciders.validation import STRICT
 from controller.deciders.worker_removal import ForgettingPolicy
 
 T = TypeVar("T")
+Written: TypeAlias = dict[str, Any]  # plain JSON values
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class FleetPolicy:
     __pydantic_config__ = STRICT
 
     @cached_property
-    def adopted(self) -> Mapping[str, Any]:
+    def adopted(self) -> Written:
         """This policy in the form of `PolicyAdopted`. Cached, because it is compared at every settle."""
-        written: dict[str, dict[str, Any]] = dump(self)
+        written: dict[str, Written] = dump(self)
         parts = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
         return {name: part for name, part in parts.items() if part}
 
@@ -68,7 +69,7 @@ OLDEST = 5
 """The oldest version of the deciders that this release can apply. In a fleet of an older version the leader adopts this
 one, with the event kinds that the fleet knows."""
 
-BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+BEFORE: Mapping[int, Mapping[str, Written]] = {
     5: {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}},
     6: {
         "breaker": {"silence_ends_wait": False, "soft_timeouts": False},
@@ -87,27 +88,27 @@ the policy of its time.
 """
 
 
-def _merged(versions: Iterable[int]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _merged(versions: Iterable[int]) -> dict[str, Written]:
+    found: dict[str, Written] = {}
     for version in sorted(versions, reverse=True):  # the earliest version overrides the later ones
         for name, values in BEFORE[version].items():
             found.setdefault(name, {}).update(values)
     return found
 
 
-def _since(version: int) -> dict[str, dict[str, Any]]:
+def _since(version: int) -> dict[str, Written]:
     return _merged(since for since in BEFORE if since > version)
 
 
-ABSENT: Mapping[str, Mapping[str, Any]] = _merged(BEFORE)
+ABSENT: Mapping[str, Written] = _merged(BEFORE)
 """The values of fields that a policy lacks: the behaviour from before. They are not written, so an old policy stays equal."""
 
 
-def _without(part: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def _without(part: Written, before: Written) -> Written:
     return {name: value for name, value in part.items() if name not in before or value != before[name]}
 
 
-def dump(value: Any) -> Any:
+def dump(value: object) -> Any:
     """Return a policy as plain JSON values; durations become seconds."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: dump(getattr(value, f.name)) for f in fields(value)}
@@ -130,13 +131,13 @@ def load(written: Mapping[str, Any]) -> FleetPolicy:
     return _load(FleetPolicy, {**written, **absent})
 
 
-def _load(kind: type[T], written: Mapping[str, Any]) -> T:
+def _load(kind: type[T], written: Mapping[str, object]) -> T:
     hints = get_type_hints(kind)
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: _value(hints[name], value) for name, value in written.items() if name in known})
 
 
-def _value(hint: Any, value: Any) -> Any:
+def _value(hint: object, value: Any) -> Any:
     if isinstance(hint, UnionType):
         options = [option for option in get_args(hint) if option is not NoneType]
         return None if value is None else _value(options[0], value)
@@ -147,6 +148,6 @@ def _value(hint: Any, value: Any) -> Any:
     if get_origin(hint) is tuple:
         return tuple(value)
     if isinstance(value, Mapping):
-        of = get_args(hint)[1] if get_args(hint) else Any
+        of = get_args(hint)[1] if get_args(hint) else object
         return {key: _value(of, item) for key, item in value.items()}
     return float(value) if hint is float else value

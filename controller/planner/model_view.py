@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import ceil, inf
-from typing import Any
+from typing import Any, TypeAlias
 
 from controller.deciders.capacity import Slo, attainable, fleet_capacity
 from controller.planner.history import ModelHistory
@@ -121,6 +121,7 @@ def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: Planner
     return proposed.fact.after if history.carried_out(proposed) else capacity.provisioned
 
 
+WorkerRow: TypeAlias = Mapping[str, Any]  # of the state store, by column
 LEFT = "left: graceful"  # `reason` of a worker that will not return by itself
 
 
@@ -132,7 +133,7 @@ class WorkersSeen:
         self._out_since: dict[str, float] = {}
         self._joined: dict[str, tuple[str, WorkerJoined]] = {}  # by worker: the text, and the parsed fact
 
-    def by_model(self, rows: Sequence[Mapping[str, Any]], now: float) -> dict[str, list[PlannedWorker]]:
+    def by_model(self, rows: Sequence[WorkerRow], now: float) -> dict[str, list[PlannedWorker]]:
         """Return the workers of each model. `now`: seconds of a monotonic clock."""
         found: dict[str, list[PlannedWorker]] = defaultdict(list)
         names = {row["worker"] for row in rows}
@@ -144,7 +145,7 @@ class WorkersSeen:
             found[worker.model].append(worker)
         return dict(found)
 
-    def _worker(self, row: Mapping[str, Any], now: float) -> PlannedWorker:
+    def _worker(self, row: WorkerRow, now: float) -> PlannedWorker:
         name, joined = row["worker"], self._read(row["worker"], row["joined"])
         leaving = bool(row["drain"]) or row["health"] == "DRAINING" or LEFT in row["reason"]
         if row["weight"] > 0:

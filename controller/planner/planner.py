@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
@@ -21,6 +20,7 @@ from controller.planner.model_view import (
     ModelCapacity,
     PlannedWorker,
     Promised,
+    WorkerRow,
     WorkersSeen,
     capacity_of,
     view_of,
@@ -135,7 +135,7 @@ class Planner:
     # --- deciding ---------------------------------------------------------------------------------------------------
 
     def look(
-        self, rows: Sequence[Mapping[str, Any]], position: int, now: datetime, monotonic: float
+        self, rows: Sequence[WorkerRow], position: int, now: datetime, monotonic: float
     ) -> PlannerOutlook:
         """Return the data from the workers' rows as of `position`. `monotonic`: seconds of a monotonic clock."""
         age_s = self.age.of(position, monotonic)

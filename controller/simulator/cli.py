@@ -1,14 +1,12 @@
 """The `holdfast simulate` command: runs seeded fault histories in virtual time and reports on them."""
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from controller.simulator.rates import PRESETS, Forecast
+from controller.simulator.rates import PRESETS
 
 # The minimum and maximum of each flag, and a remark on the maximum.
 RANGES: dict[str, tuple[float, float, str]] = {
@@ -70,6 +68,7 @@ def run_cli(args: argparse.Namespace) -> int:
         return EXIT_OK
     if args.runs > 1:
         return _sweep(args)
+    from controller.simulator import report
     from controller.simulator.simulation import Simulation
     from controller.simulator.world.scenario import draw
 
@@ -82,11 +81,12 @@ def run_cli(args: argparse.Namespace) -> int:
         except OSError as error:
             print(f"holdfast simulate: cannot write {args.dump}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILED
-    _report(args, result)
+    print(report.output(args, result))
     return EXIT_OK if result.violation is None else EXIT_FOUND
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    from controller.simulator import report
     from controller.simulator.simulation import SweepRun, sweep
 
     seeds = range(args.seed, args.seed + args.runs)
@@ -94,7 +94,7 @@ def _sweep(args: argparse.Namespace) -> int:
     runs = [replace(one, seed=seed) for seed in seeds]
     status = EXIT_OK
     for result in sweep(runs, args.processes):
-        _report(args, result)
+        print(report.output(args, result))
         if result.violation is not None:
             status = EXIT_FOUND
     return status
@@ -125,19 +125,3 @@ def _usage_error(args: argparse.Namespace) -> str:
     if args.spares and args.scenario is None:
         return "--spares applies to --scenario only: a seed draws its own number of spares"
     return f"--tp {args.tp}: a worker needs at least one GPU" if args.tp < 1 else ""
-
-
-def _report(args: argparse.Namespace, result: Any) -> None:
-    from controller.simulator import report
-
-    seed, live = result.scenario.seed, args.live_requests
-    again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
-    forecast = None
-    if args.rates is not None:
-        forecast = Forecast(rates=PRESETS[args.rates], gpus=args.workers * args.tp, tp=args.tp)
-    if args.output == "json":
-        print(json.dumps(report.as_plain(result, again, forecast)))
-    elif args.runs > 1 and result.violation is None:
-        print(report.line(result))
-    else:
-        print(report.text(result, again, forecast))

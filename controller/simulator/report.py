@@ -1,9 +1,11 @@
 """Formats the result of a simulation run as text and as JSON."""
 
+import argparse
+import json
 from dataclasses import asdict
-from typing import Any
 
-from controller.simulator.rates import Forecast
+from controller.simulator.cli import command
+from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import ALL_INVARIANTS, Result
 from controller.simulator.world.scenario import Scenario
 
@@ -16,6 +18,20 @@ SCENARIO = (
     "frontends",
     "spares",
 )  # as in the scenario
+
+
+def output(args: argparse.Namespace, result: Result) -> str:
+    """Return a run as `args` asks for: JSON, one line of several runs, or text."""
+    seed, live = result.scenario.seed, args.live_requests
+    again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
+    forecast = None
+    if args.rates is not None:
+        forecast = Forecast(rates=PRESETS[args.rates], gpus=args.workers * args.tp, tp=args.tp)
+    if args.output == "json":
+        return json.dumps(as_plain(result, again, forecast))
+    if args.runs > 1 and result.violation is None:
+        return line(result)
+    return text(result, again, forecast)
 
 
 def line(result: Result) -> str:
@@ -41,7 +57,7 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
     return "\n\n".join(parts)
 
 
-def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, Any]:
+def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, object]:
     """Return a run as plain JSON values."""
     scenario, violation = result.scenario, result.violation
     planning, crowd = scenario.planning, scenario.crowd
@@ -133,7 +149,7 @@ def _expected(expected: Forecast) -> str:
     )
 
 
-def _expected_plain(expected: Forecast) -> dict[str, Any]:
+def _expected_plain(expected: Forecast) -> dict[str, object]:
     rates = expected.rates
     return {
         "preset": rates.name,

@@ -1,7 +1,7 @@
 """One planner and two, in virtual time: what they read, what they publish, and what they leave alone."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fleet_history import PROFILE, History
 from prometheus_client import CollectorRegistry, generate_latest
+from waits import turns, until
 
 from controller.adapters.memory_store import MemoryStore
 from controller.deciders.capacity import Slo, fleet_capacity
@@ -31,7 +32,6 @@ from events.observations import (
 )
 from events.order import Order
 
-Eventually = Callable[..., Awaitable[None]]
 QUIET, BUSY = 60, 1800  # requests per minute: one worker is nearly idle; three are overloaded
 
 
@@ -63,7 +63,7 @@ class PlannedFleet:
         return self.history.now.timestamp()
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(0)
+        await turns(1)
 
     def planner(self, name: str = "p1", hook: PlayedHook | None = None, **settings: Any) -> Planning:
         """Return a planner of this fleet."""
@@ -398,7 +398,7 @@ async def test_a_recreated_store_is_read_from_its_beginning() -> None:
     assert planner.report()["models"][0]["minutes_known"] == 2
 
 
-async def test_an_unreachable_store_is_awaited_and_reported(eventually: Eventually) -> None:
+async def test_an_unreachable_store_is_awaited_and_reported() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.project()
@@ -406,9 +406,8 @@ async def test_an_unreachable_store_is_awaited_and_reported(eventually: Eventual
     with pytest.raises(StoreUnavailable):
         await planner.look()
     running = asyncio.create_task(planner.run())
-    await asyncio.sleep(0.01)
-    assert planner.why_not
+    await until(lambda: bool(planner.why_not))
     fleet.store.tables.reachable = True
-    await eventually(lambda: not planner.why_not)
+    await until(lambda: not planner.why_not)
     running.cancel()
     await asyncio.wait({running})

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from types import UnionType
-from typing import Any, Literal
+from typing import Literal
 
 from controller.deciders.fleet import Fleet
+from controller.frontend.request import events as on
+from controller.frontend.request.effects import Effects
 from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, MachineStep, RequestLedger
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
@@ -94,10 +96,10 @@ class Invariant:
     check: Check
 
 
-def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
+def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
     """Turn a check into an invariant. Its name is the function's name, its sentence the first paragraph of the docstring.
 
-    `on` is when the check runs:
+    `hook` is when the check runs:
 
     - "before": before a decision is written into the ledger
     - "recorded": after an event is recorded
@@ -118,7 +120,7 @@ def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check]
 
     def of(check: Check) -> Invariant:
         first, _, _ = cleandoc(check.__doc__ or "").partition("\n\n")
-        return Invariant(check.__name__, on, about, first.replace("\n", " "), check)
+        return Invariant(check.__name__, hook, about, first.replace("\n", " "), check)
 
     return of
 
@@ -214,7 +216,7 @@ class InvariantWatch:
         if run:
             self.notify("appended", run)
 
-    def stepped(self, request: SimulatedRequest, event: Any, effects: Any) -> None:
+    def stepped(self, request: SimulatedRequest, event: on.Event, effects: Effects) -> None:
         """Handle an event that the request machine has applied; its effects are applied next."""
         ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
         step = MachineStep(ledger, request, event, effects)
@@ -244,10 +246,10 @@ class InvariantWatch:
 
     # --- internal -------------------------------------------------------------------------------------------------
 
-    def notify(self, on: On, *args: Any) -> None:
+    def notify(self, hook: On, *args: object) -> None:
         """Check the invariants of a hook with its arguments; the last one is the fact, if there is one."""
-        self._reached[on] += 1
-        for found in self._by_hook[on]:
+        self._reached[hook] += 1
+        for found in self._by_hook[hook]:
             if found.about is not None and not isinstance(args[-1], found.about):
                 continue
             if detail := found.check(self, *args):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from heapq import heappop, heappush
 from random import Random
-from typing import Any
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 MS = 1_000
@@ -27,7 +26,7 @@ class Kernel:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.now = 0
-        self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
+        self._heap: list[tuple[int, int, Act, tuple[object, ...]]] = []
         self._tie = 0
         self._instant = EPOCH
         self._instant_of = 0
@@ -41,7 +40,7 @@ class Kernel:
         """Return the stream of random numbers that belongs to `name`."""
         return Random(f"{self.seed}/{name}")
 
-    def after(self, delay: int, act: Act, *args: Any) -> None:
+    def after(self, delay: int, act: Act, *args: object) -> None:
         """Schedule `act(*args)` for `delay` microseconds from now."""
         self._tie = tie = self._tie + 1
         heappush(self._heap, (self.now + delay, tie, act, args))

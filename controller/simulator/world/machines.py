@@ -145,7 +145,7 @@ class Machine:
         for fault_class, weight in self.condition.limits.items():
             self._report_limit(fault_class, weight)
 
-    def observe(self, kind: type[observations.WorkerObservation], **fields: Any) -> None:
+    def observe(self, kind: type[observations.WorkerObservation], **fields: object) -> None:
         """Report an observation about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
