@@ -9,15 +9,8 @@ from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import ALL_INVARIANTS, Result
 from controller.simulator.world.scenario import Scenario
 
-SCENARIO = (
-    "seed",
-    "workers",
-    "minutes",
-    "models",
-    "controllers",
-    "frontends",
-    "spares",
-)  # as in the scenario
+# Fields of the scenario that the JSON output has under the same name.
+SCENARIO = ("seed", "workers", "minutes", "models", "controllers", "frontends", "spares")
 
 
 def output(args: argparse.Namespace, result: Result) -> str:

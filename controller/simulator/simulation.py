@@ -25,7 +25,7 @@ from controller.simulator.world.broker import Broker, Network, SimulatedOutbox
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.faults import FaultInjector
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.machines import Hardware, Machine
+from controller.simulator.world.machines import Machine
 from controller.simulator.world.planner import SimulatedPlanner, SimulatedProjector
 from controller.simulator.world.requests.frontends import RequestsUnderWay, SimulatedFrontend
 from controller.simulator.world.requests.live_requests import LiveRequests
@@ -180,9 +180,8 @@ class Simulation(SimulatedWorld):
         scenario, crowd = self.scenario, self.scenario.crowd
         spare = scenario.workers - scenario.spares <= index < scenario.workers
         waiting = crowd.waiting if crowd is not None else None
-        hardware = Hardware(profile=profile_of(crowd), spare=spare, waiting=waiting)
-        model = scenario.models[index % len(scenario.models)]
-        return Machine(name, model, self.kernel, self.broker, self._broken, hardware=hardware)
+        model, host = scenario.models[index % len(scenario.models)], (self.kernel, self.broker, self._broken)
+        return Machine(name, model, *host, profile=profile_of(crowd), spare=spare, waiting=waiting)
 
     def begin(self) -> None:
         """Schedule the start of every process and of the faults."""

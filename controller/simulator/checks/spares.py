@@ -67,7 +67,7 @@ def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | Non
     machines = watch.world.machines
     for model in watch.world.scenario.models:
         places = sum(not one.spare.kept for one in known.values() if one.joined.model == model)
-        expected = sum(not one.hardware.spare for one in machines.values() if one.model == model)
+        expected = sum(not one.spare for one in machines.values() if one.model == model)
         if places > expected:
             return f"{places} workers of {model} hold a place, but there are only {expected} places"
     return None

@@ -24,7 +24,7 @@ from controller.router.endpoints import ConnectedWorkers, Lineage
 from controller.simulator.simulation import Simulation, numbered, quiet
 from controller.simulator.world.broker import SimulatedOutbox
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
-from controller.simulator.world.machines import Hardware, Machine
+from controller.simulator.world.machines import Machine
 from controller.simulator.world.scenario import Scenario, capacity_of, promising
 from controller.simulator.world.surroundings import Replica
 from events import observations
@@ -169,9 +169,16 @@ class GroupFailure(Simulation):
     def _machine(self, name: str, index: int) -> Machine:
         first = index * TP
         gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
-        hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS, context_tokens=CONTEXT)
+        host = (self.kernel, self.broker, self._broken)
+        spare = index >= GROUPS
         return Machine(
-            name, self.scenario.models[0], self.kernel, self.broker, self._broken, hardware=hardware
+            name,
+            self.scenario.models[0],
+            *host,
+            profile=SEVENTY_B,
+            gpus=gpus,
+            spare=spare,
+            context_tokens=CONTEXT,
         )
 
     def _broken(self, machine: Machine) -> None:

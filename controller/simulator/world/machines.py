@@ -46,17 +46,6 @@ class Condition:
     limits: dict[str, float] = field(default_factory=dict)  # by device fault class: the weight that it allows
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What a worker runs on, and whether it starts as a spare."""
-
-    profile: observations.Profile = PROFILE
-    gpus: tuple[str, ...] = ()  # ranks, if the worker is a tensor-parallel group
-    spare: bool = False  # starts as a spare
-    waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
-    context_tokens: int = 4096  # maximum tokens of prompt and answer together
-
-
 @dataclass(slots=True)
 class SimulatedWeights:
     """The weights of a worker, identified by a number: equal weights give equal answers."""
@@ -91,7 +80,11 @@ class Machine:
     next_version: int = 1  # engine version of the next process
     spool: list[BrokerMessage] = field(default_factory=list)
     joined: observations.WorkerJoined = field(init=False)
-    hardware: Hardware = Hardware()
+    profile: observations.Profile = PROFILE
+    gpus: tuple[str, ...] = ()  # ranks, if the worker is a tensor-parallel group
+    spare: bool = False  # starts as a spare
+    waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
+    context_tokens: int = 4096  # maximum tokens of prompt and answer together
     chance: Random = field(init=False)
     created: int = field(init=False)  # when the slot was added
     retired: bool = False  # no process is started in this slot any more
@@ -112,6 +105,14 @@ class Machine:
         """Whether the worker's heartbeats reach the broker."""
         condition = self.condition
         return self.up and self.broker.up and not condition.hung and not condition.cut
+
+    def later(self, delay: int, act: Callable[..., None], *args: object) -> None:
+        """Schedule `act(*args)` for the current process only, not for its successors."""
+        self.kernel.after(delay, self._if_same, self.life, act, *args)
+
+    def _if_same(self, life: int, act: Callable[..., None], *args: object) -> None:
+        if self.life == life:
+            act(*args)
 
     def runs(self, instance: str) -> bool:
         """Return whether this is the current process, and it is up."""
@@ -164,10 +165,9 @@ class Machine:
 
     def accept(self, request: object) -> bool:
         """Accept a request, or reject it because the worker is full. Return whether it was accepted."""
-        hardware = self.hardware
-        if hardware.waiting is None:
+        if self.waiting is None:
             return True
-        if len(self.held) >= hardware.profile.max_batch + hardware.waiting:
+        if len(self.held) >= self.profile.max_batch + self.waiting:
             return False
         self.held.add(request)
         return True
@@ -178,7 +178,7 @@ class Machine:
             return
         self.observe(observations.ShutdownBegan, mode="graceful", grace_s=20.0)
         self.draining = True
-        self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, self.life)
+        self.later(self.chance.randrange(1, 15) * SECOND, self._leave)
 
     def shut_down(self) -> None:
         """Shut down at once on its own initiative, and report it."""
@@ -207,7 +207,7 @@ class Machine:
         """Stop accepting new requests, as commanded."""
         if self.up and not self.condition.hung and not self.draining:
             self.draining, self.drained = True, False
-            self.kernel.after(self.chance.randrange(1, 20) * SECOND, self._empty, self.life)
+            self.later(self.chance.randrange(1, 20) * SECOND, self._empty)
 
     def resume(self) -> None:
         """Accept requests again, as commanded."""
@@ -240,19 +240,17 @@ class Machine:
         first = 100_000_000 * weights + 100_000 * self.version + 1000 * (canary + 1)
         return tuple(first + i for i in range(ANSWER_TOKENS))
 
-    def _empty(self, life: int) -> None:
-        if self.life == life and self.up and self.draining and not (self.drained or self.condition.hung):
+    def _empty(self) -> None:
+        if self.up and self.draining and not (self.drained or self.condition.hung):
             self.drained = True
             self.observe(observations.DrainFinished, completed=0, migrated=0)
 
-    def _leave(self, life: int) -> None:
-        if self.life != life or not self.up:
-            return
-        if self.condition.hung:  # the shutdown continues once the process responds
-            self.kernel.after(5 * SECOND, self._leave, life)
-            return
-        self._empty(life)
-        self._left("graceful", 0)
+    def _leave(self) -> None:
+        if self.up and self.condition.hung:  # the shutdown continues once the process responds
+            self.later(5 * SECOND, self._leave)
+        elif self.up:
+            self._empty()
+            self._left("graceful", 0)
 
     def _left(self, mode: str, exit: int) -> None:
         self.observe(observations.WorkerLeft, mode=mode, exit=exit)
@@ -267,7 +265,7 @@ class Machine:
 
 
 def _joined(machine: Machine) -> observations.WorkerJoined:
-    hardware, weights = machine.hardware, machine.weights
+    weights = machine.weights
     lineage = f"weights={weights.loaded}" if weights.reported else ""
     engine: dict[str, Any] = {
         **ENGINE,
@@ -280,12 +278,12 @@ def _joined(machine: Machine) -> observations.WorkerJoined:
         worker=machine.name,
         instance=machine.instance,
         url=f"tcp://{machine.name}:1",
-        tp=len(hardware.gpus) or 1,
-        profile=hardware.profile,
+        tp=len(machine.gpus) or 1,
+        profile=machine.profile,
         canary_key=observations.canary_key(**engine, tp=1),
         pid=machine.life,
-        topology=observations.Topology(host=machine.name, gpus=hardware.gpus),
-        spare=hardware.spare,
-        waiting_max=hardware.waiting,
-        context_tokens=hardware.context_tokens,
+        topology=observations.Topology(host=machine.name, gpus=machine.gpus),
+        spare=machine.spare,
+        waiting_max=machine.waiting,
+        context_tokens=machine.context_tokens,
     )

@@ -45,7 +45,7 @@ class WorkerFaults:
     def _hang(self, machine: Machine) -> None:
         machine.condition.hung = True
         self._kernel.after(500 * MS, self._world.stalled, machine)
-        self._later(seconds_drawn(self._chance, 2, 90), self._unhang, machine)
+        machine.later(seconds_drawn(self._chance, 2, 90), self._unhang, machine)
 
     def _unhang(self, machine: Machine) -> None:
         machine.condition.hung = False
@@ -55,7 +55,7 @@ class WorkerFaults:
         machine.condition.erring = True
         if machine.up and self._chance.random() < 0.3:
             machine.observe(EngineFaulted, reason="CUDA error", fatal=coin(self._chance))
-        self._later(seconds_drawn(self._chance, 10, 200), self._over, machine, "erring")
+        machine.later(seconds_drawn(self._chance, 10, 200), self._over, machine, "erring")
 
     def _corrupt(self, machine: Machine) -> None:
         visible = frozenset(i for i in range(CANARIES) if self._chance.random() < 0.5)
@@ -141,11 +141,3 @@ class WorkerFaults:
     def _over(self, machine: Machine, what: str) -> None:
         """End one condition of a worker."""
         setattr(machine.condition, what, getattr(WELL, what))
-
-    def _later(self, delay: int, act: Callable[..., None], machine: Machine, *args: str) -> None:
-        """Schedule an action for the worker's current process only, not for its successors."""
-        self._kernel.after(delay, self._if_same, machine.life, act, machine, *args)
-
-    def _if_same(self, life: int, act: Callable[..., None], machine: Machine, *args: str) -> None:
-        if machine.life == life:
-            act(machine, *args)

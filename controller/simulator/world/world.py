@@ -212,7 +212,7 @@ class SimulatedScaling:
             machine
             for machine in self._world.machines.values()
             if machine.model == model and not machine.retired and machine.name not in kept
-            and (machine.name in workers or not machine.hardware.spare)
+            and (machine.name in workers or not machine.spare)
         ]  # fmt: skip
         for _ in range(after - len(current)):
             machine = self._world.add_machine(model)

@@ -125,7 +125,8 @@ class RequestsUnderWay:
             return False
         self._look(machine.model)
         load = self._rules.load
-        return self._allowed(endpoint) and len(machine.held) < load.cap(endpoint)
+        allowed = self._ignoring or self._breakers.allowed(endpoint)
+        return allowed and len(machine.held) < load.cap(endpoint)
 
     # --- the machine --------------------------------------------------------------------------------------------
 
@@ -228,11 +229,8 @@ class RequestsUnderWay:
 
     def _dispatch(self, request: SimulatedRequest) -> bool:
         """Send a queued request, or end it if there is no worker. Return False if all workers are busy."""
-        phase = request.state.phase
-        self.feed(
-            request,
-            on.Launched() if phase == "new" else on.Woken() if phase == "parked" else on.Resumed(),
-        )
+        begin: dict[str, on.Event] = {"new": on.Launched(), "parked": on.Woken()}
+        self.feed(request, begin.get(request.state.phase, on.Resumed()))
         return request.state.phase not in ("queued", "parked")
 
     def _expire(self, request: SimulatedRequest, latest: int) -> None:
@@ -306,18 +304,12 @@ class RequestsUnderWay:
     def _look(self, model: str) -> Sequence[Endpoint]:
         """Return a model's endpoints, and update the filter's rules."""
         endpoints, rules, surroundings = self._table.models.get(model, ()), self._rules, self._surroundings
-        self._ignoring = self._panics(endpoints)
+        # The own breakers are ignored if less than half of the weight is routable. Fleet verdicts always apply.
+        opened = self._breakers.open
+        self._ignoring = bool(opened) and routable_share(endpoints, opened, self.links) < PANIC_BELOW
         rules.barred = () if self._ignoring else self._breakers.barred()
         rules.frontends = len(surroundings.linking())
         return endpoints
-
-    def _allowed(self, endpoint: Endpoint) -> bool:
-        return self._ignoring or self._breakers.allowed(endpoint)
-
-    def _panics(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether the own breakers are ignored: less than half of the weight is routable. Fleet verdicts always apply."""
-        opened = self._breakers.open
-        return bool(opened) and routable_share(endpoints, opened, self.links) < PANIC_BELOW
 
     def machine(self, request: SimulatedRequest) -> Machine:
         """Return the machine of a request's worker."""
@@ -483,7 +475,11 @@ class SimulatedFrontend(SimulatedProcess):
         self._arrived = 0
         self.table = surroundings.seams.table()
         self.breakers = LocalBreakers(
-            self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
+            self.name,
+            LocalBreakerSettings(),
+            FactSettings(window_s=WINDOW_S),
+            self.outbox.observe,
+            lambda: kernel.now / SECOND,
         )
         self.underway = self._make_underway(self, self._request_chance)
         stored = surroundings.stored() if self._chance.random() < 0.7 else None
@@ -574,6 +570,3 @@ class SimulatedFrontend(SimulatedProcess):
         self._later(MINUTE, self._report_traffic, minute + 1)
         for fact in self._demand.traffic_reports(self.name, minute):
             self.outbox.observe(fact)
-
-    def _now(self) -> float:
-        return self._kernel.now / SECOND

@@ -234,7 +234,7 @@ class LiveRequests(RequestsUnderWay):
         self._emit_later(request, request.stream)
 
     def _emit_later(self, request: LiveSimulatedRequest, stream: SimulatedStream) -> None:
-        longer = LONGER if stream.machine.hardware.waiting is not None else 1.0
+        longer = LONGER if stream.machine.waiting is not None else 1.0
         duration = (0.1 + 1.5 * self._chance.random()) * stream.machine.condition.slow * longer
         self._kernel.after(int(duration * SECOND), self._emit, request, stream)
 
