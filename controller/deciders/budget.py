@@ -84,6 +84,9 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
         weight = limit if name == last else policy.kept_weight if name in keep else None
         if (weight, name == last) == (standing.budget.kept, standing.budget.last):
             continue
+        # A model's last worker is kept because of its health. `standing.cause` can be another worker's fact, one that raised
+        # or ended a dispute about a golden.
+        by_health = standing.moved_by and (name == last or standing.budget.last)
         reason = "ejection_budget" if name in keep else "within_budget"
         yield WeightCapped(
             worker=name,
@@ -91,17 +94,8 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
             weight=weight,
             reason=LAST_SERVING if name == last else reason,
             decided_at=now,
-            cause=_cause(standing, last=name == last or standing.budget.last),
+            cause=f"decision:{standing.moved_by}" if by_health else standing.cause,
         )
-
-
-def _cause(standing: BudgetRank, *, last: bool) -> str:
-    """Return the cause of a decision about this worker.
-
-    For a model's last worker it is the last decision about its health. `standing.cause` can be another worker's fact, one that
-    raised or ended a dispute about a golden.
-    """
-    return f"decision:{standing.moved_by}" if last and standing.moved_by else standing.cause
 
 
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
@@ -112,10 +106,9 @@ def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
     """
     if not policy.keep_last or any(s.serves for s in standings):
         return ""
-    suspects = [s for s in standings if s.suspect]
-    chosen = min(
-        suspects,
-        key=lambda s: (s.limit <= 0, not s.budget.last, s.badness, -s.moved_by, s.budget.worker),
-        default=None,
-    )
-    return chosen.budget.worker if chosen is not None else ""
+    suspects = [
+        (s.limit <= 0, not s.budget.last, s.badness, -s.moved_by, s.budget.worker)
+        for s in standings
+        if s.suspect
+    ]
+    return min(suspects)[-1] if suspects else ""

@@ -218,14 +218,10 @@ def _target(
 
 
 def _change(
-    policy: DegradationPolicy,
-    state: Degradation,
-    level: int,
-    now: datetime,
-    ratio: float = 0.0,
-    capacity_rps: float = 0.0,
-    predicted_rps: float = 0.0,
+    policy: DegradationPolicy, state: Degradation, level: int, now: datetime, *rates: float
 ) -> DegradationChanged:
+    """Return the change to `level`. `rates`: ratio, capacity and predicted capacity; all 0 without an SLO."""
+    ratio, capacity_rps, predicted_rps = rates or (0.0, 0.0, 0.0)
     return DegradationChanged(
         model=state.model,
         before=state.level,

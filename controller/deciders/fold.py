@@ -5,7 +5,8 @@ scratch, except for convictions of hardware or weights (`health.rejoin`) and the
 reached the stream after its deadline is ignored too, because the operator got an error for it.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import compress
@@ -17,7 +18,6 @@ from controller.deciders import (
     golden,
     health,
     incident,
-    spares,
     thresholds,
     worker_removal,
 )
@@ -25,7 +25,7 @@ from controller.deciders import worker as one
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
-from controller.deciders.spares import NO_SPARE
+from controller.deciders.spares import NO_SPARE, Spare
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.votes import Voter
 from controller.deciders.worker import Worker
@@ -87,11 +87,8 @@ class Fleet:
     @property
     def waiting(self) -> tuple[AwaitedWorker, ...]:
         """The awaited workers without a live instance, sorted by name."""
-        return tuple(
-            self.awaited[name]
-            for name in sorted(self.awaited)
-            if name not in self.workers or not self.workers[name].alive
-        )
+        live = {name for name, worker in self.workers.items() if worker.alive}
+        return tuple(self.awaited[name] for name in sorted(self.awaited.keys() - live))
 
     def remembered(self, name: str) -> Worker | None:
         """Return a worker of the fleet, or a forgotten one."""
@@ -332,10 +329,10 @@ def _placed(fleet: Fleet, worker: Worker, fact: decided.SpareActivated | decided
     """Let a spare replace another worker, or keep it back again."""
     name = fact.replaces if isinstance(fact, decided.SpareActivated) else fact.returned
     other = fleet.remembered(name)
+    role, others = Spare(kept=True), NO_SPARE
     if isinstance(fact, decided.SpareActivated):
-        role, others = spares.activated(fact.worker, other.spare if other is not None else NO_SPARE, name)
-    else:
-        role, others = spares.released()
+        place = (other.spare.place if other is not None else "") or name
+        role, others = Spare(place="" if place == fact.worker else place), Spare(kept=True)
     fleet = _with_worker(fleet, replace(worker, spare=role))
     if name in fleet.workers:
         return _with_worker(fleet, replace(fleet.workers[name], spare=others))
@@ -374,20 +371,25 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet
-    doubtful = [state for state in goldens if not golden.is_undisputed(state)]
-    lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive} if doubtful else {}
-    disputed: dict[str, list[str]] = {}
-    for state in doubtful:
-        for name in golden.at_odds(state, lives):
-            disputed.setdefault(name, []).append(state.canary)
-    concerned = lives or [name for name, w in fleet.workers.items() if w.health.disputed and w.alive]
-    for name in concerned:
+    disputed = _disputed(fleet, [state for state in goldens if not golden.is_undisputed(state)])
+    marked = [name for name, worker in fleet.workers.items() if worker.health.disputed and worker.alive]
+    for name in dict.fromkeys((*disputed, *marked)):
         worker = fleet.workers[name]
         canaries = tuple(sorted(disputed.get(name, ())))
         if worker.joined.canary_key in canary_keys and worker.health.disputed != canaries:
-            marked = health.at_odds(worker.health, canaries, cause)
-            fleet = _with_worker(fleet, replace(worker, health=marked))
+            moved = health.at_odds(worker.health, canaries, cause)
+            fleet = _with_worker(fleet, replace(worker, health=moved))
     return fleet
+
+
+def _disputed(fleet: Fleet, doubtful: Sequence[Golden]) -> Mapping[str, list[str]]:
+    """Return the canaries on which each live worker disagrees with another one."""
+    lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive} if doubtful else {}
+    disputed = defaultdict[str, list[str]](list)
+    for state in doubtful:
+        for name in golden.at_odds(state, lives):
+            disputed[name].append(state.canary)
+    return disputed
 
 
 def _incident(fleet: Fleet, fact: decided.IncidentOpened | decided.IncidentClosed) -> Fleet:

@@ -115,7 +115,10 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case seen.GoldenProposed():
             return _proposed(state, fact, cause)
         case seen.CanaryPassed() | seen.CanarySlow() if state is not None:
-            return _passed(_reconciled(state, fact), fact, cause)
+            reconciled = _reconciled(state, fact)
+            if state.configured and state.status == "agreed":
+                return _confirmed(reconciled, fact, cause)
+            return _passed(reconciled, fact, cause)
         case seen.CanaryFailed() if state is not None:
             return _contradicted(state, fact, cause)
         case seen.GoldenDisputed() if state is not None:
@@ -259,14 +262,11 @@ def _passed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str
 
     A pass does not name the answer it was compared with: a new leader may hold another proposal than the fold.
     """
-    if state.configured and state.status == "agreed":
-        return _confirmed(state, fact, cause)
-    open_to_votes = (
-        state.status == "provisional" and fact.worker != state.proposed_by and not state.disputed_by
-    )
+    undisputed = state.status == "provisional" and not state.disputed_by
+    open_to_votes = undisputed and fact.worker != state.proposed_by
     if fact.sent_under < state.moved_by or not (open_to_votes or fact.worker in state.dissent):
         return state
-    own = next((v for v in state.votes if v.worker == fact.worker and v.instance == fact.instance), None)
+    own = next((v for v in state.votes if (v.worker, v.instance) == (fact.worker, fact.instance)), None)
     if own is not None and (own.passed or (open_to_votes and own.tokens != state.tokens)):
         return state  # it has already voted, or it answered otherwise before this golden existed
     vote = Vote(fact.worker, fact.instance, state.tokens, (), cause, passed=True)

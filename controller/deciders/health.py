@@ -94,10 +94,11 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
     if state.status is DEAD:
         return state
     match fact:
-        case seen.CanaryPassed():
-            return _good(_redeemed(state, fact), fact.sent_under, False, cause)
-        case seen.CanarySlow():
-            return _good(_redeemed(state, fact), fact.sent_under, True, cause)
+        case seen.CanaryPassed() | seen.CanarySlow():
+            if state.charges.void:
+                charges = redeemed(state.charges, fact.canary, fact.sent_under)
+                state = replace(state, charges=charges)
+            return _good(state, fact.sent_under, isinstance(fact, seen.CanarySlow), cause)
         case seen.CanaryFailed(reason="latency_spike"):
             return _good(state, fact.sent_under, True, cause)
         case seen.CanaryFailed():
@@ -250,13 +251,6 @@ def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health
     if state.charges.accused and not left.accused:
         canaries = replace(canaries, failures=0, timeouts=0, wrong=False)
     return replace(state, charges=left, canaries=canaries)
-
-
-def _redeemed(state: Health, fact: seen.CanaryPassed | seen.CanarySlow) -> Health:
-    """Withdraw a conviction by an outvoted golden of this canary, if the worker now gives the right answer."""
-    if not state.charges.void:
-        return state
-    return replace(state, charges=redeemed(state.charges, fact.canary, fact.sent_under))
 
 
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:

@@ -276,6 +276,20 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
     """Return the move that is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
     if state.status is DEAD:
         return None
+    if (demanded := _demanded(policy, state)) is not None:
+        return demanded
+    if state.status is HEALTHY:
+        return _from_healthy(policy, state)
+    if state.status is SUSPICIOUS:
+        return _from_suspicious(policy, state)
+    if state.status is UNHEALTHY:
+        return _from_unhealthy(policy, state, now)
+    back = state.exit.resumed and state.canaries.goods >= 1 and not _blocked(policy, state)
+    return (HEALTHY, policy.ramp[0], "resumed") if back else None
+
+
+def _demanded(policy: HealthPolicy, state: Health) -> Move | None:
+    """Return the move that an exit, a drain request or evidence demands, whatever the status."""
     if state.exit.left:
         return DEAD, 0.0, state.exit.left
     if state.exit.over and (state.exit.given_up or state.exit.over in ("deadline", "left")):
@@ -286,14 +300,7 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
         return UNHEALTHY, 0.0, state.charges.accused
     if state.intrusion and policy.eject_intruders and state.status in (HEALTHY, SUSPICIOUS):
         return UNHEALTHY, 0.0, f"{INTRUSION}: {state.intrusion}"
-    if state.status is HEALTHY:
-        return _from_healthy(policy, state)
-    if state.status is SUSPICIOUS:
-        return _from_suspicious(policy, state)
-    if state.status is UNHEALTHY:
-        return _from_unhealthy(policy, state, now)
-    back = state.exit.resumed and state.canaries.goods >= 1 and not _blocked(policy, state)
-    return (HEALTHY, policy.ramp[0], "resumed") if back else None
+    return None
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:

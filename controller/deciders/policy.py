@@ -50,14 +50,9 @@ class FleetPolicy:
     def at(self, version: int) -> "FleetPolicy":
         """Return this policy as an older version of the deciders applies it, with the former values of settings added later."""
         if version not in self._at:
-            changed = {name: getattr(self, name) for name in _since(version)}
-            self._at[version] = replace(
-                self,
-                **{
-                    name: _load(type(part), {**dump(part), **_since(version)[name]})
-                    for name, part in changed.items()
-                },
-            )
+            parts = {name: (getattr(self, name), values) for name, values in _since(version).items()}
+            former = {name: _load(type(part), {**dump(part), **was}) for name, (part, was) in parts.items()}
+            self._at[version] = replace(self, **former)
         return self._at[version]
 
     @cached_property

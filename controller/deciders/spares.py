@@ -8,7 +8,7 @@ replaces a worker and adds none. A replaced worker returns as a spare, and gets 
 the worker, which is a whole group of ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypeAlias
@@ -59,53 +59,51 @@ class SpareView:
     incident: str = ""  # its open incident
     cause: str = ""  # the decision that last moved it
 
-
-def activated(spare: str, lost: Spare, name: str) -> tuple[Spare, Spare]:
-    """Return the new roles of the `spare` that replaces the `lost` worker of this `name`, and of that worker."""
-    place = lost.place or name
-    return Spare(place="" if place == spare else place), Spare(kept=True)
-
-
-def released() -> tuple[Spare, Spare]:
-    """Return the new roles of a spare that is kept back again, and of the worker that it had replaced."""
-    return Spare(kept=True), NO_SPARE
+    @property
+    def needs_spare(self) -> bool:
+        """Whether a spare has to replace this worker."""
+        return bool(self.lost) and not self.spare.kept
 
 
 def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
     """Yield a decision for each spare that starts to serve or stops."""
     spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
     if policy.on_return == "release":
-        returned = {view.worker: view for view in spares}
-        for view in views:
-            back = returned.get(view.spare.place)
-            if back is not None and not view.spare.kept:
-                spares.remove(back)
-                gone.add(view.worker)
-                yield _released(view, back, now)
+        for view, back in _returned(views, spares):
+            spares.remove(back)
+            gone.add(view.worker)
+            yield SpareReleased(
+                worker=view.worker,
+                instance=view.instance,
+                returned=back.worker,
+                decided_at=now,
+                cause=back.cause,
+            )
     for lost in views:
-        if not lost.lost or lost.spare.kept or lost.worker in gone:
+        if not lost.needs_spare or lost.worker in gone:
             continue
-        able = [spare for spare in spares if spare.kind == lost.kind]
-        if able:
-            # prefer another host: a host failure affects every worker on it
-            best = min(able, key=lambda spare: (bool(lost.host) and spare.host == lost.host, spare.worker))
+        if (best := _best(spares, lost)) is not None:
             spares.remove(best)
-            yield _activated(best, lost, now)
+            yield SpareActivated(
+                worker=best.worker,
+                instance=best.instance,
+                replaces=lost.worker,
+                reason=lost.lost,
+                incident=lost.incident,
+                decided_at=now,
+                cause=lost.cause,
+            )
 
 
-def _activated(spare: SpareView, lost: SpareView, now: datetime) -> SpareActivated:
-    return SpareActivated(
-        worker=spare.worker,
-        instance=spare.instance,
-        replaces=lost.worker,
-        reason=lost.lost,
-        incident=lost.incident,
-        decided_at=now,
-        cause=lost.cause,
-    )
+def _best(spares: Iterable[SpareView], lost: SpareView) -> SpareView | None:
+    """Return the spare for a lost worker, if possible on another host: a host failure affects every worker on it."""
+    able = (spare for spare in spares if spare.kind == lost.kind)
+    return min(able, key=lambda one: (bool(lost.host) and one.host == lost.host, one.worker), default=None)
 
 
-def _released(spare: SpareView, back: SpareView, now: datetime) -> SpareReleased:
-    return SpareReleased(
-        worker=spare.worker, instance=spare.instance, returned=back.worker, decided_at=now, cause=back.cause
-    )
+def _returned(views: Sequence[SpareView], spares: Sequence[SpareView]) -> list[tuple[SpareView, SpareView]]:
+    """Return each worker that replaces another one, with that other one, which is a ready spare by now."""
+    ready = {view.worker: view for view in spares}
+    return [
+        (view, ready[view.spare.place]) for view in views if view.spare.place in ready and not view.spare.kept
+    ]

@@ -140,7 +140,7 @@ class FleetModel:
         reading_s = prompt / self._profile.prefill_tokens_per_s
         begin = max(now, float(self._free_at[index]))
         if self._running[index] >= self._profile.max_batch:
-            begin = max(begin, self._next_end(index))
+            begin = max(begin, min(self._ends_of.get(index, ()), default=0.0))
         first = begin + reading_s
         kept = exp((float(self._looked_at[index]) - now) / REMEMBERS_S)
         share = float(self._reading[index]) * kept
@@ -186,10 +186,6 @@ class FleetModel:
             heappop(self._late)
             count += 1
         return count
-
-    def _next_end(self, index: int) -> float:
-        ends = self._ends_of.get(index)
-        return ends[0] if ends else 0.0
 
     def end(self, now: float) -> DayFigures:
         """Return the results until `now`."""

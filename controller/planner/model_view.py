@@ -35,14 +35,6 @@ class PlannedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Promised:
-    """The SLO of a model, and the share of its throughput that avoids degradation."""
-
-    slo: Slo
-    share: float  # share of `slo_throughput_rps`; below it the degradation ladder enters or keeps a level
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCapacity:
     """The capacity of one model's workers."""
 
@@ -75,17 +67,21 @@ def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float)
 def view_of(
     workers: Sequence[PlannedWorker],
     history: ModelHistory,
-    promised: Promised,
+    slo: Slo,
+    share: float,
     policy: PlannerPolicy,
     lost_after_s: float,
     now: datetime,
 ) -> ModelView | None:
-    """Return one model's view for the decider; None if no worker of it is known, because the workers' speed is then unknown."""
+    """Return one model's view for the decider; None if no worker of it is known, because the workers' speed is then unknown.
+
+    `share`: the share of the SLO's throughput below which the degradation ladder enters or keeps a level.
+    """
     if not workers:
         return None
-    capacity = capacity_of(workers, promised.slo, lost_after_s)
+    capacity = capacity_of(workers, slo, lost_after_s)
     profile = Counter(worker.profile for worker in workers).most_common(1)[0][0]
-    within = attainable(promised.slo, [(profile, 1.0)])
+    within = attainable(slo, [(profile, 1.0)])
     objectives = Objectives(
         ttft_ms=inf if within.slo_ttft_ms is None else within.slo_ttft_ms,
         tpot_ms=inf if within.slo_tpot_ms is None else within.slo_tpot_ms,
@@ -100,7 +96,7 @@ def view_of(
         objectives=objectives,
         minutes=history.minutes(now),
         set_by_operator=history.set_by_operator,
-        floor=_floor(profile, within, promised.share),
+        floor=_floor(profile, within, share),
         changes=history.changes(now),
     )
 

@@ -19,7 +19,6 @@ from controller.planner.history import ModelHistory
 from controller.planner.model_view import (
     ModelCapacity,
     PlannedWorker,
-    Promised,
     WorkerRow,
     WorkersSeen,
     capacity_of,
@@ -147,8 +146,8 @@ class Planner:
         for model, workers in sorted(by_model.items()):
             if (history := self._history(model)) is None:
                 continue
-            promised = Promised(self._slo(model), self._ladder.entries[0] + self._ladder.margin)
-            view = view_of(workers, history, promised, self.policy, self._duties.lost_after_s, now)
+            slo, share = self._slo(model), self._ladder.entries[0] + self._ladder.margin
+            view = view_of(workers, history, slo, share, self.policy, self._duties.lost_after_s, now)
             if view is not None:
                 views[model] = view
         return views

@@ -266,23 +266,27 @@ class RequestLedger:
                 self.waits_since = now  # the request was preempted until now
             case on.ConnectFailed(key):
                 self.tried.add(key)
-            case on.AttemptFailed(failure) if self._refused(failure):
-                self.paid -= self.charged
-                self.free, self.at = not self.charged, None
             case on.AttemptFailed(failure):
-                self._lost(failure, now)
+                self._attempt_failed(failure, now)
             case on.WorkerUnhealthy() if request.state.phase != self.before.phase:
                 self._lost(Failure("unhealthy", ""), now)
             case on.Exposed(key=key) if do.CancelStream("elsewhere") in effects:
-                if key == self.at:
-                    self._lost(Failure("unhealthy", "corrupt output"), now)
-                else:  # the worker is healthy and only restarts the request
-                    self.paid -= self.charged and self.at is not None
-                    self._moved(Failure("unhealthy", "corrupt KV cache"), now)
+                self._exposed(key, now)
         self.before = request.state
 
-    def _refused(self, failure: Failure) -> bool:
-        return failure.reason == FULL and not self.before.has_output
+    def _exposed(self, key: Key, now: float) -> None:
+        if key == self.at:
+            self._lost(Failure("unhealthy", "corrupt output"), now)
+        else:  # the worker is healthy and only restarts the request
+            self.paid -= self.charged and self.at is not None
+            self._moved(Failure("unhealthy", "corrupt KV cache"), now)
+
+    def _attempt_failed(self, failure: Failure, now: float) -> None:
+        if failure.reason == FULL and not self.before.has_output:  # the worker only had no room
+            self.paid -= self.charged
+            self.free, self.at = not self.charged, None
+        else:
+            self._lost(failure, now)
 
     def _lost(self, failure: Failure, now: float) -> None:
         assert self.at is not None
