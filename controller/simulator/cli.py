@@ -100,16 +100,6 @@ def _sweep(args: argparse.Namespace) -> int:
     return status
 
 
-def command(
-    seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
-) -> str:
-    """Return the command line that runs a seed again."""
-    flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
-    # All digits: a rounded duration would give another history.
-    exact = int(minutes) if minutes == int(minutes) else minutes
-    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
-
-
 def _usage_error(args: argparse.Namespace) -> str:
     for flag, (least, most, what) in RANGES.items():
         value = getattr(args, flag)

@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import asdict
 
-from controller.simulator.cli import command
 from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import ALL_INVARIANTS, Result
 from controller.simulator.world.scenario import Scenario
@@ -25,6 +24,16 @@ def output(args: argparse.Namespace, result: Result) -> str:
     if args.runs > 1 and result.violation is None:
         return line(result)
     return text(result, again, forecast)
+
+
+def command(
+    seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
+) -> str:
+    """Return the command line that runs a seed again."""
+    flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
+    # All digits: a rounded duration would give another history.
+    exact = int(minutes) if minutes == int(minutes) else minutes
+    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 
 def line(result: Result) -> str:

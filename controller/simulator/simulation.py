@@ -29,10 +29,10 @@ from controller.simulator.world.machines import Machine
 from controller.simulator.world.planner import SimulatedPlanner, SimulatedProjector
 from controller.simulator.world.requests.frontends import RequestsUnderWay, SimulatedFrontend
 from controller.simulator.world.requests.live_requests import LiveRequests
-from controller.simulator.world.requests.traffic import ClientTally, SimulatedDemand
 from controller.simulator.world.scenario import Scenario, draw, profile_of
 from controller.simulator.world.seams import Seams, Stored
 from controller.simulator.world.surroundings import Remembered, Replica
+from controller.simulator.world.traffic import ClientTally, SimulatedDemand
 from controller.simulator.world.world import Operators, SimulatedScaling, SimulatedSupervisor, SimulatedWorld
 from events import codec
 from events.fact import Recorded

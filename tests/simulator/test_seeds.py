@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.simulator.cli import command
+from controller.simulator.report import command
 from controller.simulator.simulation import SweepRun, sweep
 
 SEEDS = int(os.environ.get("SEEDS", "200"))

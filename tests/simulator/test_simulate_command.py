@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.simulator.cli import add_arguments, command, run_cli
+from controller.simulator.cli import add_arguments, run_cli
+from controller.simulator.report import command
 from controller.simulator.simulation import ALL_INVARIANTS, INVARIANTS
 
 

@@ -15,7 +15,7 @@ from controller.frontend.request.effects import Effects
 from controller.frontend.request.failures import FULL, Failure
 from controller.frontend.request.state import RequestState
 from controller.router.endpoints import Key
-from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.traffic import SimulatedRequest
 from events import decisions as decided
 from events import observations as seen
 from events.fact import Decision, Recorded

@@ -3,7 +3,7 @@
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.requests.frontends import SimulatedFrontend
-from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.traffic import SimulatedRequest
 from events.fact import Recorded
 from events.observations import RequestAbandoned, RequestMigrated
 

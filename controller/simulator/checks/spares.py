@@ -9,7 +9,7 @@ from controller.deciders.worker import Worker
 from controller.simulator.checks.decisions import OUT
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.requests.frontends import SimulatedFrontend
-from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.traffic import SimulatedRequest
 from events.decisions import HealthStatus, SpareActivated, SpareReleased
 from events.fact import Decision, Fact, Recorded
 from events.observations import WorkerJoined

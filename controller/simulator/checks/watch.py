@@ -18,9 +18,9 @@ from controller.simulator.checks.ledger import CheckLedger, LedgerEntry, Machine
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
-from controller.simulator.world.requests.traffic import SimulatedRequest
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Replica
+from controller.simulator.world.traffic import SimulatedRequest
 from controller.simulator.world.world import SimulatedWorld
 from events import decisions as decided
 from events import observations as seen

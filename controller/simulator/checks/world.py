@@ -9,7 +9,7 @@ from controller.simulator.world.kernel import SECOND, micros, since_start
 from controller.simulator.world.machines import CANARIES, Machine
 from controller.simulator.world.prober import DEADLINE, RETRIES
 from controller.simulator.world.requests.frontends import SimulatedFrontend
-from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.traffic import SimulatedRequest
 from events.decisions import HealthStatus
 
 ROUNDING = 1e-12  # tolerance of a sum of weights

@@ -12,9 +12,9 @@ from controller.runtime.initial_fold import FleetFold
 from controller.simulator.world.broker import Broker, BrokerMessage, Follower, SimulatedOutbox
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.traffic import ClientTally, SimulatedDemand
 from controller.simulator.world.scenario import Scenario
 from controller.simulator.world.seams import Seams, Stored
+from controller.simulator.world.traffic import ClientTally, SimulatedDemand
 from events.fact import Recorded
 from events.order import Order, Position
 

@@ -35,8 +35,8 @@ from controller.router.load.monitor import LoadLimits, LoadMonitor
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MINUTE, MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.traffic import LONGER, SimulatedRequest
 from controller.simulator.world.surroundings import Replica, SimulatedProcess, Surroundings
+from controller.simulator.world.traffic import LONGER, SimulatedRequest
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
 from events.observations import MigrationCause, RequestAbandoned, RequestMigrated, RequestsRejected

@@ -29,7 +29,7 @@ from controller.router.selection.filter import AllTried, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.requests.frontends import TOO_LATE, RequestsUnderWay, SimulatedFrontend
-from controller.simulator.world.requests.traffic import LONGER, SimulatedRequest
+from controller.simulator.world.traffic import LONGER, SimulatedRequest
 
 ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
 STALLED = 10  # seconds without a token
