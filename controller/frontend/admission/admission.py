@@ -8,11 +8,15 @@
                     ├── no worker can serve the model any longer ──▶ refused
                     └── the client disconnects ──▶ removed
 
-Each refusal has a retry time, and is counted in `RequestsRejected` (`Refusals`). Each model has its own waiting lines, so
-requests for one model never block those for another.
+`admit`, `look`, `enter` and `again` are methods of `Admission`; each arrow leads to what happens to the request next.
+Room at a worker is a free batch slot, free KV blocks, and capacity to prefill the prompt.
 
-Freed room is granted to queued requests at the end of the turn of the event loop, never at once. A request that was just admitted
-launches its generations in that turn, and these use the room that its reservation has released.
+Each refusal has a retry time and is counted in `RequestsRejected` (see `Refusals`). Each model has its own waiting
+lines, so requests for one model never block requests for another model.
+
+Room that becomes free is granted to queued requests at the end of the current event-loop iteration, never at once. In
+that iteration, a request that was just admitted sends its generations, and these use the room that its reservation
+has released.
 """
 
 import asyncio
@@ -39,19 +43,23 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING, RequiredRoom
 from controller.router.selection.filter import AllBusy, NoWorker
 
-LOOKS_MAX = 16  # failed retries of sent-back requests after which the others must wait
+# number of sent-back requests that may fail to get room before the rest of them are skipped in this pass
+LOOKS_MAX = 16
 LATEST_S = 86_400.0  # longest delay of a timer
-WORK_LEAST = 1e-6
+WORK_LEAST = 1e-6  # least work of a queued request, in seconds of one worker
 CLOCK_S = 0.005  # a timer may fire this much early
 
 
 class Reservation:
-    """Room reserved for one request between its admission and its launch. Meanwhile the prompt is tokenized."""
+    """Reserves room at one worker for a request, from its admission until the request is sent.
+
+    The prompt is tokenized meanwhile.
+    """
 
     __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
 
     def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: RequiredRoom = NOTHING) -> None:
-        """Reserve room at an endpoint. `wanted`: the amount, if already known."""
+        """Reserve the prefill tokens and KV blocks in `wanted` at an endpoint, or none if the amount is not known yet."""
         self._admission = admission
         self._endpoint = endpoint
         self._wanted = wanted
@@ -60,18 +68,22 @@ class Reservation:
         endpoint.admit(wanted.unread, self._blocks)
 
     def again(self) -> "Reservation":
-        """Reserve the same room again after its release, for a generation that could not be sent yet."""
+        """Return a new reservation of the same amount at the same endpoint, for an answer that could not be sent yet."""
         return Reservation(self._admission, self._endpoint, self._wanted)
 
     def free(self) -> None:
-        """Release the room. The request's generations use it first; queued requests may use the rest."""
+        """Release the reserved room and wake the model's queued requests.
+
+        The request's own answers use the released room first, because queued requests are checked only at the end of
+        the event-loop iteration.
+        """
         self._endpoint.release(self._wanted.unread, self._blocks)
         self._admission.wake(self._endpoint.joined.model)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Turn:
-    """The wait of one queued request."""
+    """One queued request with the future that resolves to its room, and the timer of its timeout."""
 
     request: QueuedRequest
     room: asyncio.Future[Reservation]
@@ -79,11 +91,11 @@ class _Turn:
     began: float
     wanted: RequiredRoom
     without: Collection[Key]  # endpoints that cannot serve the request
-    gone: bool = False  # the client has disconnected, possibly after the room was granted
+    gone: bool = False  # the client has disconnected, perhaps after the room was granted
 
     @property
     def granted(self) -> bool:
-        """Whether the room was granted."""
+        """Whether the future holds a reservation: the request was granted room at a worker."""
         return self.room.done() and not self.room.cancelled() and self.room.exception() is None
 
 
@@ -99,7 +111,7 @@ class Admission:
     preemptor: Preemptor
     open: bool = True  # new requests are accepted
     _turns: dict[int, _Turn] = field(default_factory=dict)  # by request number
-    # models with lines to be checked for room at the end of this turn of the event loop
+    # models with queued requests that are checked for room at the end of this event-loop iteration
     _due: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -115,7 +127,11 @@ class Admission:
     # --- admission
 
     async def admit(self, model: str, tier: str) -> Reservation:
-        """Admit a request and return its room, which the caller must free. Raise ApiError if it is not admitted."""
+        """Admit a request, after a wait in the queue if all workers are busy. Return its reserved room, which the caller
+        must free.
+
+        Raise ApiError if the request is refused.
+        """
         self.refusals.check(model, tier, draining=not self.open)
         if self._monitor.overloaded(model):
             raise self.refusal(AllBusy(), model, tier)
@@ -130,7 +146,11 @@ class Admission:
             raise self.refusal(error, model, tier) from None
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Check a request before its texts are tokenized. Return the lineage that it is bound to. Raise ApiError if refused."""
+        """Refuse a request before tokenization if its deadline cannot be met, and otherwise return the lineage it is
+        bound to.
+
+        Raise ApiError if the request is refused.
+        """
         self.refusals.check(wanted.model, wanted.tier, draining=not self.open)
         try:
             return self.deadlines.look(wanted)
@@ -140,9 +160,10 @@ class Admission:
     async def enter(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
     ) -> tuple[Reservation, float]:
-        """Admit a request that `look` has accepted. Return its room and the time by which its first token is due.
+        """Admit a request that `look` has accepted, after a wait in the queue if all workers are busy.
 
-        The caller must free the room. Raise ApiError if the request is not admitted.
+        Return the reserved room, which the caller must free, and the monotonic time by which the first token is due.
+        Raise ApiError if the request is refused.
         """
         try:
             request, takes = self.deadlines.needs(wanted, lineage, tokens)
@@ -156,7 +177,11 @@ class Admission:
         return room, request.since + request.deadline_s
 
     def _room_at_once(self, request: QueuedRequest, takes: RequiredRoom) -> Reservation | None:
-        """Return room for a request that can be admitted without waiting, otherwise None. Raise NotAdmitted or NoWorker."""
+        """Return reserved room if the request can be sent now, after a preemption if it needs one. Return None if it
+        must wait.
+
+        Raise NotAdmitted or NoWorker if the request can neither be sent nor wait.
+        """
         room: Reservation | None = None
         line = self._queue.line_of(request)
         if not len(line) and not self._wakes_sent_back(request.model):
@@ -185,11 +210,12 @@ class Admission:
     def again(
         self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
     ) -> asyncio.Future[Reservation]:
-        """Queue a request again that was admitted but found no room. It precedes all other requests and avoids the endpoints in
-        `without`.
+        """Queue a request that was admitted, but for which no worker had room when it was sent.
 
-        The result of the future is the room. Its exception is WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the
-        request, cancel the future or, if it is done, free the room.
+        The request precedes requests that were not sent back, and is not sent to the endpoints in `without`.
+
+        The future resolves to the reserved room, or to WaitedTooLong, or to a NoWorker other than AllBusy. To
+        withdraw the request, cancel the future or, if the future is done, free the room.
         """
         turn = self._turn(QueuedRequest(model, lineage, sent_back=True), wait_s, NOTHING, without)
         turn.room.add_done_callback(partial(self._leave, turn))
@@ -199,7 +225,7 @@ class Admission:
     # --- waiting
 
     def _wakes_sent_back(self, model: str) -> bool:
-        """Return whether sent-back requests of a model wait; if so, retry them, because they precede all others."""
+        """If sent-back requests of a model wait, retry them first and return True. Return False if none waits."""
         if not self._queue.sent_back(model):
             return False
         self.wake(model)
@@ -218,7 +244,10 @@ class Admission:
     async def _wait(
         self, request: QueuedRequest, wait_s: float, wanted: RequiredRoom = NOTHING
     ) -> Reservation:
-        """Queue a request and wait for its room. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
+        """Queue a request and return the room that it is granted.
+
+        Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy.
+        """
         if self._queue.full(request.model):
             raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
         if request.lineage is not None:
@@ -233,7 +262,7 @@ class Admission:
             self._leave(turn, turn.room)
 
     def _leave(self, turn: _Turn, room: "asyncio.Future[Reservation]") -> None:
-        """Remove a request that no longer waits."""
+        """Remove a request from the queue when its wait ends, and record the outcome and the waiting time in the metrics."""
         model = turn.request.model
         turn.late.cancel()
         self._dequeue(turn)
@@ -265,7 +294,11 @@ class Admission:
     # --- choosing the next request
 
     def wake(self, model: str | None = None) -> None:
-        """Check queued requests again at the end of this turn of the event loop, because a worker may have become free."""
+        """Schedule a check of queued requests for the end of this event-loop iteration, because a worker may have room
+        again.
+
+        The check covers the queue of `model`, or the queues of all models if `model` is None.
+        """
         if not self._turns:
             return
         for name in (model,) if model is not None else self._queue.models():
@@ -274,7 +307,7 @@ class Admission:
                 asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
     def _advance_lines(self, model: str) -> None:
-        """Admit as many queued requests of a model as there is room for, each line in its own order."""
+        """Grant room to the queued requests of a model until all workers are busy. Sent-back requests precede all lines."""
         self._due.discard(model)
         without_room = 0
         for request in self._queue.sent_back(model):
@@ -291,7 +324,10 @@ class Admission:
                 self._dequeue(turn)
 
     def _grant(self, turn: _Turn) -> bool:
-        """Grant room to a request, or fail it if no worker can serve it. Return False if all workers are busy."""
+        """Grant room to a queued request, or fail its future if no worker can serve it.
+
+        Return False if it must stay in line.
+        """
         request, wanted = turn.request, turn.wanted
         try:
             if request.sent_back:
@@ -308,27 +344,31 @@ class Admission:
     # --- notifications and queries
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
-        """Return the best tier among the requests that wait for a worker of this lineage.
+        """Return the best tier among the requests that wait for a worker of this lineage. Tier 0 is the best.
 
-        None: no request waits, or the lines have no tiers.
+        Return None if no request waits, or if requests are admitted in order of arrival, without tiers.
         """
         head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
 
     def ended(self, model: str, tokens: int) -> None:
-        """Count a started answer that has ended. The rate of ended answers determines the `Retry-After` of refusals."""
+        """Record that an answer with `tokens` tokens has ended.
+
+        The rate of ended answers determines the `Retry-After` of refusals. With deadlines, the lengths of answers
+        also predict the work of new requests.
+        """
         self._ends.ended(model, self._now())
         if self.by_deadline:
             lengths = self._monitor.lengths
             lengths.ended(model, tokens)
 
     def refuse_all(self) -> None:
-        """Refuse all queued requests, because this frontend shuts down."""
+        """Fail all queued requests with WaitedTooLong, because this frontend shuts down."""
         for turn in self._turns.values():
             _refuse(turn.room, "no worker became free before this frontend shut down")
 
     def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
-        """Return the error for a refused request, and count it."""
+        """Return the API error for a request that is not admitted, and count the refusal."""
         wait_s = self._ends.wait_s(model, self._queue.length(model), self._now())
         return self.refusals.of(error, model, tier, wait_s)
 

@@ -6,9 +6,11 @@
              a running answer of the last tier may be preempted for it ──▶ the answer is preempted
              otherwise ──▶ refused at once, with the predicted wait
 
-The work ahead of a request consists of uncached prompt tokens, and of batch slots for the duration of each answer. The rate at
-which workers process it was measured while requests waited (`WorkerPool`). If too many requests are retries of refused ones, the
-retries are refused first.
+`look` and `judge` are methods of `Deadlines`; their outcomes are tried from top to bottom.
+
+The work ahead of a request consists of uncached prompt tokens to prefill, and of the seconds for which each
+answer occupies a batch slot. `WorkerPool` measures the rate at which workers process this work while requests
+wait. If too many requests are retries of refused requests, the retries are refused first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,24 +38,25 @@ from controller.router.selection.filter import (
 )
 from events.blocks import BlockNames
 
-BEYOND = 0.125  # share of a batch by which a full worker may be exceeded
-PREEMPTS = 0.5  # used share of its waiting time above which a best-tier request preempts
-SPILLS = 0.7  # used share of its waiting time above which a request may wait at a worker
+BEYOND = 0.125  # share of its batch size by which a full worker may be exceeded
+PREEMPTS = 0.5  # share of the permitted waiting time after which a best-tier request may preempt an answer
+# share of the permitted waiting time after which a best-tier request may wait in a worker's own queue
+SPILLS = 0.7
 
 
 class Preemptor:
-    """The interface for preempting running answers for more urgent requests. This one never does: see `Preemption`."""
+    """Preempts running answers for more urgent requests. This base class never preempts; `Preemption` does."""
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether an answer can be preempted for a request of this tier."""
+        """Return whether a running answer can be preempted for a request of this tier."""
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer to free room. Return False if none may be preempted."""
+        """Preempt one answer so that its worker has room. Return False if no answer may be preempted."""
         return False
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Record that the last preemption has freed no room."""
+        """Record that the last preemption left the worker without room, so that preemption pauses."""
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer must resume before requests of this tier are admitted."""
@@ -62,15 +65,15 @@ class Preemptor:
 
 @dataclass(eq=False, repr=False)
 class RoomFinder:
-    """Finds room at a worker for a request about to be sent, by preemption if the request is urgent.
+    """Finds a worker with room for a request that is about to be sent, and preempts an answer for an urgent request.
 
-    a worker has room ──▶ its endpoint
-    all are busy, or one will serve in a moment ──▶ AllBusy: the request may wait
+    a worker has room ──▶ its endpoint is returned
+    all workers are busy, or one of them can serve soon ──▶ AllBusy: the request may wait
     a request of the best tier would miss its deadline ──▶ a running answer of the last tier is preempted ──▶ its endpoint
-    no worker will serve soon ──▶ another NoWorker
+    no worker can serve soon ──▶ another NoWorker
     """
 
-    queue_s: float  # longest time for which a closed server is waited for
+    queue_s: float  # a server that is closed (sent Retry-After) for longer than this is not waited for
     table: EndpointTable
     routing: Scheduler
     preemptor: Preemptor
@@ -83,9 +86,10 @@ class RoomFinder:
         beyond: float = 0.0,
         without: Collection[Key] = (),
     ) -> Endpoint:
-        """Return an endpoint with this much room, of any lineage or of the given one, and none of `without`.
+        """Return an endpoint of the model with the room `wanted`: of the given lineage, or of any lineage if it is None.
 
-        `beyond`: the share of a batch by which a full one may be exceeded. Raise NoWorker.
+        Endpoints in `without` are excluded. `beyond` is the share of its batch size by which a full endpoint may be
+        exceeded. Raise NoWorker if no endpoint has room.
         """
         try:
             monitor = self.routing.monitor
@@ -103,14 +107,21 @@ class RoomFinder:
             raise AllBusy from error  # worth waiting for: a suspect is about to serve as the last worker
 
     def for_queued(self, request: QueuedRequest, wanted: RequiredRoom, beyond: float = 0.0) -> Endpoint:
-        """Return an endpoint for the next queued request, unless a preempted answer must resume first. Raise NoWorker."""
+        """Return an endpoint with room for a queued request. Raise NoWorker if there is none.
+
+        Raise AllBusy if a preempted answer of the same or a better tier must resume first.
+        """
         model, lineage = request.model, request.lineage
         if lineage is not None and self.preemptor.waits(model, lineage, request.tier):
             raise AllBusy
         return self.find(model, lineage, wanted, beyond)
 
     def for_head(self, request: QueuedRequest, wanted: RequiredRoom, now: float) -> Endpoint:
-        """Return an endpoint for the request at the head of a line. Its urgency grows with its waiting time. Raise NoWorker."""
+        """Return an endpoint with room for the first request of a line. Raise NoWorker if there is none.
+
+        A best-tier request that has waited for long may exceed a worker's batch size, or may preempt a running
+        answer.
+        """
         used_up = request.used_up(now)
         # If several frontends share the workers, a best-tier request that has waited for a while is sent into a worker's own
         # queue, which is ordered by tier. There it gets the next free slot, even if another frontend's request frees that slot.
@@ -125,14 +136,15 @@ class RoomFinder:
             return made
 
     def may_preempt(self, request: QueuedRequest) -> bool:
-        """Return whether running answers may be preempted for a request."""
+        """Return whether a running answer may be preempted for this request."""
         model, lineage = request.model, request.lineage
         return lineage is not None and self.preemptor.may(model, lineage, request.tier)
 
     def preempt(self, request: QueuedRequest, wanted: RequiredRoom, *, first: bool = True) -> Endpoint | None:
-        """Preempt an answer and return the endpoint with the freed room.
+        """Preempt a running answer and return the endpoint at which the request now has room.
 
-        None: no room is free yet, or the request is not the `first` in line. Raise NoWorker.
+        Return None if no room is free yet, or if the request is not the `first` in line, because earlier requests get
+        the room. Raise NoWorker if no worker can serve the request.
         """
         model, lineage = request.model, request.lineage
         assert lineage is not None
@@ -152,14 +164,14 @@ ONE_WORKER = 1.0  # the weight of one worker in full service
 
 @dataclass(frozen=True, slots=True)
 class WantedRequest:
-    """A request before its texts are tokenized."""
+    """What is known of a request before its texts are tokenized: model, tier, admission headers, client and arrival."""
 
     model: str
     tier: str
     asked: AdmissionHeaders
     client: str
     arrived: float  # by the frontend's monotonic clock
-    id: str = ""  # set by the client
+    id: str = ""  # request id, if the client has set one
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,9 @@ class WantedTokens:
 
 @dataclass(eq=False, repr=False)
 class Deadlines:
-    """Decides admission by deadline for one frontend, with the state of each worker pool."""
+    """Decides for one frontend whether a request can meet its deadline, from the measured service rate of each worker
+    pool.
+    """
 
     settings: FrontendSettings
     table: EndpointTable
@@ -205,7 +219,7 @@ class Deadlines:
         return pool
 
     def keep(self) -> None:
-        """Remove the pools without workers and without waiting requests, and the state of workers that have left."""
+        """Remove the pools that have no workers and no waiting requests, and the measurements of workers that have left."""
         endpoints = self.table.endpoints.values()
         names = {(e.model, e.lineage) for e in endpoints}
         names |= {name for name, pool in self._pools.items() if len(pool.line) > 0}
@@ -217,7 +231,11 @@ class Deadlines:
     # --- the requirements of a request
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Return the lineage that a request is bound to. Raise TooLate if its deadline cannot be met, or NoWorker."""
+        """Return the lineage that a new request is bound to, and count the request in the retry budget.
+
+        Raise TooLate if its deadline cannot be met, or if it exceeds the retry budget. Raise NoWorker if no worker
+        can serve the model.
+        """
         model, now = wanted.model, self.first_tokens.now()
         lineage = self._lineage(model)
         contended = len(self.queue.line(model, lineage)) > 0
@@ -233,7 +251,7 @@ class Deadlines:
         return lineage
 
     def _lineage(self, model: str) -> Lineage:
-        """Return the lineage that a new request is bound to. Raise NoWorker."""
+        """Return the lineage that a new request is bound to. Raise NoWorker if no worker serves the model now or soon."""
         if self._models is not self.table.models:
             self._models = models = self.table.models
             self._lineages = {name: [*dict.fromkeys(e.lineage for e in models[name])] for name in models}
@@ -252,10 +270,10 @@ class Deadlines:
             raise
 
     def _capacity_soon(self, model: str, lineage: Lineage) -> float:
-        """Return the capacity that a pool without a serving worker will have soon: that of one worker.
+        """Return ONE_WORKER: the capacity that a pool without a serving worker will have soon.
 
-        This worker may be a suspect that is about to serve as the model's last worker, or one with a briefly closed server.
-        Raise NoWorker if no worker will serve soon.
+        That worker is a suspect that is about to serve as the model's last worker, or its server is closed for a
+        short time. Raise NoWorker if no worker will serve soon.
         """
         with suppress(AllBusy):
             self.rooms.find(model, lineage)
@@ -264,7 +282,10 @@ class Deadlines:
     def _request(
         self, wanted: WantedRequest, lineage: Lineage, work: float, reading_s: float
     ) -> QueuedRequest:
-        """Return a request with its deadline: the client's, otherwise its tier's, otherwise the model's objective."""
+        """Create the queue entry of a request, with its deadline in seconds from arrival.
+
+        The deadline is the client's. Without one it is that of the tier, and without that the model's objective.
+        """
         model, tier, asked = wanted.model, self.table.urgency(wanted.tier), wanted.asked
         deadline_s, own = asked.deadline_s, asked.deadline_s is not None
         if deadline_s is None:
@@ -281,7 +302,10 @@ class Deadlines:
     def needs(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
     ) -> tuple[QueuedRequest, RequiredRoom]:
-        """Return a request ready to be judged and queued, and the room that it needs at a worker. Raise NoWorker."""
+        """Return the queue entry of a tokenized request, with its estimated work, and the room that it needs at a worker.
+
+        Raise NoWorker if the model has no workers of this lineage.
+        """
         model, answer_max = wanted.model, tokens.answer_tokens
         group = self.routing.group(model, lineage)
         monitor, state, example = self.routing.monitor, self.routing.state, group.endpoints[0]
@@ -299,10 +323,11 @@ class Deadlines:
     # --- the decision
 
     def judge(self, request: QueuedRequest, *, room: bool = False) -> bool:
-        """Set a request's deadline and the time until which it may wait. Return whether it needs a preemption to be in time.
+        """Set the deadline of a request and the time until which it may wait. Return whether a preemption is needed to
+        meet the deadline.
 
-        `room`: a worker has room for it. Raise TooLate if it may not be admitted. Raise NoWorker if no worker serves the model
-        now or soon.
+        `room` states that a worker has room for the request. Raise TooLate if the request is refused. Raise NoWorker
+        if no worker serves the model now or soon.
         """
         model, lineage = request.model, request.lineage
         assert lineage is not None
@@ -325,7 +350,7 @@ class Deadlines:
         raise self._too_late(request, why, first_s - pool.margin(request.tier) * deadline_s)
 
     def timed_out(self, request: QueuedRequest) -> TooLate:
-        """Count a request that has waited in line for too long, and return its error."""
+        """Record the id of a request that waited in line for too long, and return the error for its client."""
         assert request.lineage is not None
         pool = self.pool(request.model, request.lineage)
         why = f"no worker became free in time for the deadline of {request.deadline_s:g} s"

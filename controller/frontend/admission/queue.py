@@ -1,24 +1,25 @@
-"""The admission queue: decides which waiting request is next.
+"""The admission queue: decides which waiting request is sent next.
 
 Pure: requests are identified by numbers instead of futures, and the caller passes the time.
 
-    push ──▶ in line ── its turn, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed once more
-                └── its time is over, or its client disconnects ──▶ removed
+    push ──▶ in line ── it is next, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed again
+               └── its time is over, or its client disconnects ──▶ removed
 
-    next    requests that were sent back, in order of their return: each may be bound to some workers, so none blocks others
-            then the head of each line: of the best tier with requests
-                └── the client with the least work served ── the oldest of its requests,
-                                                          └── or the newest, while the tier is over its target
-    over its target    the oldest of the tier has used up 0.9 of the time that it may wait, for 0.1 s in a row (after CoDel)
+    next    sent-back requests, in order of their return; each may be bound to some workers, so none of them blocks another
+            then the head of each line, taken from the best tier with requests:
+                └── the client with the least work served ── its oldest request,
+                                                          └── or its newest, while the tier is over its target
+    over its target    for 0.1 s, the oldest request of the tier has used up 0.9 of its permitted waiting time (after CoDel)
 
-FIFO is the special case of one tier, one client and no deadline: requests are served in order of arrival.
+With one tier, one client and no deadline, requests are served in order of arrival.
 
-Fairness is by work, not by requests: each client's account grows by the work that is served. A client that returns after a
-while starts at the account of the client served last, not at its own old one.
+Fairness between clients is measured in work, not in requests: each client has an account, to which its served work is
+added. A client that returns after a pause starts at the account of the client served last, not at its own old
+account.
 
-Serving the newest request first does not admit any request that would otherwise be refused: a request is judged on arrival as if
-all were served in order of arrival. If capacity drops suddenly, the order only decides which requests miss their deadline: those
-that are already late.
+Serving the newest request first does not admit requests that would otherwise be refused, because each request is
+judged on arrival as if all were served in order of arrival. If capacity drops suddenly, serving the newest first only
+decides which requests miss their deadline: those that are already late.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -29,22 +30,22 @@ from math import inf
 
 from controller.router.endpoints import Lineage
 
-USED_UP = 0.9  # share of the time that a request may wait
+USED_UP = 0.9  # share of the permitted waiting time above which a tier is over its target
 INTERVAL_S = 0.1
 WINDOW_S = 10.0
-ENDS_MAX = 512  # ends recorded per model; at a higher rate the window is shorter
-OWED_MAX = 4096  # recorded accounts of clients without waiting requests that were served more than others
+ENDS_MAX = 512  # ended answers recorded per model; at a higher rate the window is shorter than WINDOW_S
+OWED_MAX = 4096  # accounts kept of clients that have no waiting request and were served more than others
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class QueuedRequest:
-    """A request that waits for a worker, or is about to. All times are in seconds."""
+    """A request that waits for a worker, or is about to. All times and durations are in seconds."""
 
     model: str
     lineage: Lineage | None = None  # None: a worker of any lineage may serve it
     tier: int = 0  # 0 is the best
     client: str = ""
-    work: float = 1.0  # seconds of one worker; > 0 in a line
+    work: float = 1.0  # in seconds of one worker; above 0 for a request in line
     since: float = 0.0  # time of its arrival
     latest: float = inf  # latest time to send the request so that its first token is in time
     sent_back: bool = False  # the request was admitted, but found no room at its worker
@@ -52,7 +53,7 @@ class QueuedRequest:
     own_deadline: bool = False  # the client has set the deadline
     reading_s: float = 0.0  # prefill time of the uncached part of the prompt, by the worker's profile
     line_s: float = inf  # maximum time in line
-    id: str = ""  # set by the client
+    id: str = ""  # request id, if the client has set one
     number: int = 0  # unique in its queue
     queued: bool = False
 
@@ -63,23 +64,24 @@ class QueuedRequest:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Client:
-    """The requests of one client in one tier."""
+    """The waiting requests of one client in one tier, and the client's account."""
 
-    charged: float  # work served
+    charged: float  # the account: work served, in seconds of one worker
     work: float = 0.0  # total work of its waiting requests
     requests: OrderedDict[int, QueuedRequest] = field(default_factory=OrderedDict)
 
 
 class _Tier:
-    """The requests of one tier."""
+    """The waiting requests of one tier, ordered by client account and by age."""
 
     def __init__(self) -> None:
         self.work = 0.0
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()  # in order of arrival
-        self._clients: dict[str, _Client] = {}  # those with waiting requests
-        self._owed: dict[str, float] = {}  # accounts of other clients that are ahead of `_virtual_time`
+        self._clients: dict[str, _Client] = {}  # clients with waiting requests
+        # accounts of clients without waiting requests, where these exceed `_virtual_time`
+        self._owed: dict[str, float] = {}
         self._virtual_time = 0.0  # the account of the client served last
-        # a heap; entries that differ from the client's account are void
+        # a heap of (account, number, client); an entry is void if the client's account has changed since
         self._turns: list[tuple[float, int, str]] = []
         self._numbered = 0
         self._over_since: float | None = None
@@ -95,7 +97,7 @@ class _Tier:
         self.work += request.work
 
     def head(self, now: float) -> QueuedRequest:
-        """Return the next request; there must be at least one."""
+        """Return the next request to serve. The tier must not be empty."""
         newest = self._over_target(now)
         while True:
             charged, _, name = self._turns[0]
@@ -125,13 +127,16 @@ class _Tier:
             self._over_since = None
 
     def before(self, name: str) -> float:
-        """Return the work served before a new request of this client: its waiting work, and work of other clients meanwhile."""
+        """Return the work that is served before a new request of this client, in seconds of one worker.
+
+        The result is the client's own waiting work, plus the work of other clients that is served meanwhile.
+        """
         mine = self._clients.get(name)
         charged = mine.charged if mine is not None else max(self._owed.get(name, 0.0), self._virtual_time)
         own = mine.work if mine is not None else 0.0
         until, before = charged + own, own
         for other in self._clients.values():
-            if other is not mine and other.charged <= until:  # one of its requests may be next
+            if other is not mine and other.charged <= until:  # a request of this client may be served first
                 before += min(other.work, until - other.charged + other.work / len(other.requests))
         return before
 
@@ -156,7 +161,7 @@ class _Tier:
 
 
 class Line:
-    """A waiting line: the requests of all tiers that wait for the same workers."""
+    """The requests that wait for the same workers, of all tiers."""
 
     def __init__(self) -> None:
         self._tiers: dict[int, _Tier] = {}
@@ -176,31 +181,37 @@ class Line:
         request.queued = True
 
     def head(self, now: float) -> QueuedRequest | None:
-        """Return the next request, or None if none waits."""
+        """Return the next request to serve, or None if the line is empty."""
         for rank in sorted(self._tiers):
             if (tier := self._tiers[rank]).requests:
                 return tier.head(now)
         return None
 
     def remove(self, request: QueuedRequest, *, served: bool = False) -> None:
-        """Remove a request if it is in line. `served`: charge its work to its client's account."""
+        """Remove a request from the line, or do nothing if the request is not queued.
+
+        `served` charges its work to its client.
+        """
         if request.queued:
             self._tiers[request.tier].remove(request, served=served)
             self._length -= 1
             request.queued = False
 
     def before(self, tier: int, client: str) -> float:
-        """Return the work, in seconds of one worker, served before the next request of this client in this tier."""
+        """Return the work that is served before a new request of this client in this tier, in seconds of one worker."""
         better = sum(self._tiers[rank].work for rank in self._tiers if rank < tier)
         own = self._tiers.get(tier)
         return better + (own.before(client) if own is not None else 0.0)
 
 
 class Queue:
-    """The lines of each model, preceded by the requests that were sent back."""
+    """All waiting requests of a frontend: one line per model and lineage, and one line per model for sent-back requests."""
 
     def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
-        """Limit all lines of a model to `requests_max` requests. Sent-back requests are never refused."""
+        """Limit all lines of one model to `requests_max` requests in total.
+
+        Sent-back requests are queued beyond this limit.
+        """
         self._max = requests_max
         self._lines: dict[str, dict[Lineage | None, Line]] = defaultdict(lambda: defaultdict(line))
         self._back: dict[str, Line] = defaultdict(line)  # in order of their return
@@ -210,7 +221,7 @@ class Queue:
         return [*self._lines | self._back]
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
-        """Return the line for a model's workers of this lineage, or for all of them."""
+        """Return the line for a model's workers of this lineage, or for workers of any lineage if `lineage` is None."""
         return self._lines[model][lineage]
 
     def lines(self, model: str) -> list[Line]:
@@ -218,7 +229,7 @@ class Queue:
         return [*self._lines.get(model, {}).values()]
 
     def line_of(self, request: QueuedRequest) -> Line:
-        """Return the line of a request."""
+        """Return the line in which a request waits or would wait."""
         model = request.model
         return self._back[model] if request.sent_back else self._lines[model][request.lineage]
 
@@ -227,24 +238,24 @@ class Queue:
         return [*self._back.get(model, ())]
 
     def in_line(self, model: str) -> int:
-        """Return the number of requests in the lines of a model."""
+        """Return the number of requests in a model's lines, without sent-back requests."""
         return sum(map(len, self._lines[model].values())) if model in self._lines else 0
 
     def length(self, model: str) -> int:
-        """Return the number of requests that wait for a worker of this model."""
+        """Return the number of requests that wait for a worker of this model, with sent-back requests."""
         return self.in_line(model) + len(self._back.get(model, ()))
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests by model, for models that have any."""
+        """Return the number of waiting requests of each model that has waiting requests."""
         return {model: count for model in self.models() if (count := self.length(model))}
 
     def full(self, model: str) -> bool:
-        """Return whether the lines of this model are full."""
+        """Return whether the lines of this model have reached the limit of the queue."""
         return self.in_line(model) >= self._max
 
 
 class EndRate:
-    """The rate at which answers of each model end. It predicts how long a queued request waits."""
+    """Measures how often answers of each model end, to predict how long a queued request waits."""
 
     def __init__(self) -> None:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
@@ -254,7 +265,7 @@ class EndRate:
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:
-        """Return the seconds until a request behind `before` others has room; inf: no answer has ended recently."""
+        """Return the seconds until a request behind `before` others gets a slot, or inf if no answer has ended recently."""
         ends = self._ends.get(model, deque[float]())
         while ends and ends[0] < now - WINDOW_S:
             ends.popleft()

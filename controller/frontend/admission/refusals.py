@@ -1,4 +1,4 @@
-"""The refusals of a frontend: client errors, retry times, and the counts in `RequestsRejected`."""
+"""The errors of refused requests, with their retry times, and the counts for `RequestsRejected`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from events.errors import HoldfastError
 from events.observations import RequestsRejected
 
 ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's wording
-JITTER = 0.25  # share of the wait, in both directions
-SHORTEST_S = 0.1  # shortest `Retry-After` when the wait is known precisely
+JITTER = 0.25  # share of the retry time by which it is randomly lengthened or shortened
+SHORTEST_S = 0.1  # shortest `Retry-After` in seconds for a request that is refused because of its deadline
 
 
 class NotAdmitted(HoldfastError):
@@ -40,7 +40,7 @@ class TooLate(NotAdmitted):
     """A request is refused because of its deadline, or as a retry of a refused one."""
 
     def __init__(self, code: str, message: str, wait_s: float, *, should_retry: bool = True) -> None:
-        """Set the seconds until it would be admitted if no others arrived; inf: unknown."""
+        """Set the seconds until the request would be admitted if no other request arrived; inf if unknown."""
         super().__init__(message)
         self.code = code
         self.wait_s = wait_s
@@ -49,7 +49,7 @@ class TooLate(NotAdmitted):
 
 @dataclass(eq=False, repr=False)
 class Refusals:
-    """Creates and counts the refusals of one frontend."""
+    """Builds the API errors of one frontend's refused requests, and counts them for `RequestsRejected`."""
 
     frontend: str
     settings: FrontendSettings
@@ -61,7 +61,7 @@ class Refusals:
     reported_at: float = -inf
 
     def check(self, model: str, tier: str, *, draining: bool) -> None:
-        """Raise ApiError if all requests for this model or tier are currently rejected."""
+        """Raise ApiError if this frontend drains, or if the fleet rejects all requests of this model or tier."""
         if draining:
             code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
         elif not self.table.knobs(model).accept_new:
@@ -75,13 +75,16 @@ class Refusals:
         raise self._refused(model, tier, code, error)
 
     def of(self, error: NotAdmitted | NoWorker, model: str, tier: str, wait_s: float) -> ApiError:
-        """Return the client's error, and count it. `wait_s`: seconds until the requests ahead have room; inf: unknown."""
+        """Return the API error for a request that is not admitted, and count it.
+
+        `wait_s` is the predicted time in seconds until the queued requests have room; inf if unknown.
+        """
         if isinstance(error, QueueFull | WaitedTooLong):
             error = self._closed(model) or error  # the servers' Retry-After beats the queue's estimate
         elif isinstance(error, NotServed):
             if model not in self.table.known:
                 return unknown_model(model)
-            error = NoneRoutable()  # it had workers and will have some again
+            error = NoneRoutable()  # the model had workers before and will have some again
         code, why, status = error.code, str(error), self.settings.overload_status
         longest_s = self.settings.retry_after_s  # also used if the wait is unknown
         match error:
@@ -107,7 +110,7 @@ class Refusals:
         return seconds * (1 + JITTER * (2 * self.dice() - 1))
 
     def _closed(self, model: str) -> AllClosed | None:
-        """Return the error AllClosed if a model has no room because the servers of all its workers are closed, else None."""
+        """Return AllClosed if a model has no room because the servers of all its workers are closed, otherwise None."""
         try:
             self.routing.room(model)
         except AllClosed as closed:
@@ -121,7 +124,7 @@ class Refusals:
         return error
 
     def tick(self, now: float) -> bool:
-        """Report the rejection counts if a report is due. Return whether it was due."""
+        """Report the rejected requests if the reporting interval has passed. Return whether it has passed."""
         due = now - self.reported_at >= self.settings.facts.rejected_window_s
         if due:
             self.reported_at = now
@@ -129,7 +132,7 @@ class Refusals:
         return due
 
     def report(self) -> None:
-        """Report the requests rejected since the last report."""
+        """Publish one `RequestsRejected` for each model, reason and tier with requests rejected since the last report."""
         rejected, self.rejected = self.rejected, Counter()
         for (model, reason, tier), count in rejected.items():
             self.traffic.rejected(
