@@ -1,7 +1,8 @@
 """The director of a frontend: holds its view of the fleet, follows the fold and reacts to changes.
 
-It moves the answers of a convicted worker, resets the local breaker when the fleet's breaker closes, and offers parked requests
-to a new worker. `routing` chooses workers. The request state machine, which `driver` feeds, decides what happens to an answer.
+The director moves the answers of a convicted worker, resets a local breaker when the fleet's breaker closes, and
+offers parked requests to a new worker. `routing` chooses workers. The request state machine, which `driver` feeds,
+decides what happens to an answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,14 +42,15 @@ from events.intrusion.reports import Intrusions
 
 log = structlog.get_logger(__name__)
 
+# seconds after the fold has caught up in which an empty set of models counts as still unknown
 BEGINNING_S = 10.0
-EXPOSE_EVERY_S = 1.0  # how often the answers of a convicted worker that keeps serving are reported
-SERVED_EVERY_S = 1.0  # how often a frontend stores the time until which it served
+EXPOSE_EVERY_S = 1.0  # seconds between two reports of the answers of a convicted worker that keeps serving
+SERVED_EVERY_S = 1.0  # seconds between two records of the time until which this frontend has served
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The outside world of a director: its name, request plane, fact publisher, clock and random source."""
+    """The dependencies of a director: its frontend's name, request plane, fact publisher, clock and random source."""
 
     name: str  # of this frontend
     plane: RequestPlane
@@ -60,13 +62,13 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class ServedUntil:
-    """The time until which a frontend served, and the journal position that it had read by then."""
+    """The time until which the previous frontend of this name served, and the journal position that it had read."""
 
     until: datetime
     seq: int
 
     def answers(self, conviction: Conviction) -> bool:
-        """Whether that frontend handled the conviction, or had nothing to report for it."""
+        """Whether the previous frontend handled the conviction, or sent the worker no request in the convicted period."""
         margin = MARGIN + timedelta(seconds=2 * SERVED_EVERY_S)
         return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
@@ -75,15 +77,15 @@ class ServedUntil:
 class Convictions:
     """Handles the conviction of a worker by a canary.
 
-    It reports every request that the worker has served since its last good canary, and applies the corruption policy to those
-    that are running.
+    When a worker is convicted, every request that it has served since its last good canary is reported. The
+    corruption policy is applied to the requests that still run.
 
-    The fold decides since when a life could be wrong (`Worker.convictions`). Each conviction is handled once, even if
-    the worker was acquitted or restarted in the same batch of events.
+    The fold decides the time from which an instance may have computed wrongly (`Worker.convictions`). Each conviction
+    is handled once, even if the worker was acquitted or restarted before this frontend read the conviction.
 
-    A frontend also handles convictions for its predecessor of the same name, which has stored until when it served and how
-    far it had read. If a worker is convicted later for a span in which the predecessor served, the requests that it
-    served then are no longer known.
+    A frontend also handles convictions for the previous frontend of the same name, which stored the time until which
+    it served and the position that it had read. If a worker is convicted later for a period in which the previous
+    frontend served, the requests of that period are unknown, and `ExposureUnknown` is reported.
     """
 
     frontend: str
@@ -91,9 +93,10 @@ class Convictions:
     observe: Observe
     driver: Driver
     metrics: RequestMetrics
-    # by worker that serves although it is convicted
+    # time of the last report, by name of a worker that serves although it is convicted
     _exposed_at: dict[str, float] = field(default_factory=dict)
-    _answered: dict[str, tuple[Conviction, ...]] = field(default_factory=dict)  # by worker
+    # convictions that were handled, by worker name
+    _answered: dict[str, tuple[Conviction, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = self.clock.now()
@@ -105,9 +108,9 @@ class Convictions:
             self._convict(worker.joined.worker, conviction, self.clock.now())
 
     def expose(self, worker: Worker, now: float) -> None:
-        """Report every request that a convicted worker serves while it stays in service, once a second.
+        """Report the requests that a convicted worker serves while it stays in service, at most once per EXPOSE_EVERY_S.
 
-        These requests are not changed; a header marks their answers.
+        The answers to these requests are not changed. A response header marks them.
         """
         name, instance = life = worker.joined.worker, worker.joined.instance
         if now < self._exposed_at.get(name, 0.0) + EXPOSE_EVERY_S:
@@ -123,10 +126,10 @@ class Convictions:
                 self._report(exposures.fact(one, action), one.span.traceparent)
 
     def answer_for_before(self, workers: Iterable[Worker], before: ServedUntil | None) -> None:
-        """Report workers that were convicted before this frontend could act.
+        """Report `ExposureUnknown` for workers that were convicted before this frontend had read the journal.
 
-        Which requests they served through the previous frontend is no longer known. Without a record of that frontend, only
-        convictions that still stand are reported.
+        The requests that these workers served through the previous frontend are unknown. `before` describes that
+        frontend. If it is None, only convictions of living workers that are still in force are reported.
         """
         for worker in workers:
             for conviction in self._news(worker):
@@ -154,7 +157,7 @@ class Convictions:
         )
 
     def _news(self, worker: Worker) -> list[Conviction]:
-        """Return this worker's convictions that are not handled yet, and mark them as handled."""
+        """Return this worker's convictions that were not handled yet, and mark them as handled."""
         name = worker.joined.worker
         answered = self._answered.get(name, ())
         if worker.convictions == answered:
@@ -164,7 +167,10 @@ class Convictions:
         return [conviction for conviction in worker.convictions if conviction.seq not in known]
 
     def _convict(self, worker: str, conviction: Conviction, now: datetime) -> None:
-        """Apply the corruption policy to every request exposed since the failed canary last passed, then report them all."""
+        """Apply the corruption policy to every request with tokens from the time of doubt on, then report each one.
+
+        The time of doubt (`conviction.since`) begins when the failed canary last passed on this instance.
+        """
         key: Key = (worker, conviction.instance)
         log.warning("worker_convicted", worker=worker, canary=conviction.canary)
         exposures, since = self._exposures, conviction.since
@@ -181,7 +187,10 @@ class Convictions:
             self._report(exposures.fact(one, action), one.span.traceparent)
 
     def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
-        """Apply the corruption policy to a request with possibly wrong tokens from index `first` on. Return the action."""
+        """Apply the corruption policy to a running request whose tokens from index `first` on may be wrong.
+
+        Return the action taken.
+        """
         endpoint = live.endpoint
         stays = endpoint is not None and endpoint.key == key and bool(endpoint.suspect)
         exposed = Exposed(first, key, live.stats.depends_on(key), stays, live.progress)
@@ -195,25 +204,25 @@ class Convictions:
 
 
 class WorkerIntrusions(Intrusions):
-    """Reports workers that behave as no engine does: floods of frames, or KV claims that were lost."""
+    """Reports workers that behave as no engine does: they flood a frontend with frames or KV events, or lose KV events."""
 
     def __init__(self, table: EndpointTable, observe: Observe, clock: Clock) -> None:
         super().__init__(observe, clock.monotonic)
         self._table = table
 
     def flooded_by(self, worker: str, instance: str) -> None:
-        """Report and eject a worker that has sent this frontend more frames than an engine can compute."""
+        """Report a worker that has sent this frontend more frames than an engine can compute, so that it is ejected."""
         tried = "flood a frontend with frames"
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_flooded_by(self, worker: str) -> None:
-        """Report and eject a worker that has published more KV events than an engine can produce."""
+        """Report a worker that has published more KV events than an engine can produce, so that it is ejected."""
         lives = self._lives(worker)
         tried, instance = "flood the frontends with KV events", lives[-1].instance if lives else ""
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
-        """Report a worker after its claims about its KV blocks had to be dropped."""
+        """Report a worker whose KV events had to be dropped, without ejecting it. `why` describes the reason."""
         worker, instance = life
         self.report(self._account(worker), why, worker=worker, instance=instance)
 
@@ -221,20 +230,21 @@ class WorkerIntrusions(Intrusions):
         return [one.joined for one in self._table.endpoints.values() if one.worker == worker]
 
     def _account(self, worker: str) -> str:
-        """Return the broker account of the process in which a worker lives."""
+        """Return the broker account of the worker's process."""
         lives = self._lives(worker)
         return account_of(worker, lives[-1].account if lives else "")
 
 
 class Director:
-    """One frontend: its view of the fleet and its live requests."""
+    """Builds the components of one frontend, applies the fold to them, and runs their periodic work."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
         self.settings, self._world = settings, world
         name, plane, observe, clock = world.name, world.plane, world.observe, world.clock
         # not the loop's time: uvloop freezes that within a turn and rounds it to ms
         self.now = now = clock.monotonic
-        self._live_at: float | None = None  # None until the fold has caught up: before that, it shows history
+        # time at which the fold caught up; None before that, while the fold still shows the past
+        self._live_at: float | None = None
         self.table = table = EndpointTable(ModelFolders(settings.folders, observe).allows)
         self.metrics = FrontendMetrics()
         self.request_metrics = metrics = RequestMetrics(self.metrics)
@@ -266,17 +276,17 @@ class Director:
 
     @property
     def live(self) -> bool:
-        """Whether the fold has caught up: see `go_live`."""
+        """Whether the fold has caught up with the journal, so that this frontend reacts to changes."""
         return self._live_at is not None
 
     @property
     def beginning(self) -> bool:
-        """Whether the set of models is still unknown. In a fleet that has just started, no worker may have registered yet."""
+        """Whether it is too early to say which models exist: in a new fleet, no worker may have registered yet."""
         unknown = not self.table.known and not self.table.unnamed
         return self._live_at is None or (unknown and self.now() - self._live_at < BEGINNING_S)
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Apply the state of the fold after a batch of events, and react to it."""
+        """Apply the state of the fold after these events to this frontend, and react to what has changed."""
         clock, ours = self._world.clock, self._world.name if self.live else None
         for recorded in batch:
             fact = recorded.fact
@@ -304,9 +314,9 @@ class Director:
             self.changed()
 
     def go_live(self, before: ServedUntil | None = None) -> None:
-        """React to the fold from now on, because it has caught up, and report what was missed.
+        """React to all later changes of the fold, because it has caught up. Report convictions that happened before.
 
-        `before` is the time until which the previous frontend of this name served, if that is known.
+        `before` is the time until which the previous frontend of this name served, or None if unknown.
         """
         self._live_at = self.now()
         self.routing.live = True
@@ -314,13 +324,15 @@ class Director:
         self.changed()
 
     def set_static(self, joined: Sequence[facts.WorkerJoined]) -> None:
-        """Serve with workers that were configured directly."""
+        """Serve with a fixed list of workers from the configuration, instead of the workers of the journal."""
         self.table.set_static(joined)
         self.routing.forget(set(self.table.endpoints))
         self.changed()
 
     def changed(self) -> None:
-        """React to a change of the table or of a connection: move requests that must move, and retry waiting ones."""
+        """React to a change of the endpoint table or of a connection: move requests off failed workers, and retry
+        waiting requests.
+        """
         self.routing.look_for_panic()
         for endpoint in list(self.table.endpoints.values()):
             out = endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY
@@ -332,7 +344,10 @@ class Director:
         self.admission.wake()
 
     def _empty(self, endpoint: Endpoint) -> None:
-        """Reroute the requests that run on a worker out of service. The possible targets are looked up once, not per stream."""
+        """Reroute the requests of a worker that is out of service.
+
+        The possible targets are looked up once for all requests.
+        """
         there = list(self.running.at(endpoint))
         others = {other.key for other in self.routing.targets(there[0].request)} - {endpoint.key}
         for live in there:
@@ -340,7 +355,9 @@ class Director:
             self.driver.feed(live, gone)
 
     def set_thresholds(self, fact: facts.BusyThresholdsSet) -> None:
-        """Apply the thresholds above which a model's workers count as busy, and publish them so that all frontends apply them."""
+        """Apply new thresholds above which a model's workers count as busy, and publish them so that all frontends apply
+        them.
+        """
         self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
 
@@ -370,7 +387,9 @@ class Director:
             self.admission.wake()  # requests of another frontend may have ended
 
     def _pass_trials(self) -> None:
-        """Pass breaker trials that have output at the deadline: an answer may take longer than its trial."""
+        """Let a breaker's trial pass at its deadline if its request has output, because an answer may take longer than
+        the trial.
+        """
         for key in self.breakers.trials_ending():
             endpoint = self.table.endpoints.get(key)
             for live in self.running.at(endpoint) if endpoint is not None else ():
@@ -378,13 +397,13 @@ class Director:
                     self.breakers.unjudged(key, live.dispatch.breaker_epoch, has_output=True)
 
     def report(self) -> None:
-        """Publish all pending reports; called when the process ends."""
+        """Publish all pending reports, before the process ends."""
         self.breakers.report()
         self.refusals.report()
         self.traffic.stop()
 
     def render_metrics(self) -> bytes:
-        """Return the current metrics as exposition text."""
+        """Return the current metrics in the Prometheus exposition format."""
         self.request_metrics.settle()
         faults = self.metrics.faults
         faults.parked.set(len(self.driver.waiting.parked))

@@ -3,11 +3,12 @@
 No other component owns live requests or applies effects.
 
     worker's frames ──▶ RequestSink ── tokens ───────────────────────────────▶ response writer
-                            └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
+                          └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
     fold, operator, client, clock ──────────────────────────▶ step
 
-Tokens take the direct path. `step` sees the first token of an attempt, failures, control events and the end. Nothing here
-blocks or awaits.
+`step` is the state machine's transition function. It receives the first token of an attempt, failures, control events
+and the end. All other tokens go directly from the sink to the response writer. Nothing in this module blocks or
+awaits.
 """
 
 import asyncio
@@ -61,10 +62,10 @@ _FIRST_TOKEN = on.FirstToken()
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class RequestSink(LiveRequest):
-    """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
+    """Receives the output of a live request's worker from the request plane. Implements `controller.ports.Sink`.
 
-    Called synchronously, once per chunk. An attempt that was left is cancelled at the request plane, so none of its late output
-    can arrive here.
+    Its methods are called synchronously, once per chunk. When a request leaves a worker, its stream is cancelled at
+    the request plane, so no late output of that attempt arrives.
     """
 
     driver: "Driver"
@@ -88,7 +89,7 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _take_edge(self, chunk: Chunk) -> None:
-        """Accept the first or the last chunk of an attempt. Raise InvalidOutput."""
+        """Accept the first or the last chunk of an attempt. Raise InvalidOutput if its tokens are invalid."""
         driver, tokens, first = self.driver, chunk.tokens, not self.state.has_output
         if tokens:
             if first:
@@ -116,7 +117,7 @@ class RequestSink(LiveRequest):
             driver.feed(self, on.Finished(reason if reason in ("stop", "length") else finish_reason(reason)))
 
     def flush(self) -> None:
-        """Count and write the output of one turn of the event loop."""
+        """Count and write the output of one event-loop iteration."""
         if self.over:
             return  # it was written when the answer ended
         self.stats.count(self, self.driver.now())
@@ -125,7 +126,7 @@ class RequestSink(LiveRequest):
             self._source_advanced()
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """Fail the attempt: the connection broke, or the worker hangs."""
+        """Fail the current attempt, because the connection to the worker broke or the worker hangs."""
         dispatch = self.dispatch
         if self.over or dispatch is None:
             return
@@ -137,16 +138,16 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _source_advanced(self) -> None:
-        """Advance a committed KV transfer: its source may have sent more tokens."""
+        """Advance a KV transfer whose target has committed, because the source may have sent more tokens."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
             self.driver.feed(self, self.advanced(kv.SourceProgressed()))
 
     def _source_lost(self, move: KvMove) -> None:
-        """Handle the loss of the source of a KV transfer.
+        """Complete a KV transfer without its source, which was lost.
 
-        If the target has committed, the request no longer needs the source: the target knows the missing tokens. (It does not
-        know their logprobs.)
+        If the target has committed, it has sent the tokens that the source computed last, so they are accepted now.
+        The target has no logprobs of these tokens, so a request with logprobs fails over normally.
         """
         self._source_advanced()
         transfer = self.state.transfer
@@ -158,7 +159,7 @@ class RequestSink(LiveRequest):
 
 @dataclass(eq=False, repr=False)
 class Driver:
-    """Owns the live requests of one frontend and advances them."""
+    """Owns the live requests of one frontend, feeds events to the state machine and applies its effects."""
 
     settings: FrontendSettings
     admission: Admission
@@ -173,7 +174,7 @@ class Driver:
     live: dict[int, LiveRequest] = field(default_factory=dict)  # by number
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     queued: dict[LiveRequest, asyncio.Future[Reservation]] = field(default_factory=dict)
-    opened: int = 0  # number of live requests so far; also the number of the latest
+    opened: int = 0  # number of requests opened so far; also the number of the latest one
 
     def __post_init__(self) -> None:
         self.preemption.feed, dispatcher = self.feed, self.dispatcher
@@ -192,10 +193,10 @@ class Driver:
         room: Reservation | None = None,
         planned: Key | None = None,
     ) -> Sequence[LiveRequest]:
-        """Send answers to workers, to `planned` if it has room.
+        """Send answers to workers: to the `planned` worker if it has room, otherwise to the best one.
 
-        An answer that has to wait keeps its share of the room that `room` has released. `completion` is notified when each
-        answer ends.
+        `room` is the released reservation of the answers. An answer that has to wait reserves the same room again.
+        `completion` is notified when each answer ends.
         """
         made = [self.open(answer, completion) for answer in answers]
         for live in made:
@@ -206,7 +207,7 @@ class Driver:
         return made
 
     def open(self, answer: Choice, completion: Completion | None = None) -> LiveRequest:
-        """Create a live request for an answer, without sending it. Raise TokenizerMissing."""
+        """Create a live request for an answer, without sending it. Raise TokenizerMissing if its tokenizer is not loaded."""
         request, settings, now = answer.request, self.settings, self.now()
         admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
         terms = RequestTerms(
@@ -230,7 +231,7 @@ class Driver:
         return live
 
     def cancel(self, answers: Iterable[Choice]) -> None:
-        """Cancel answers after their client has disconnected."""
+        """Cancel answers because their client has disconnected."""
         for answer in answers:
             live = self.live.get(answer.number)
             if live is not None:
@@ -239,7 +240,7 @@ class Driver:
     # --- the machine
 
     def feed(self, live: LiveRequest, event: on.Event) -> None:
-        """Advance one request by an event, and apply the resulting effects."""
+        """Apply an event, and each event that results from it, to one request's state, and apply the effects."""
         following: on.Event | None = event
         now = self.now()
         while following is not None:
@@ -252,7 +253,10 @@ class Driver:
             self.wake()
 
     def fail(self, live: LiveRequest, failure: Failure, dispatch: Dispatch | None = None) -> None:
-        """Fail an attempt: the current one, or `dispatch`, which the request may have left in the meantime."""
+        """Fail `dispatch`, or the current attempt if `dispatch` is None.
+
+        If the request has already left `dispatch`, the failure counts only against the worker.
+        """
         if dispatch is not None and dispatch is not live.dispatch:
             self.dispatcher.blame(dispatch, failure)
         elif live.dispatch is not None:
@@ -261,7 +265,7 @@ class Driver:
             self.feed(live, on.AttemptFailed(failure, live.progress, closed))
 
     def fail_internally(self, live: LiveRequest) -> None:
-        """End one request with an internal error that was just caught; no other request is affected."""
+        """End one request with an internal error, called while the exception is handled. Other requests are not affected."""
         log.exception("stream_failed", request=live.request.id)
         if live.over:
             return
@@ -273,7 +277,7 @@ class Driver:
             self._apply(live, effect, now)
 
     def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
-        """Apply one effect to a request. Return the event that answers it, if it asks for one."""
+        """Apply one effect to a request. Return the event that results from the effect, or None."""
         dispatcher, dispatch = self.dispatcher, live.dispatch
         # Effects of an undisturbed request come first: `match` on classes costs more than applying them.
         if type(effect) is do.SelectWorker:
@@ -360,7 +364,10 @@ class Driver:
         self._freed(live.request.model)
 
     def _freed(self, model: str | None = None) -> None:
-        """Offer freed capacity of this model's workers, or of any: requests that have begun come before waiting ones."""
+        """Use capacity that has become free: for parked and preempted answers first, then for queued requests.
+
+        `model` limits the answers to one model. If it is None, only preempted answers of all models are resumed.
+        """
         if model is not None and self.waiting.parked:
             longest = self.waiting.longest(model, self.now())
             if longest is not None:
@@ -377,12 +384,12 @@ class Driver:
     # --- waiting
 
     def wake(self) -> None:
-        """Let parked requests retry: a worker may have joined or have room."""
+        """Retry the parked requests, because a worker may have joined or may have a free slot."""
         for live in self.waiting.due(self.now()):
             self.feed(live, on.Woken())
 
     def _queue(self, live: LiveRequest) -> None:
-        """Put a request back into the queue, before those that arrived later."""
+        """Put a request back into the admission queue, before all requests that were not sent back."""
         request, now, admission = live.request, self.now(), self.admission
         until = request.first_token_by
         if until is None:
@@ -398,7 +405,8 @@ class Driver:
             if turn.cancelled():
                 return
             if (error := turn.exception()) is None:
-                turn.result().free()  # for this request, which is sent before the next one in the queue
+                # released for this request, which is sent before the next one in the queue
+                turn.result().free()
                 if wanted:
                     self._resume(live)
             elif wanted and isinstance(error, WaitedTooLong | NoWorker):
@@ -407,7 +415,10 @@ class Driver:
         turn.add_done_callback(over)
 
     def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
-        """Send a request again after this turn of the event loop; `planned`: together with all that lost their workers in it."""
+        """Send a request again after this event-loop iteration.
+
+        `planned` places it together with all requests that lost their workers in this iteration.
+        """
         self.waiting.parked.pop(live, None)
         loop = asyncio.get_running_loop()
 
@@ -424,7 +435,7 @@ class Driver:
         live.give_back()
         try:
             self.feed(live, on.Resumed(planned.key if planned is not None else None))
-        except Exception:  # the requests that were placed together with it must still be sent
+        except Exception:  # the requests that were placed together with this one must still be sent
             self.fail_internally(live)
 
     # --- KV transfers
@@ -456,7 +467,10 @@ class Driver:
         return None
 
     def _hand_over(self, live: LiveRequest, move: KvMove, now: float) -> None:
-        """Switch to the target's stream. What it sent before the source's last token follows now."""
+        """Switch an answer to the target's stream.
+
+        Chunks that the target sent before the source's last token are accepted now.
+        """
         source, plane = live.dispatch, self.dispatcher.plane
         assert source is not None
         move.target.release()
@@ -490,12 +504,12 @@ class Driver:
             self.waiting.unbegun.pop(live, None)
         if self.queued and (turn := self.queued.pop(live, None)) is not None:
             turn.cancel()
-        if live.state.disturbed:  # otherwise it never waited for another worker
+        if live.state.disturbed:  # an undisturbed request never waited for another worker
             self.waiting.forget(live)
             live.give_back()
         if self.ended is not None:
             self.ended(live)
-        # break the reference cycle, so that it is freed without the garbage collector
+        # break the reference cycle, so that the live request is freed without the garbage collector
         completion, live.completion = live.completion, None
         if completion is not None:
             completion.ended(answer)
@@ -504,7 +518,10 @@ class Driver:
         live.writer.flush()
 
     def tick(self) -> None:
-        """Move streams that have stalled, and end requests that have waited too long."""
+        """Fail stalled streams, resume preempted answers, and end requests that have waited too long.
+
+        Called periodically.
+        """
         now = self.now()
         for live, dispatch, failure in self.stalls.tick(now):
             self.faults.stalled.inc()

@@ -1,6 +1,6 @@
-"""Starts and ends attempts on workers, and updates all components that count attempts.
+"""Starts and ends attempts on workers, and updates every component that counts attempts.
 
-These components are the endpoint's counters, the running requests, the slot tracker, and this frontend's local breakers.
+The counting components are the endpoint's counters, the running requests, the slot tracker and the local breakers.
 """
 
 from collections.abc import Collection
@@ -28,7 +28,9 @@ _FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # looking up an enum member takes
 
 @dataclass(eq=False, repr=False)
 class Dispatcher:
-    """Sends, counts and judges the attempts of one frontend."""
+    """Sends attempts to workers, counts them while they run, and counts failed attempts against the worker or the
+    request.
+    """
 
     table: EndpointTable
     routing: Scheduler
@@ -38,7 +40,8 @@ class Dispatcher:
     running: RunningRequests
     metrics: RequestMetrics
     intrusions: Intrusions
-    no_worker: NoWorker = field(default_factory=NoWorker)  # the error of the last request without a worker
+    # the error of the last request for which no worker was found
+    no_worker: NoWorker = field(default_factory=NoWorker)
 
     def __post_init__(self) -> None:
         self.state = self.routing.state
@@ -46,7 +49,10 @@ class Dispatcher:
     def route(
         self, live: LiveRequest, effect: SelectWorker, now: float
     ) -> Sent | ConnectFailed | NoWorkerFound:
-        """Choose a worker and send an attempt. Return the resulting event."""
+        """Choose a worker and send an attempt to it.
+
+        Return the event for the state machine: sent, connect failed, or no worker found.
+        """
         try:
             choice = self.choose(live, effect)
         except NoWorker as error:
@@ -63,10 +69,11 @@ class Dispatcher:
     # --- choosing a worker ----------------------------------------------------------------------------------
 
     def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
-        """Return the worker for a request: the planned one, or the best one that has not been tried.
+        """Return the planned worker if it has room, otherwise the best worker that has not been tried.
 
-        If all were tried, return the best one to which only the connection failed. Raise NoWorker; its subclass Held if a
-        poison suspect must wait although there are workers.
+        If all workers were tried, return the best one among those to which only the connection failed. Raise Held if
+        the request may crash workers and must wait although workers are available. Raise another NoWorker if no
+        worker can serve the request.
         """
         request, routing, output = live.request, self.routing, live.accepted
         declined = route.declined
@@ -93,7 +100,7 @@ class Dispatcher:
                 raise
 
     def _best(self, live: LiveRequest, avoid: Collection[Key]) -> Selection:
-        """Return the best worker outside `avoid`. Raise NoWorker."""
+        """Return the best worker outside `avoid`. Raise NoWorker if there is none."""
         request, routing, output, first = (
             live.request,
             self.routing,
@@ -105,11 +112,15 @@ class Dispatcher:
         except AllBusy:
             if not first:
                 raise
-            # The request was admitted, but there may be no room left for one of its answers: let a worker queue this answer.
+            # The request was admitted, but no slot may be free for this one of its answers. Let a worker queue this
+            # answer.
             return routing.route(request, avoid, output)
 
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
-        """Return the worker for a request that poison detection restricts; None: route it without restriction. Raise Held."""
+        """Return the worker for a request that may crash workers. Return None if the request may go to any worker.
+
+        `where` restricts the workers. Raise Held if the request must wait for one of the permitted workers.
+        """
         request, routing, output, only = live.request, self.routing, live.accepted, where.endpoint
         tried = route.avoid | route.missed
         try:
@@ -128,7 +139,7 @@ class Dispatcher:
     # --- starting an attempt --------------------------------------------------------------------------------
 
     def send(self, live: LiveRequest, choice: Selection, now: float) -> None:
-        """Send a request to the chosen worker. Raise WorkerUnreachable."""
+        """Send a request to the chosen worker as a new attempt. Raise WorkerUnreachable if the worker is not connected."""
         endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
         generate = live.continuation.request(endpoint, rank)
         stream = self.plane.open(endpoint.worker, endpoint.instance, generate, live)
@@ -142,7 +153,10 @@ class Dispatcher:
         self._begin(live, (endpoint, rank), stream, slot, now, claimed)
 
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
-        """Record a KV transfer's result: the target continues the request in this stream, with the received KV cache."""
+        """Make the target of a KV transfer the current worker of a request.
+
+        The answer continues in this stream of the target.
+        """
         slot = self.state.carry(endpoint, rank, live.request, live.accepted)
         self._begin(live, (endpoint, rank), stream, slot, now)
 
@@ -155,7 +169,7 @@ class Dispatcher:
         now: float,
         claimed: int = 0,
     ) -> None:
-        """Count an attempt at a worker and its DP rank."""
+        """Make an attempt the current one, and count it at its worker and DP rank."""
         request, (endpoint, rank) = live.request, at
         self.poison.sent(request, endpoint, slot)
         self.running.begin(live, endpoint, len(request.prompt) + live.max_tokens)
@@ -166,14 +180,14 @@ class Dispatcher:
     # --- ending an attempt ----------------------------------------------------------------------------------
 
     def cancel(self, dispatch: Dispatch, why: Why = "gone") -> None:
-        """Cancel a stream at its worker, and stop reading it."""
+        """Cancel an attempt's stream at its worker, and stop reading the stream. `why` is the reason for the worker."""
         endpoint = dispatch.endpoint
         if why == "elsewhere" and self.table.drains(endpoint):
             why = "drained"
         self.plane.cancel(endpoint.worker, dispatch.stream, why)
 
     def prefill_done(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
-        """Record the first token of an attempt: its prefill is complete."""
+        """Record that an attempt has produced its first token, which means that its prefill is complete."""
         self.state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens
         if dispatch.claimed and cached is not None:
@@ -182,16 +196,16 @@ class Dispatcher:
         self.poison.read(live.request, dispatch.endpoint.key)
 
     def end(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
-        """Record that an attempt has left its worker, however it ended."""
+        """Record that an attempt no longer runs on its worker, whatever its outcome."""
         self.poison.left(live.request, dispatch.slot)
         self.running.end(live, dispatch.endpoint)
         self.state.end(dispatch.slot, now)
 
     def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
-        """Record that this attempt completed an answer.
+        """Record that an attempt completed an answer.
 
-        `alone`: no other attempt produced any part of the answer. Otherwise the answer's token times do not measure this worker,
-        even if the other attempts ran on the same one.
+        `alone` states that no other attempt produced any part of the answer. If false, the token times are not used
+        to measure the worker, even if the other attempts ran on the same worker.
         """
         request, stats, endpoint = live.request, live.stats, dispatch.endpoint
         self.poison.served(request)
@@ -208,16 +222,17 @@ class Dispatcher:
         )  # fmt: skip
 
     def blame(self, dispatch: Dispatch, failure: Failure) -> None:
-        """Count a failed attempt against its worker."""
+        """Count a failed attempt against its worker in the local breaker."""
         key = dispatch.endpoint.key
         self.breakers.failed(
             key, failure.reason, dispatch.routed_under, dispatch.breaker_epoch, one_stream=failure.one_stream
         )
 
     def judge(self, live: LiveRequest, dispatch: Dispatch, failure: Failure, *, begun: bool) -> Suspicion:
-        """Count a failed attempt against its worker, if the worker is at fault. Return whether the request itself is suspected.
+        """Count a failed attempt against its worker, if the worker is at fault. Return how far the request itself is
+        suspected.
 
-        `begun`: the attempt failed after its first token.
+        `begun` states that the attempt failed after its first token.
         """
         request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
         poison, key = self.poison, endpoint.key
@@ -242,7 +257,7 @@ class Dispatcher:
         return Suspicion.NONE
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Record an attempt that its worker rejected for lack of room. This does not count as a failure.
+        """Record an attempt that its worker rejected for lack of capacity. A rejection does not count as a failure.
 
         The worker gets no new request until its next load report.
         """
@@ -251,10 +266,15 @@ class Dispatcher:
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:
-        """Return the seconds until the first of these workers accepts new requests again; 0: none is closed."""
+        """Return the seconds until the first of these workers accepts new requests again.
+
+        Return 0 if none of their servers is closed.
+        """
         loads = [self.plane.external_load(worker) for worker, _ in keys]
         return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
-        """Record an attempt that ended through no fault of its worker, such as a disconnected client or an invalid request."""
+        """Record an attempt that ended without a fault of its worker: for example, its client disconnected or its
+        request was invalid.
+        """
         self.breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

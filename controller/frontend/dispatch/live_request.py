@@ -1,7 +1,7 @@
 """A live request: one answer in progress, with all state that the frontend holds for it.
 
-A data record without policy. Only the driver changes `state`, through the request state machine. Components that select requests
-(stall watch, preemption, planned moves, placement) read the record.
+A live request is a record without policy. Only the driver changes `state`, through the request state machine. The
+components that select requests (stall watch, preemption, planned moves, placement) read the record.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -37,19 +37,22 @@ from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences
 from events.wire import Chunk, Committed, Generate, Logprob, Reserved
 
-HELD_MAX = 1024  # chunks of the target that are buffered until the source's last tokens arrive
+# largest number of target chunks buffered during a KV transfer, until the source's last tokens arrive
+HELD_MAX = 1024
 LOGPROB_MAX = 0.01  # tolerance for rounding in engines: a log probability is at most 0
-TOP_MAX = 256  # alternatives per position
-# probability 1 in 8,000: a correct sampler draws few tokens below this, a broken sampler draws mostly such tokens
+TOP_MAX = 256  # largest number of alternative tokens per position
+# Natural log of 1/8,000. A correct sampler draws few tokens below this probability, a broken sampler draws mostly
+# such tokens.
 LOGPROB_FLOOR = -9.0
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class KvMove(TransferSink):
-    """The state of one KV transfer in the frontend. `controller.migration.planned_move` decides the order of its steps.
+    """One KV transfer of a running answer from a source to a target worker, as the frontend tracks it.
 
-    Until the switch to the target, the target's chunks are buffered in `held`, because the source's last tokens come first. A
-    subclass processes the frames of source and target.
+    `controller.migration.planned_move` decides the order of the steps. Until the switch to the target, the target's
+    chunks are buffered in `held`, because the source's last tokens must be written first. A subclass processes the
+    frames of source and target.
     """
 
     source: Endpoint
@@ -65,14 +68,15 @@ class KvMove(TransferSink):
     held: list[Chunk] = field(default_factory=list)
     predicted_ms: float | None = None
     target_failed: bool = False
-    cheaper: MigrationCost | None = None  # cost of recomputing at the target, given what it has cached
+    # cost of recomputing the cache at the target, given the blocks that the target has cached
+    cheaper: MigrationCost | None = None
 
     def ended(self, over: TransferOver) -> None:
-        """Handle the end of the transfer; `over` states its outcome."""
+        """Handle the end of the transfer. `over` states its outcome."""
         raise NotImplementedError
 
     def move(self, tokens: int) -> Move:
-        """Return the move to record after the target's commit. `tokens`: number of tokens accepted so far."""
+        """Return the move to record once the target has committed. `tokens` is the number of tokens accepted so far."""
         why, commit = Failure(self.cause, ""), self.commit
         assert commit is not None
         carried = Carried(commit.bytes, commit.blocks, commit.link)
@@ -80,33 +84,34 @@ class KvMove(TransferSink):
 
 
 class Dispatch(msgspec.Struct, eq=False):
-    """One attempt, with the identifiers that components outside the state machine use for it. Immutable."""
+    """One attempt, with its identifiers in the request plane, the slot tracker and the breakers. Immutable."""
 
     endpoint: Endpoint
-    rank: int | None  # if the worker has several DP ranks
+    rank: int | None  # DP rank, or None if the worker has only one
     stream: int  # stream number on the request plane
     slot: int  # number in the slot tracker
     routed_under: int  # number of the controller's last decision when the attempt was routed
-    breaker_epoch: int  # this frontend's last local breaker move when the attempt was routed
+    breaker_epoch: int  # number of this frontend's last local breaker move when the attempt was routed
     before: "Dispatch | None"  # the previous attempt
-    claimed: int = 0  # prompt tokens that the worker had reported as cached
+    claimed: int = 0  # prompt tokens that KV events reported as cached at the worker
 
 
-@dataclass(slots=True, eq=False, repr=False)  # updating a msgspec struct takes twenty times as long
+# a dataclass, because updating a msgspec struct takes twenty times as long
+@dataclass(slots=True, eq=False, repr=False)
 class OutputStats:
-    """Token times and counts of one answer, and the spans of tokens that each worker served."""
+    """Measures one answer: its token times and counts, and the span of tokens that each worker served."""
 
     metrics: ModelMetrics
     exposures: ServedSpans
     tracker: ActiveSequences | None  # the slot tracker, which also counts tokens
-    # accepted tokens up to which the request may move; inf: no limit, or already counted as exceeded
+    # longest output in tokens with which the request may move; inf if there is no limit, or if the excess was counted
     movable_max: float
     arrived_at: float  # when the request arrived
     attempt_at: float  # when the last attempt was sent
     last_at: float  # time of the last token; before the first token: when the request was due to be sent
     first_at: float | None = None
-    cached_tokens: int | None = None  # cached prompt tokens, as reported by the first worker
-    counted: int = 0  # accepted tokens at the end of the last turn of the event loop
+    cached_tokens: int | None = None  # cached prompt tokens that the first worker reported; None if unknown
+    counted: int = 0  # number of accepted tokens at the end of the last event-loop iteration that had output
     weighed: int = 0  # tokens with logprobs
     unlikely: int = 0  # tokens with a logprob below LOGPROB_FLOOR
     own: ServedSpan | None = None  # span of the current worker, from its first token on
@@ -118,12 +123,12 @@ class OutputStats:
         self.metrics.ttft.note(now - self.arrived_at)
 
     def weigh(self, logprobs: Sequence[Logprob]) -> None:
-        """Count tokens with logprobs, and how many of these are below LOGPROB_FLOOR."""
+        """Count these tokens with logprobs, and those among them below LOGPROB_FLOOR."""
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
     def count(self, live: "LiveRequest", now: float) -> None:
-        """Count the tokens accepted in this turn of the event loop. All of them come from the current attempt."""
+        """Count the tokens accepted in this event-loop iteration, all of which come from the current attempt."""
         dispatch, accepted, counted = live.dispatch, len(live.accepted), self.counted
         new = accepted - counted
         if dispatch is not None and accepted > self.movable_max:
@@ -149,7 +154,10 @@ class OutputStats:
         self.last_at = now
 
     def note_length(self, live: "LiveRequest") -> None:
-        """Count a request that has become too long to move, if it was allowed to move until now. Each counts once."""
+        """Count a request whose output has become too long to move, if the request could move until now.
+
+        Each request counts once.
+        """
         if not budget_ended(live.state):
             self.movable_max = inf
             self.metrics.outgrown()
@@ -157,15 +165,15 @@ class OutputStats:
     # --- provenance
 
     def depends_on(self, key: Key) -> bool:
-        """Return whether new tokens are computed from KV cache or tokens of the worker `key`."""
+        """Return whether new tokens are computed from KV cache that the worker `key` has generated or sent."""
         return any(span.key == key for span in self._open)
 
     def hand_over(self) -> None:
-        """Record that another worker continues with the KV cache of the current one."""
+        """Record that another worker continues the answer with the KV cache of the current worker."""
         self.sources, self.own = self._open, None
 
     def leave(self) -> None:
-        """Record that the current attempt has ended: later tokens are computed without its KV cache."""
+        """Record that the current attempt has ended, so that later tokens do not depend on its KV cache."""
         for span in self._open:
             self.exposures.close(span)
         self.sources, self.own = (), None
@@ -175,7 +183,7 @@ class OutputStats:
         return (*self.sources, self.own) if self.own is not None else self.sources
 
     def ended(self, live: "LiveRequest", now: float, *, well: bool) -> None:
-        """Record the end of the answer. `well`: without an error or cancellation."""
+        """Record the end of the answer. `well` states that it ended without an error or cancellation."""
         accepted, metrics, arrived_at = len(live.accepted), self.metrics, self.arrived_at
         metrics.ended(now - arrived_at, accepted, self.cached_tokens)
         if not well or self.first_at is None:
@@ -195,12 +203,15 @@ class Continuation(msgspec.Struct):
 
     _request: GenerationRequest
     accepted: list[int]  # grows with every step
-    tokens: Tokens
-    texts: list[str] = []  # text from engines that return no tokens, and the text of all output before it
+    tokens: Tokens  # the tokenizer
+    # text pieces from engines that return no tokens, each preceded by the text of the output before it
+    texts: list[str] = []
     _worded: int = 0  # number of accepted tokens that `texts` covers
 
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
-        """Return the generation request for this worker and DP rank."""
+        """Return the generation request for this worker and DP rank: the prompt and the accepted tokens, with fewer
+        tokens left to generate.
+        """
         asked, made = self._request, len(self.accepted)
         sampling = asked.sampling
         if made:
@@ -223,7 +234,7 @@ class Continuation(msgspec.Struct):
         )
 
     def take_text(self, text: str) -> int:
-        """Accept text that the engine returned without tokens, and return its number of tokens."""
+        """Accept text that an engine returned without tokens. Return the number of tokens in the text."""
         tokens = self.tokens.encode_next(text)
         self.texts += (self._unworded(), text)
         self.accepted += tokens
@@ -231,16 +242,16 @@ class Continuation(msgspec.Struct):
         return len(tokens)
 
     def rewind(self, count: int) -> None:
-        """Drop everything after the first `count` tokens."""
+        """Drop all output after the first `count` tokens."""
         del self.accepted[count:]
         self.texts.clear()
         self._worded = 0
 
     def _whole(self) -> list[int]:
-        """Return the prompt and all accepted tokens.
+        """Return the prompt followed by all accepted tokens.
 
-        Output that an engine returned as text is tokenized again together with the prompt: tokenizers like Llama 2's put a space
-        before each piece that they encode separately.
+        Output that an engine returned as text is tokenized again together with the prompt, because tokenizers like
+        Llama 2's put a space before each separately encoded piece.
         """
         request = self._request
         if self.texts:
@@ -255,13 +266,15 @@ class Continuation(msgspec.Struct):
         return self._request.prompt_text or self.tokens.decode(self._request.prompt)
 
     def _text(self) -> str:
-        """Return all accepted output as text, including output that workers returned as tokens."""
+        """Return all accepted output as text, also the part that workers returned as tokens."""
         return "".join(self.texts) + self._unworded()
 
     def _unworded(self) -> str:
-        """Return the text of the tokens that `texts` does not cover, decoded in the context of the tokens before them.
+        """Return the text of the accepted tokens that `texts` does not cover, decoded in the context of the tokens
+        before them.
 
-        An incomplete last character is omitted: a worker that continues from text returns the whole character.
+        An incomplete last character is omitted, because a worker that continues from text generates the whole
+        character.
         """
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):
@@ -273,27 +286,30 @@ class Continuation(msgspec.Struct):
         return whole[len(before) :].rstrip("\ufffd")
 
 
-@dataclass(slots=True, eq=False, repr=False)  # see `OutputStats`
+@dataclass(slots=True, eq=False, repr=False)  # a dataclass for the same reason as `OutputStats`
 class LiveRequest(Sink):
-    """One answer in progress. The driver's subclass processes its worker's frames."""
+    """One answer in progress. A subclass in the driver processes the frames of the answer's worker."""
 
     answer: Choice
-    completion: Completion | None  # notified when the answer ends; None after that
+    completion: Completion | None  # notified when the answer ends, and None afterwards
     state: RequestState
     stats: OutputStats
     continuation: Continuation
-    request: GenerationRequest = field(init=False)  # the answer's, as the next two: read with every chunk
+    # this field and the next three are copies of the answer's, because they are read with every chunk
+    request: GenerationRequest = field(init=False)
     writer: ResponseWriter = field(init=False)
     accepted: list[int] = field(init=False)
     max_tokens: int = field(init=False)
     dispatch: Dispatch | None = None  # the current attempt
     last_dispatch: Dispatch | None = None
     kv_move: KvMove | None = None  # a KV transfer in progress
-    room: Reservation | None = None  # the released reservation, or (`keeps_room`) the active one
+    # the reservation of its admission, released once the request is sent; active while `keeps_room` is true
+    room: Reservation | None = None
     keeps_room: bool = False
-    over: bool = False
-    exposure: str = ""  # policy applied when the answer's tokens were last found to be exposed
-    # prefill length of the last attempt: prompt tokens and tokens accepted before the attempt
+    over: bool = False  # the answer has ended
+    # corruption policy that was applied when the answer's tokens were last found to be exposed
+    exposure: str = ""
+    # prefill length of the last attempt in tokens: the prompt, and the tokens accepted before the attempt
     attempt_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -303,22 +319,25 @@ class LiveRequest(Sink):
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The worker of the current attempt."""
+        """The worker of the current attempt, or None if no attempt runs."""
         return self.dispatch.endpoint if self.dispatch is not None else None
 
     @property
     def length(self) -> int:
-        """Number of prompt tokens and accepted tokens."""
+        """Number of prompt tokens plus accepted tokens."""
         return len(self.request.prompt) + len(self.accepted)
 
     @property
     def progress(self) -> AnswerProgress:
-        """The progress of the answer, for the state machine."""
+        """The answer's accepted tokens, written tokens and kind of output, as the state machine needs them."""
         return AnswerProgress(len(self.accepted), self.writer.reached, bool(self.continuation.texts))
 
     @property
     def stays(self) -> bool:
-        """Whether planned moves are forbidden. Text without tokens forbids them: the next worker would have to tokenize it."""
+        """Whether planned moves are forbidden for this answer.
+
+        Output that was returned as text forbids moves, because the next worker would have to tokenize it.
+        """
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:
@@ -334,25 +353,30 @@ class LiveRequest(Sink):
             self.stats.note_length(self)
 
     def advanced(self, event: kv.Event) -> TransferAdvanced:
-        """Return the state machine's event for an event of this request's KV transfer."""
+        """Convert an event of this request's KV transfer to an event for the state machine."""
         base = self.kv_move.base if self.kv_move is not None else len(self.accepted)
         return TransferAdvanced(event, tuple(self.accepted[base:]))
 
     def give_back(self) -> None:
-        """Release the room that it kept while it was parked."""
+        """Release the room that the request has kept while it was parked."""
         if self.keeps_room and self.room is not None:
             self.keeps_room = False
             self.room.free()
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Discard an attempt that its worker rejected for lack of room."""
+        """Undo the record of an attempt that its worker rejected for lack of capacity: the previous attempt is the last
+        one again.
+        """
         before = self.last_dispatch = dispatch.before
         self.answer.endpoint = None if before is None else before.endpoint
 
-    # --- tokens: a continuation replays the accepted tokens, whether or not the client has read them
+    # --- tokens: accepted tokens are sent again to the next worker, whether or not the client has read them
 
     def accept(self, chunk: Chunk) -> bool:
-        """Accept and write the tokens of a chunk. Return whether a stop string was reached. Raise InvalidOutput."""
+        """Accept the tokens of a chunk and write them to the response. Return whether a stop string was reached.
+
+        Raise InvalidOutput if the response writer finds an invalid token.
+        """
         tokens, writer, accepted = chunk.tokens, self.writer, self.accepted
         if len(accepted) + len(tokens) > self.max_tokens:
             tokens = tokens[: self.max_tokens - len(accepted)]
@@ -363,7 +387,10 @@ class LiveRequest(Sink):
         return writer.stopped
 
     def accept_last(self, chunk: Chunk) -> bool:
-        """Accept the last tokens of an answer. A final stop token is accepted, but not written as text."""
+        """Accept the last tokens of an answer. Return whether a stop string was reached.
+
+        A final stop token is accepted, but not written to the response.
+        """
         tokens = chunk.tokens[: self.max_tokens - len(self.accepted)]
         hidden = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
         used = self.writer.write(tokens[:-1] if hidden else tokens, chunk.logprobs)
@@ -376,41 +403,51 @@ class LiveRequest(Sink):
         return self.writer.stopped
 
     def note_cached(self, cached: int) -> None:
-        """Record the number of prompt tokens that the first worker had cached. Raise InvalidOutput if it is impossible."""
+        """Record the number of prompt tokens that the first worker had cached.
+
+        Raise InvalidOutput if it exceeds the prompt.
+        """
         if not 0 <= cached <= self.attempt_tokens:
             raise InvalidOutput("a number of cached tokens that exceeds its prompt")
         self.stats.cached_tokens = self.answer.cached_tokens = cached
 
     def rewind(self, count: int) -> None:
-        """Drop all accepted tokens after the first `count`; the client has received none of the dropped ones."""
+        """Drop all accepted tokens after the first `count`. The client must not have received any of the dropped tokens."""
         self.continuation.rewind(count)
         self.stats.counted = min(self.stats.counted, count)  # later tokens are counted again
         self.writer.rewind(count)
 
 
 class RunningRequests:
-    """The requests that run on each worker. Adding or removing one also updates the endpoint's counters for the router."""
+    """The running requests by worker.
+
+    Adding or removing a request also updates the endpoint's counters, which the router reads.
+    """
 
     def __init__(self) -> None:
-        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the token count passed to `begin`
+        # for each request the token count that was passed to `begin`
+        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}
 
     def at(self, endpoint: Endpoint) -> Collection[LiveRequest]:
-        """Return the requests on a worker, oldest first. The result is a live view unless it is empty."""
+        """Return the requests that run on a worker, oldest first. A non-empty result is a live view."""
         found = self._at.get(endpoint)
         return found.keys() if found is not None else ()
 
     def items(self) -> Iterator[tuple[Endpoint, Collection[LiveRequest]]]:
-        """Yield each worker with a copy of its requests, because requests may leave during the iteration."""
+        """Yield each worker with a copy of its requests, because requests may end during the iteration."""
         for endpoint, there in list(self._at.items()):
             yield endpoint, tuple(there)
 
     def begin(self, live: LiveRequest, endpoint: Endpoint, tokens: int) -> None:
-        """Add a request that was sent to a worker. `tokens`: number of prompt tokens plus the maximum of generated tokens."""
+        """Add a request that was sent to a worker.
+
+        `tokens` is the number of prompt tokens plus the maximum number of generated tokens.
+        """
         endpoint.begin(tokens)
         self._at.setdefault(endpoint, {})[live] = tokens
 
     def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
-        """Remove a request that has left a worker. Raise KeyError if it was not running there."""
+        """Remove a request that no longer runs on this worker. Raise KeyError if it did not run there."""
         there = self._at[endpoint]
         endpoint.end(there.pop(live))
         if not there:
@@ -418,25 +455,29 @@ class RunningRequests:
 
 
 class WaitingRequests:
-    """The waiting requests of one frontend. A consumer of an iterator must handle each request before it advances."""
+    """The requests of one frontend that wait for a worker or for their first token.
+
+    A caller that iterates over a result must handle each request before it advances the iterator.
+    """
 
     def __init__(self) -> None:
-        # requests that wait for a worker, or for the time at which they may be sent
+        # requests that wait for a worker, or until the time at which they may be sent
         self.parked: dict[LiveRequest, None] = {}
         self.unbegun: dict[LiveRequest, None] = {}  # requests that were sent and have no first token yet
+        # requests that wait for joint placement at the end of this event-loop iteration
         self._rerouting: dict[LiveRequest, None] = {}
 
     def park(self, live: LiveRequest, *, keep_room: bool) -> None:
-        """Park a request until a worker may accept it. `keep_room`: reserve the room from its admission again."""
+        """Park a request until a worker may accept it. `keep_room` reserves the room of its admission again."""
         self._rerouting.pop(live, None)
         self.parked[live] = None
         if keep_room and live.room is not None:
             live.room, live.keeps_room = live.room.again(), True
 
     def reroute(self, live: LiveRequest) -> bool:
-        """Queue a request for joint placement with all that lost their workers in this turn of the event loop.
+        """Queue a request for joint placement with all requests that lost their workers in this event-loop iteration.
 
-        Return whether it is the first in the queue.
+        Return whether the queue was empty before, so that the caller must schedule the placement.
         """
         first = not self._rerouting
         self._rerouting[live] = None
@@ -453,13 +494,16 @@ class WaitingRequests:
         self._rerouting.pop(live, None)
 
     def due(self, now: float) -> Iterator[LiveRequest]:
-        """Yield the parked requests that may be sent again."""
+        """Yield the parked requests whose earliest time to be sent again has passed."""
         for live in list(self.parked):
             if live in self.parked and now >= live.state.not_before:
                 yield live
 
     def longest(self, model: str, now: float) -> LiveRequest | None:
-        """Return the migrating request of a model that has been parked longest, of those that may be sent again now."""
+        """Return the longest parked request of a model among those that migrate and may be sent again now.
+
+        Return None if there is no such request.
+        """
         found = [
             one
             for one in self.parked
@@ -468,9 +512,11 @@ class WaitingRequests:
         return min(found, key=lambda one: one.state.waits_until) if found else None
 
     def late(self, now: float, first_token_s: float) -> Iterator[LiveRequest]:
-        """Yield parked requests that have waited too long, and requests that may have exceeded their first-token limit.
+        """Yield parked requests that have waited too long, and sent requests that may have exceeded their first-token
+        limit.
 
-        `first_token_s` is the shortest first-token limit of any model: the caller checks the exact limit.
+        `first_token_s` is the shortest first-token limit of any model in seconds. The caller must check the exact
+        limit of each request.
         """
         for live in list(self.parked):
             if live in self.parked and now > live.state.waits_until:
@@ -482,9 +528,11 @@ class WaitingRequests:
 
 
 def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
-    """Validate the logprobs of a chunk. Token ids must be below `vocabulary`. Raise InvalidOutput.
+    """Validate the logprobs of a chunk. Token ids must be below `vocabulary`. Raise InvalidOutput if a value is
+    impossible.
 
-    A logprob that is not a number or is above 0 counts as the worker's fault. `openai.text.detokenizer` validates the tokens.
+    A logprob that is not a number or is above 0 counts as the worker's fault. `openai.text.detokenizer` validates the
+    tokens.
     """
     for one in logprobs:
         if not (isfinite(one.chosen) and one.chosen <= LOGPROB_MAX) or len(one.top) > TOP_MAX:
@@ -492,5 +540,5 @@ def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:
         for token, logprob in one.top:
             if not 0 <= token < vocabulary:
                 raise InvalidOutput("an alternative outside the vocabulary")
-            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf means that the token cannot be drawn
+            if logprob != logprob or logprob > LOGPROB_MAX:  # -inf is valid: the token cannot be drawn
                 raise InvalidOutput("a logprob that is not a number, or above 0")

@@ -3,12 +3,13 @@
     answers lose their workers ── the turn of the event loop ends ──▶ one plan for all ──▶ each is sent to its planned target
                                        └── no target, or the target is no longer possible ──▶ the router decides
 
-A failing worker fails all its requests within one turn of the event loop. If each were routed separately, short requests would
-count as much as long ones. So they are planned together (`controller.migration.placement`), by priority, then by age. Each
-request gets the worker that would compute it first, after the requests that the plan has already assigned to that worker.
+A failing worker fails all its requests within one event-loop iteration. If each request were routed separately, short
+requests would count as much as long ones. So all failed requests are planned together
+(`controller.migration.placement`), in order of priority, then of age. Each request is assigned to the worker that
+would finish its prefill first, after the requests that the plan has already assigned to that worker.
 
-Each frontend plans only its own requests, and all frontends plan at the same moment, from the same reports. So among equal
-workers, each frontend starts at a different one (`_share`).
+Each frontend plans only its own requests, and all frontends plan at the same moment, from the same load reports. To
+avoid the same choice everywhere, each frontend starts at a different one of several equal workers (`_share`).
 """
 
 from collections import Counter
@@ -30,11 +31,12 @@ from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint
 
 TARGETS_MAX = 64  # targets considered by one plan: planning a thousand requests over them takes 50 ms
-LOAD_STEPS = 4  # batch fullness is rounded down to quarters; workers with the same quarter count as equal
-RESIDENCE_S = 5.0  # assumed longest wait for a slot in a full batch
-STEP_S_MAX = 10.0  # a longer registered step time is ignored
-BLOCKS_UNKNOWN = 10**9  # assumed free blocks of a worker with an engine that does not count them
-# origin for converting the monotonic clock to datetimes, of which only the order matters
+# batch fullness is rounded down to quarters, and workers in the same quarter count as equally loaded
+LOAD_STEPS = 4
+RESIDENCE_S = 5.0  # assumed longest wait in seconds for a slot in a full batch
+STEP_S_MAX = 10.0  # a longer step time than this many seconds in a registration is ignored
+BLOCKS_UNKNOWN = 10**9  # assumed number of free KV blocks of a worker whose engine does not report blocks
+# origin of the datetimes made from the monotonic clock; only their order matters
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)
 
 log = structlog.get_logger(__name__)
@@ -42,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Placer:
-    """Chooses workers for the answers of one frontend that must continue elsewhere."""
+    """Chooses the target workers for answers of one frontend that must continue on another worker."""
 
     frontend: str
     policy: MovingPolicy
@@ -52,10 +54,10 @@ class Placer:
     peers: Peers
 
     def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield each of these requests with its target; None: the router decides.
+        """Yield each of these requests with its target worker, or with None if the router should choose.
 
-        The requests lost their workers in one turn of the event loop. The caller must send each request before it advances the
-        iterator.
+        All the requests lost their workers in one event-loop iteration. The caller must send each request before it
+        advances the iterator.
         """
         if len(waiting) == 1:
             yield from ((live, None) for live in waiting)
@@ -82,18 +84,20 @@ class Placer:
         to: str = "",
         without: Collection[str] = (),
     ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
-        """Return a target for each of these answers of one model and lineage, in the order in which they should move.
+        """Return a placement and a target for each of these answers, in the order in which they should move.
 
-        `source` is the worker on which they still run and which may send its KV cache. None: that worker is lost or not trusted,
-        and everything is recomputed. `to` names the only permitted target (empty: any), `without` the excluded ones. The
-        endpoint is None if no target has room.
+        All answers must have the same model and lineage. `source` is the worker on which they still run and which may
+        send its KV cache. If it is None, that worker is lost or not trusted, and everything is recomputed. `to` names
+        the only permitted target (empty: any), and `without` the excluded ones. A target is None if no worker has a
+        free slot.
         """
         endpoints = [
             s
             for s in self._targets(generations[0].request)
             if s is not source and to in ("", s.worker) and s.worker not in without
         ]
-        if source is not None:  # answers move one at a time: the load includes those already moved
+        # answers move one at a time, so the load of a target includes those that have already moved
+        if source is not None:
             endpoints.sort(key=lambda endpoint: (self._in_flight(endpoint) + 1) / max(endpoint.weight, 1e-6))
         kv = _kv_shape(source) if source is not None else None
         found = {endpoint.worker: endpoint for endpoint in endpoints}
@@ -111,8 +115,8 @@ class Placer:
     ) -> MigrationCost:
         """Return the cost of moving an answer from `source` to `endpoint` while `at_once` transfers share the link.
 
-        The target has reserved a slot and has `cached_tokens` of the answer in its prefix cache. The recommended method is that
-        of a transfer without others on the link.
+        The target has reserved a slot and has `cached_tokens` of the answer in its prefix cache. The result
+        recommends the method (transfer or re-prefill) that would be cheaper if the link carried no other transfer.
         """
         tokens, cached = live.length, max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
@@ -132,7 +136,10 @@ class Placer:
         )
 
     def _targets(self, request: GenerationRequest) -> list[Endpoint]:
-        """Return possible targets, least loaded first. Equally loaded ones are in an order specific to this frontend."""
+        """Return at most TARGETS_MAX possible targets, least loaded first.
+
+        Equally loaded targets are in an order that differs between frontends.
+        """
         endpoints = self.routing.targets(request)
         first = self._share(len(endpoints))
         by_name = sorted(endpoint.key for endpoint in endpoints)
@@ -145,10 +152,10 @@ class Placer:
         return sorted(endpoints, key=load)[:TARGETS_MAX]
 
     def _share(self, targets: int) -> int:
-        """Return the index at which this frontend starts among `targets` equal ones.
+        """Return the index at which this frontend starts in a list of `targets` equal workers.
 
-        Frontends that know of each other start at evenly spaced indexes. A frontend that knows of no other starts at an index
-        derived from its name.
+        Frontends that know of each other start at evenly spaced indexes. A frontend that knows of no other starts at
+        an index derived from its name.
         """
         others = sorted({*self.peers.names(), self.frontend})
         if len(others) > 1:
@@ -162,7 +169,8 @@ class Placer:
     def _target(self, endpoint: Endpoint, source: Endpoint | None, newcomers: int = 1) -> MigrationTarget:
         profile, load = endpoint.joined.profile, self.plane.load(endpoint.worker)
         monitor = self.routing.monitor
-        # Two counts of tokens that are not prefilled: ours ignores prefix caches, the slot tracker's includes other frontends.
+        # Two counts of tokens to prefill: `queued` ignores prefix caches, `unread` includes the requests of other
+        # frontends.
         queued = sum(one.length for one in self.running.at(endpoint) if not one.state.has_output)
         unread = int(sum(monitor.unread_by_rank(endpoint)))
         free = load.kv_total - load.kv_used if load is not None and load.kv_total else BLOCKS_UNKNOWN
@@ -187,7 +195,10 @@ class Placer:
         )
 
     def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
-        """Return the transfer lanes between the shards of source and target; empty if the target is sharded differently."""
+        """Return the transfer lanes between the shards of source and target.
+
+        Return () if the target is sharded differently.
+        """
         theirs, ours = source.joined, target.joined
         ours_is, theirs_is = ((one.kv, one.tp, one.profile.block_tokens) for one in (ours, theirs))
         if ours_is != theirs_is:
@@ -196,7 +207,7 @@ class Placer:
 
 
 def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:
-    """Log the plan in one line per incident, regardless of the number of requests."""
+    """Log a plan in one line, regardless of its number of requests."""
     per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
     found = sum(per_target.values())
     log.info("group_placed", requests=len(plan), targets=len(per_target), no_room=len(plan) - found,
@@ -204,7 +215,7 @@ def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None
 
 
 def _kv_shape(source: Endpoint) -> KvShape | None:
-    """Return the shape of the source's KV cache; None if the source registered no layout, or an invalid one."""
+    """Return the shape of the source's KV cache. Return None if the source registered no layout, or an invalid one."""
     layout = source.joined.kv
     if layout is None:
         return None

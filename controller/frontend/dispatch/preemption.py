@@ -5,10 +5,10 @@
     preempted ── a worker has room, and no better request waits ──▶ sent to a worker, which recomputes the KV cache
         └─────── preempted for `park_s` in total ──▶ sent before all others, also into a worker's queue; never preempted again
 
-No output is lost or repeated: the answer continues as after the failure of its worker. While it is preempted, its client receives
-comments, so that no proxy closes the connection as idle.
+No output is lost or repeated: the answer continues as after the failure of its worker. While an answer is preempted,
+its client receives SSE comments, so that no proxy closes the connection as idle.
 
-A frontend preempts only its own answers, because it does not know those of other frontends.
+A frontend preempts only its own answers, because it does not know the answers of other frontends.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,17 @@ from controller.frontend.scheduling.scheduler import Scheduler
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 
-LOOKS_MAX = 64  # workers considered when choosing one answer to preempt
-IN_VAIN_S = 0.2  # pause after a preemption that freed no room, or when no answer could be preempted
+LOOKS_MAX = 64  # number of workers that are considered when one answer to preempt is chosen
+# pause in seconds after a preemption that freed no room, or when no answer could be preempted
+IN_VAIN_S = 0.2
 COMMENTS_S = 10.0  # seconds between two comments to a client
 
 
 @dataclass(frozen=True, slots=True)
 class _PutOff:
-    """The state of one preempted answer: its move, the latest time to resume it, and the time of its client's next comment."""
+    """One preempted answer: the move that it waits for, the latest time to resume it, and the time of its client's next
+    comment.
+    """
 
     move: Move
     until: float
@@ -42,25 +45,28 @@ class _PutOff:
 
 @dataclass(eq=False, repr=False)
 class Preemption(Preemptor):
-    """The preempted answers of one frontend."""
+    """Chooses which running answers of one frontend to preempt, and when to resume them."""
 
     table: EndpointTable
     routing: Scheduler
     running: RunningRequests
     reports: MigrationReports
     now: Callable[[], float]
-    park_s: float | None  # maximum total seconds that one answer is preempted; None: never
+    park_s: float | None  # maximum total seconds for which one answer is preempted; None disables preemption
     feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
     put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
     # by model and lineage: time until which no preemption is tried
     vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)
-    looked_at: int = 0
+    looked_at: int = 0  # index of the first worker to consider for the next preemption
     making_room: bool = False  # a preemption for another request is in progress
 
     # --- making room
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Return whether an answer can be preempted for a request of this tier."""
+        """Return whether a running answer can be preempted for a request of this tier.
+
+        If no answer can be preempted, preemption pauses for IN_VAIN_S.
+        """
         if self.park_s is None or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
             return False
         if self._victim(model, lineage) is not None:
@@ -70,7 +76,7 @@ class Preemption(Preemptor):
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer to free room. Return False if none may be preempted."""
+        """Preempt one answer so that its worker has room. Return False if no answer may be preempted."""
         found = self._victim(model, lineage)
         source = found.endpoint if found is not None else None
         if found is None or source is None or self.park_s is None or self.feed is None:
@@ -87,13 +93,16 @@ class Preemption(Preemptor):
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Pause preemption after one that freed no room: workers report free room only in their next load report."""
+        """Pause preemption for IN_VAIN_S after a preemption that freed no room: a worker reports free room only in its
+        next load report.
+        """
         self.vain_until[model, lineage] = self.now() + IN_VAIN_S
 
     def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
-        """Return the answer to preempt next: the one that is cheapest to recompute, if its slot is enough room.
+        """Return the answer to preempt next, or None if no answer may be preempted.
 
-        If workers lack KV blocks rather than slots, return the answer that holds the most blocks.
+        If one free slot gives a worker room, the result is the answer that is cheapest to recompute. If workers lack
+        KV blocks rather than slots, the result is the longest answer, which holds the most blocks.
         """
         group = self.table.group(model, lineage)
         if group is None:
@@ -112,7 +121,7 @@ class Preemption(Preemptor):
         return min(by_count, key=size) if by_count else max(by_blocks, key=size, default=None)
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
-        """Return whether a worker would accept a new request if one of this frontend's requests left it."""
+        """Return whether a worker could accept a new request if one of this frontend's requests on it ended."""
         endpoint.end()
         try:
             return self.routing.has_room(endpoint, Headroom.FRESH)
@@ -146,10 +155,10 @@ class Preemption(Preemptor):
     def resume(
         self, admission: Admission, model: str | None = None
     ) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield the preempted answers that may resume, of `model` or of all models, each with a worker that has room for it.
+        """Yield the preempted answers that may resume now, each with a worker that has room for it.
 
-        The worker is None if the answer has reached its maximum preemption time and no worker can serve it. The caller must send
-        each answer before it advances the iterator.
+        `model` limits the answers to one model. The worker is None if the answer has reached its maximum preemption
+        time and no worker can serve it. The caller must send each answer before it advances the iterator.
         """
         if self.making_room:
             return
@@ -179,7 +188,7 @@ class Preemption(Preemptor):
                     yield one, endpoint
 
     def comment(self) -> None:
-        """Send keep-alive comments that are due to the clients of preempted answers. Called often."""
+        """Send the keep-alive comments that are due to the clients of preempted answers. Called on every tick."""
         now = self.now()
         for one, put_off in list(self.put_off.items()):
             if now >= put_off.comment_at and not _stale(one, put_off):
@@ -188,5 +197,5 @@ class Preemption(Preemptor):
 
 
 def _stale(one: LiveRequest, put_off: _PutOff) -> bool:
-    """Return whether this preemption is over: the answer has ended, or moves for another reason."""
+    """Return whether this preemption is over, because the answer has ended or moves for another reason."""
     return one.over or one.state.move is not put_off.move

@@ -1,4 +1,4 @@
-"""Facts and metrics about answers that were migrated, preempted, resumed or abandoned."""
+"""Publishes facts and metrics about answers that were migrated, preempted, resumed or abandoned."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from events.observations import (
 
 @dataclass(eq=False, repr=False)
 class MigrationReports:
-    """Emits the facts and metrics of one frontend's migrations."""
+    """Publishes the facts about one frontend's migrations and preemptions, and updates the metrics."""
 
     frontend: str
     observe: Observe
     metrics: RequestMetrics
 
     def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
-        """Report the migration of an answer to the worker of its last attempt."""
+        """Report that an answer has moved to the worker of its last attempt."""
         request, stats, last, move = live.request, live.stats, live.state.last, effect.move
         assert last is not None
         exact = (
@@ -80,7 +80,7 @@ class MigrationReports:
         self.observe(fact, traceparent=request.traceparent)
 
     def preempted(self, live: LiveRequest, source: Endpoint) -> None:
-        """Report an answer that is preempted for a more urgent request."""
+        """Report that an answer on the worker `source` is preempted for a more urgent request."""
         request = live.request
         self.metrics.preempted(request.model, request.tier)
         fact = RequestPreempted(
@@ -95,7 +95,7 @@ class MigrationReports:
         self.observe(fact, traceparent=request.traceparent)
 
     def abandoned(self, live: LiveRequest, reason: str) -> None:
-        """Report an answer that could not be continued."""
+        """Report that an answer ended because no worker could continue it."""
         request, last = live.request, live.state.last
         fact = RequestAbandoned(
             frontend=self.frontend,
@@ -110,11 +110,11 @@ class MigrationReports:
 
 
 def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:
-    """Return whether the target continues an answer with the same tokens as the source would have.
+    """Return whether the target continues an answer with the same tokens as the source would have generated.
 
-    Source and target must accept tokens, and serve the same weights with the same defaults. `unset` are the sampling parameters
-    that are left to the server's defaults. If the servers do not name their weights, these defaults are unknown, so `unset` must
-    be empty.
+    Both servers must accept tokens, and must serve the same weights with the same defaults. `unset` contains the
+    sampling parameters that the server's defaults determine. If the servers do not name their weights, the defaults
+    are unknown, so `unset` must be empty.
     """
     same = (source.root, source.generation_config) == (target.root, target.generation_config)
     return source.exact and target.exact and same and bool(source.root or not unset)

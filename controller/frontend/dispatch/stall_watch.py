@@ -1,17 +1,17 @@
 """Detects streams without new tokens although their worker runs, so that the driver moves them.
 
-The request plane detects a silent worker and a stuck engine. It cannot detect one stuck stream among healthy ones. Here each
-stream has its own age: the time since its last token. One sweep compares all ages with their limits, so there is no cost per
-token.
+The request plane detects a silent worker and a stuck engine. It cannot detect one stuck stream among healthy streams.
+So here each stream has an age: the time since its last token. One periodic sweep compares all ages with their limits,
+so there is no cost per token.
 
-    age         now - last token (after a move: since the new attempt was sent)
+    age         now - last token; or now - start of the attempt, if the attempt has no token yet
     limit       pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
     exceptions  requests wait in the worker's queue, so the worker may have preempted the stream: the limit is ceiling_s
                 the stream may not move: the limit is ceiling_s
                 no stream of the worker had a later token, and its engine runs a prefill: the request plane limits that step
                 the stream's KV cache is being sent to another worker: that move has its own deadlines
 
-The limit never depends on the age itself, so a stuck stream cannot raise its own limit.
+All times are in seconds. The limit never depends on the age, so a stuck stream cannot raise its own limit.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,15 +27,16 @@ from controller.frontend.settings import AdmissionSettings, StallSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable
 
-PACE_TOKENS_MIN = 4  # minimum tokens to compute a stream's own pace
-LATE_S = 0.25  # a sweep later than this is skipped: tokens may still be unread in our sockets
+PACE_TOKENS_MIN = 4  # minimum number of tokens from which a stream's own pace is computed
+# a sweep that is late by more seconds than this is skipped, because tokens may still be unread in our sockets
+LATE_S = 0.25
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, repr=False)
 class StallWatch:
-    """Periodically checks the running streams of one frontend for stalls."""
+    """Finds the stalled streams among all running streams of one frontend."""
 
     settings: StallSettings
     admission: AdmissionSettings
@@ -45,7 +46,7 @@ class StallWatch:
     swept_at: float
 
     def tick(self, now: float) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Check all streams if a sweep is due. Yield the stalled attempts, each with its failure."""
+        """Yield the stalled attempts, each with its failure, if a sweep is due. Yield nothing otherwise."""
         settings = self.settings
         due = self.swept_at + settings.sweep_s
         if now < due:
@@ -62,7 +63,7 @@ class StallWatch:
     def _look(
         self, endpoint: Endpoint, there: Collection[LiveRequest], quiet: list[LiveRequest], now: float
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Yield those of one worker's `quiet` streams that have stalled. `there`: all its streams."""
+        """Yield the stalled streams of one worker among the `quiet` ones. `there` contains all its streams."""
         streams, load = [one.stats for one in there if one.state.has_output], self.plane.load(endpoint.worker)
         slowest = max(
             (pace for one in streams if (pace := pace_s(one)) is not None), default=self.settings.ceiling_s
@@ -92,7 +93,8 @@ class StallWatch:
     def _limit(self, one: LiveRequest, slowest: float, *, queued: bool) -> float:
         """Return the age in seconds above which a stream counts as stalled.
 
-        `slowest`: the pace of a stream without its own. `queued`: requests wait in the worker's queue.
+        `slowest` is the pace, in seconds per token, of a stream that has too few tokens for a pace of its own.
+        `queued` states that requests wait in the worker's queue.
         """
         settings, admission = self.settings, self.admission
         if not one.state.has_output:
@@ -105,7 +107,7 @@ class StallWatch:
 
 
 def pace_s(stats: OutputStats) -> float | None:
-    """Return a stream's mean seconds per token; None before PACE_TOKENS_MIN tokens."""
+    """Return a stream's mean seconds per token, or None before it has PACE_TOKENS_MIN tokens."""
     if stats.first_at is None or stats.counted < PACE_TOKENS_MIN:
         return None
     return (stats.last_at - stats.first_at) / (stats.counted - 1)

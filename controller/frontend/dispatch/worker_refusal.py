@@ -1,8 +1,9 @@
 """Translates a worker's refusal of a request into the client's error.
 
-A worker, or the server behind it, could write anything into a refusal: another user's text, markup, instructions. So the text of
-a refusal is never passed on. The client receives one of the sentences below. Of the worker's text, these contain only names of
-known request fields, and sizes. Status, `code` and `type` are passed on only if they have a known value.
+A worker, or the server behind it, could write anything into a refusal: another user's text, markup, or instructions.
+So the text of a refusal is never passed on. The client receives one of the sentences below, which contain only names
+of known request fields and sizes from the worker's text. Status, `code` and `type` are passed on only if their value
+is known.
 """
 
 import re
@@ -16,7 +17,7 @@ FIELDS_MAX = 3  # fields named in one sentence
 TYPES = frozenset(  # types that OpenAI, vLLM and SGLang use for client errors
     ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
 )
-OURS = (
+OURS = (  # messages of Holdfast's own engines and workers, which contain only numbers and field names
     re.compile(  # messages of Holdfast's own engines and workers; they contain only numbers and field names
         r"the prompt is empty"
         r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
@@ -30,13 +31,13 @@ OURS = (
     )
 )
 CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
-# a field name in a sentence; names of one word are also ordinary words, so they are not matched
+# a field name in a sentence; single words are not matched, because they are also ordinary words
 NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")
 STATUSES = (400, 413, 415, 422)
 
 
 def as_api_error(rejection: RequestRefusal) -> ApiError:
-    """Convert a worker's refusal into the error for the client."""
+    """Convert a worker's refusal to the error for the client."""
     status = rejection.status if rejection.status in STATUSES else 400
     return ApiError(
         status,
@@ -59,7 +60,7 @@ def _sentence(rejection: RequestRefusal, status: int) -> str:
 
 
 def _field(param: str | None) -> str | None:
-    """Return the request field that a refusal names; None if there is no such field."""
+    """Return the request field that a refusal names, or None if no request has such a field."""
     name = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     return name if name in _fields() else None
 
