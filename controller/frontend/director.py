@@ -187,7 +187,7 @@ class Convictions:
             self._report(exposures.fact(one, action), one.span.traceparent)
 
     def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
-        """Apply the corruption policy to a running request whose tokens from index `first` on may be wrong.
+        """Apply the corruption policy to a running request if its tokens from index `first` on may be wrong.
 
         Return the action taken.
         """
@@ -222,7 +222,7 @@ class WorkerIntrusions(Intrusions):
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
-        """Report a worker whose KV events had to be dropped, without ejecting it. `why` describes the reason."""
+        """Report a worker, without ejecting it, after its KV events had to be dropped. `why` describes the reason."""
         worker, instance = life
         self.report(self._account(worker), why, worker=worker, instance=instance)
 

@@ -138,7 +138,7 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _source_advanced(self) -> None:
-        """Advance a KV transfer whose target has committed, because the source may have sent more tokens."""
+        """Advance a KV transfer if its target has committed, because the source may have sent more tokens."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
             self.driver.feed(self, self.advanced(kv.SourceProgressed()))

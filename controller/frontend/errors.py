@@ -8,7 +8,7 @@ from events.errors import HoldfastError
 RETRY_AFTER_SHED_S = 30
 QUOTED_MAX = 200  # characters of client input quoted in an error
 NO_WORKER = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
-OVERLOAD = frozenset(  # workers exist, but have no room
+OVERLOAD = frozenset(  # workers exist, but none of them has room
     ("queue_full", "queue_timeout", "all_workers_busy", "upstream_overloaded", "deadline", "retry_budget")
 )
 REFUSALS = NO_WORKER.union(  # of requests rejected before dispatch for a reason other than lack of room
@@ -72,13 +72,16 @@ class ApiError(HoldfastError):
 
     @property
     def refusal(self) -> str:
-        """The reason if the request was not started on any worker: `overload` or a code of `REFUSALS`; otherwise empty."""
+        """Why the request was not started on any worker: `overload`, or a code of `REFUSALS`.
+
+        Empty if it was started, or is invalid.
+        """
         code = self.code.partition(":")[0]
         return "overload" if code in OVERLOAD else code if code in REFUSALS else ""
 
     @property
     def error_type(self) -> str:
-        """The label under which the error is counted. NVIDIA Dynamo's name is used where it has one."""
+        """The error's label in the metrics: NVIDIA Dynamo's name, where Dynamo counts this kind of error."""
         refusal = self.refusal
         if refusal and refusal not in NO_WORKER:
             return refusal
@@ -87,7 +90,7 @@ class ApiError(HoldfastError):
         return ERROR_TYPES.get(self.status, "internal")
 
     def encoded(self) -> bytes:
-        """Return the body as bytes."""
+        """Return the JSON body as bytes."""
         return json.dumps(self.body(), ensure_ascii=False).encode()
 
     @property
@@ -108,49 +111,52 @@ class ApiError(HoldfastError):
 
 
 def quoted(text: str) -> str:
-    """Return client input, shortened for use in an error message."""
+    """Return client input for use in an error message, cut to QUOTED_MAX characters."""
     return text if len(text) <= QUOTED_MAX else text[: QUOTED_MAX - 1] + "…"
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return a 400 that names the field."""
+    """Return a 400 error that names the invalid field."""
     return ApiError(400, message, code=code, param=param)
 
 
 def too_long(tokens: int, context: int, param: str, *, least: bool = False) -> ApiError:
-    """Return the 400 for a prompt that leaves no room for an answer. `least`: the token count is a lower bound."""
+    """Return the 400 error for a prompt that leaves no tokens for an answer.
+
+    `least` states that `tokens` is a lower bound.
+    """
     shown = f"at least {tokens}" if least else tokens
     message = f"the prompt has {shown} tokens, the model's context is {context}"
     return invalid(message, param, "context_length_exceeded")
 
 
 def unsupported(param: str, why: str = "") -> ApiError:
-    """Return the 400 for a field that this frontend does not support."""
+    """Return the 400 error for a field that this frontend does not support."""
     return invalid(f"{param} is not supported{': ' + why if why else ''}", param, "unsupported_parameter")
 
 
 def unknown_model(model: str) -> ApiError:
-    """Return the 404 for a model that no worker serves or is about to serve."""
+    """Return the 404 error for a model that no worker serves or is about to serve."""
     why = f"the model {quoted(model)!r} does not exist: /v1/models lists the available models"
     return ApiError(404, why, code="model_not_found", param="model")
 
 
 def starting() -> ApiError:
-    """Return the 503 of a frontend that does not know yet which models exist."""
+    """Return the 503 error of a frontend that does not know yet which models exist."""
     return unavailable("this frontend is starting and does not know the fleet yet", "starting", 1)
 
 
 def internal() -> ApiError:
-    """Return the 500 for an internal error."""
+    """Return the 500 error for an internal error."""
     return ApiError(500, "internal error", code="internal")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
-    """Return a 503 with the time after which to retry."""
+    """Return a 503 error with a time in seconds after which to retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def shed(tier: str) -> ApiError:
-    """Return the 503 for a request of a tier that the current degradation level sheds."""
+    """Return the 503 error for a request of a tier that the current degradation level sheds."""
     message = f"the fleet is short of capacity and does not serve tier {tier} at the moment"
     return ApiError(503, message, code=f"capacity_shed: tier={tier}", retry_after_s=RETRY_AFTER_SHED_S)

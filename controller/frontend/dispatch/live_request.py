@@ -154,7 +154,7 @@ class OutputStats:
         self.last_at = now
 
     def note_length(self, live: "LiveRequest") -> None:
-        """Count a request whose output has become too long to move, if the request could move until now.
+        """Count a request as too long to move, if it could move until now.
 
         Each request counts once.
         """
@@ -494,7 +494,7 @@ class WaitingRequests:
         self._rerouting.pop(live, None)
 
     def due(self, now: float) -> Iterator[LiveRequest]:
-        """Yield the parked requests whose earliest time to be sent again has passed."""
+        """Yield the parked requests that have reached their earliest time to be sent again."""
         for live in list(self.parked):
             if live in self.parked and now >= live.state.not_before:
                 yield live

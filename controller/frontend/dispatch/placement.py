@@ -35,7 +35,7 @@ TARGETS_MAX = 64  # targets considered by one plan: planning a thousand requests
 LOAD_STEPS = 4
 RESIDENCE_S = 5.0  # assumed longest wait in seconds for a slot in a full batch
 STEP_S_MAX = 10.0  # a longer step time than this many seconds in a registration is ignored
-BLOCKS_UNKNOWN = 10**9  # assumed number of free KV blocks of a worker whose engine does not report blocks
+BLOCKS_UNKNOWN = 10**9  # assumed free KV blocks of a worker if its engine does not report blocks
 # origin of the datetimes made from the monotonic clock; only their order matters
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)
 

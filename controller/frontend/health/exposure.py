@@ -3,15 +3,15 @@
 When a worker is convicted as corrupt, these records name the exposed requests.
 
     CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
-          │                                                                 │
-          └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
+         │                                                                 │
+         └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
 
-The exposed period begins when *the canary that failed* was last sent and passed on this instance: other canaries may not detect
-this fault. If the records do not reach back that far, that is reported too (`ExposureUnknown`). Exposure is never underreported
-silently.
+The exposed period begins when *the canary that failed* was last sent and passed on this instance, because other
+canaries may not detect this fault. If the records do not reach back that far, `ExposureUnknown` is reported for the
+missing period. So no exposure is silently left out.
 
-Clocks: `sent` is measured by the prober's clock, token times by this frontend's clock. A margin covers small differences. It may
-name too many requests, but not too few.
+Clocks: `sent` is measured by the prober's clock, token times by this frontend's clock. A margin covers small
+differences between the clocks. The margin may add requests that were not exposed, but never leaves one out.
 """
 
 from collections import defaultdict, deque
@@ -40,13 +40,14 @@ class ServedSpan:
     rank: int | None = None  # DP rank, if the worker has several
     key: Key = ("", "")  # of the worker
     count: int = 0
-    marks: list[tuple[float, int]] | None = None  # (instant, index of the first token at it), after the first
+    # (time, index of the first token that arrived then), without the first entry of the span
+    marks: list[tuple[float, int]] | None = None
     marked_at: float = -inf  # time of the last mark
     last_at: float = 0.0
-    named: int = 0  # tokens before this index have already been reported as exposed
+    named: int = 0  # tokens before this index were reported as exposed
 
     def add(self, now: float, tokens: int) -> None:
-        """Count tokens that have just arrived."""
+        """Count tokens of this worker that have just arrived."""
         if now - self.marked_at > MARK_S:
             if self.count:
                 self.marks = self.marks or []
@@ -56,7 +57,10 @@ class ServedSpan:
         self.last_at = now
 
     def since(self, instant: float) -> tuple[int, int] | None:
-        """Return the first and last index of the unreported tokens that arrived at `instant` or later; None if there are none."""
+        """Return the first and last index of the unreported tokens that may have arrived at `instant` or later.
+
+        Return None if there are no such tokens.
+        """
         if not self.count or self.last_at < instant:
             return None
         first = self.first
@@ -69,7 +73,7 @@ class ServedSpan:
 
 
 class ExposedTokens(NamedTuple):
-    """Tokens that a worker sent to one request."""
+    """A range of tokens, first to last index, that a worker sent to one request."""
 
     span: ServedSpan
     first: int  # index of the first of these tokens
@@ -77,25 +81,26 @@ class ExposedTokens(NamedTuple):
 
 
 class SpanHistory:
-    """The open spans and the ended spans of one worker instance, oldest first.
+    """The token spans of one worker instance, oldest first, limited in number.
 
-    Only ended spans are dropped to stay within the limit: a running request must be named, and still receives tokens. The number
-    of open spans is bounded by the worker's streams.
+    Only ended spans are dropped to keep the limit. Open spans belong to running requests, which must be named in a
+    conviction. The worker's number of streams limits the number of open spans.
     """
 
     def __init__(self, entries_max: int) -> None:
         self._open: dict[ServedSpan, None] = {}
         self._ended: deque[ServedSpan] = deque()
         self._max = entries_max
-        self.forgotten_at: float | None = None  # spans that ended before this may have been dropped
+        # spans that ended before this time may have been dropped; None if none was dropped
+        self.forgotten_at: float | None = None
 
     @property
     def served_spans(self) -> list[ServedSpan]:
-        """All recorded spans that were not dropped."""
+        """All spans that were not dropped: ended spans first, then open spans."""
         return [*self._ended, *self._open]
 
     def add(self, served_span: ServedSpan) -> None:
-        """Add a span, from its first token on."""
+        """Add the span of a request that has just received its first token from this worker."""
         self._open[served_span] = None
         self._bound()
 
@@ -120,12 +125,12 @@ class SpanHistory:
 
 @dataclass(eq=False, repr=False)
 class ServedSpans:
-    """The span histories of all workers of one frontend."""
+    """The token spans of all workers of one frontend, and the facts about exposed requests made from them."""
 
     frontend: str
-    entries_max: int  # per worker
+    entries_max: int  # largest number of spans per worker instance
     clock: Clock
-    # end of the period already reported as unknown
+    # end of the period that was already reported as unknown
     _unknown_until: dict[Key, datetime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,7 +138,7 @@ class ServedSpans:
         self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(self.entries_max))
 
     def note(self, served_span: ServedSpan) -> None:
-        """Add a span, from its first token on."""
+        """Add the span of a request that has just received its first token from the span's worker."""
         self._histories[served_span.key].add(served_span)
 
     def close(self, served_span: ServedSpan) -> None:
@@ -142,7 +147,9 @@ class ServedSpans:
             history.close(served_span)
 
     def passed(self, key: Key, oldest_pass: datetime) -> None:
-        """Drop the worker's spans that ended before `oldest_pass`: all canaries have been sent and passed since that time."""
+        """Drop the spans that ended before `oldest_pass`, because every canary was sent to the worker and passed after
+        that time.
+        """
         if (history := self._histories.get(key)) is not None:
             history.trim(self._instant(oldest_pass - MARGIN))
 
@@ -155,7 +162,7 @@ class ServedSpans:
     def fed(self, key: Key, since: datetime) -> list[ExposedTokens]:
         """Return the tokens that the worker has sent to each request since `since`, and mark them as reported.
 
-        Tokens that were reported earlier are omitted.
+        Tokens that were reported before are left out.
         """
         history, found = self._histories.get(key), list[ExposedTokens]()
         instant = self._instant(since - MARGIN)
@@ -166,7 +173,10 @@ class ServedSpans:
         return found
 
     def fact(self, fed: ExposedTokens, action: str) -> RequestExposed:
-        """Return the fact about one exposed request. `action`: the policy applied; none: the request had finished."""
+        """Return the fact about one exposed request.
+
+        `action` is the corruption policy that was applied, or "none" if the request had finished.
+        """
         span = fed.span
         return RequestExposed(
             frontend=self.frontend,
@@ -182,7 +192,10 @@ class ServedSpans:
         )
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
-        """Return the facts about the parts of this period without complete records. Each part is reported only once."""
+        """Return the facts about those parts of this period for which records are missing.
+
+        Each part is reported only once.
+        """
         since = max(since, self._unknown_until.get(key, since))
         history, out = self._histories.get(key), []
         if since < self._began:

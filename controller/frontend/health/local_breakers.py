@@ -1,11 +1,12 @@
 """The local circuit breakers of one frontend, and the facts about the outcomes of its requests.
 
-A local breaker runs the controller's state machine (`deciders.breaker`) on this frontend's own outcomes, and numbers its own
-moves. It can only exclude workers that the controller keeps in service. Its moves are reported once a second (`OutcomeReports`);
-no decider reads them. Its trial is one real request.
+A local breaker runs the controller's state machine (`deciders.breaker`) on this frontend's own outcomes. It can only
+exclude workers that the controller keeps in service. A breaker's move is a change of its position: closed, open or
+half-open. This frontend numbers its own moves and reports them once a second (`OutcomeReports`); no decider reads the
+reports. The trial of a half-open breaker is one real request.
 
-A broken connection is one failure, regardless of the number of its streams. If the connections of all workers in service break
-within one tick, the cause is more likely this frontend, so no worker is blamed.
+A broken connection counts as one failure, regardless of its number of streams. If the connections of all workers in
+service break within one tick, the cause is more likely this frontend, so no worker is blamed.
 """
 
 from collections import Counter
@@ -29,13 +30,16 @@ from events.decisions import BreakerPosition
 from events.fact import Observation
 from events.wire import Sampling
 
-PARAMETERS_MAX = 32  # different sampling parameters counted per worker and window
-SAMPLES_MAX = 256  # per worker and window
-MOVES_MAX = 200  # per event: about 30 KB; breakers that all move at once must not flood the journal
-STALLS_MAX = 2  # limit of the stall count, as a multiple of failures_max, so that a worker can recover
-SLOW_MS_MIN = 5.0  # a smaller difference is not reported
+PARAMETERS_MAX = 32  # largest number of different sampling parameters counted per worker and window
+SAMPLES_MAX = 256  # largest number of latency samples per worker and window
+# largest number of moves per event: about 30 KB; breakers that all move at once must not flood the journal
+MOVES_MAX = 200
+# limit of a worker's stall count, as a multiple of failures_max, so that the worker can recover
+STALLS_MAX = 2
+SLOW_MS_MIN = 5.0  # a smaller difference in milliseconds per token is not reported as slow
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
-TRIAL_MARGIN = timedelta(seconds=0.25)  # more than two ticks; a stream that still runs well has passed
+# more than two ticks: within this time before its deadline, a trial passes if its stream runs well
+TRIAL_MARGIN = timedelta(seconds=0.25)
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # origin of the loop's clock as a datetime, which the breaker needs
 
 log = structlog.get_logger(__name__)
@@ -46,24 +50,25 @@ class AnswerDraw(msgspec.Struct, frozen=True):
 
     sampling: Sampling
     weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # those of them below the floor
+    unlikely: int = 0  # tokens with a logprob below LOGPROB_FLOOR
 
 
 @dataclass(slots=True)
 class Window:
-    """The requests that one worker has served since the last report."""
+    """Measurements of the requests that one worker has completed since the last report."""
 
     count: int = 0
     tokens: int = 0
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)  # the mean of each request
-    routed_under: int | None = None  # the smallest decision number, so that a straggler never counts as new
+    # the smallest decision number of these requests, so that a late outcome never counts as new
+    routed_under: int | None = None
     weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # those of them below the floor
+    unlikely: int = 0  # tokens with a logprob below LOGPROB_FLOOR
     drawn: Counter[tuple[float, float, int]] = field(default_factory=Counter)  # by sampling parameters
 
     def draw(self, drawn: AnswerDraw) -> None:
-        """Record the sampling parameters of an answer, and how many of its tokens were unlikely."""
+        """Add the sampling parameters of an answer and its number of unlikely tokens."""
         self.weighed += drawn.weighed
         self.unlikely += drawn.unlikely
         sampling = drawn.sampling
@@ -74,7 +79,7 @@ class Window:
             self.drawn[how] += 1
 
     def fact(self, frontend: str, key: Key, window_s: float, routed_under: int) -> facts.RequestsServed:
-        """Return the fact about this window."""
+        """Return the fact that reports this window."""
         return facts.RequestsServed(
             worker=key[0],
             instance=key[1],
@@ -93,18 +98,18 @@ class Window:
 
 @dataclass(slots=True)
 class WorkerOutcomes:
-    """The outcomes of this frontend's requests on one worker instance."""
+    """The outcomes of this frontend's requests on one worker instance, with its local breaker."""
 
     breaker: Breaker
     model: str = ""
-    failures: int = 0  # consecutive
-    # A transport failure of this tick that is not judged yet: its reason, and the decision number and breaker move under which
-    # the request was sent.
+    failures: int = 0  # consecutive failures
+    # A transport failure of this tick that is not judged yet: its reason, and the decision number and the breaker
+    # move number under which the request was sent.
     broken: tuple[str, int, int] | None = None
     stalled: int = 0  # streams that stalled in this tick while their worker was running
-    stalls: float = 0.0  # number of stalled streams, reduced by served ones
+    stalls: float = 0.0  # number of stalled streams, lowered by each completed request
     worked_at: float | None = None  # when the worker last produced the first token of an answer
-    reports: int = 0  # RequestFailed facts in this second
+    reports: int = 0  # RequestFailed facts published in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
 
@@ -114,7 +119,10 @@ class WorkerOutcomes:
         return self.failures > 1 or self.stalls + self.stalled > 1
 
     def take_back(self, *, one_stream: bool = False) -> None:
-        """Undo the last failure, because the request was at fault. `one_stream`: the stream stalled while others ran."""
+        """Undo the last failure, because the request was at fault.
+
+        `one_stream` states that the stream stalled while others of the worker ran.
+        """
         if self.broken:
             self.broken, self.stalled = None, 0  # the failure was not judged yet
             return
@@ -129,7 +137,7 @@ class WorkerOutcomes:
 class OutcomeReports:
     """Creates the facts about a frontend's outcomes: requests served per window, slow workers, and breaker moves.
 
-    No clock and no I/O: the caller passes the time and publishes the facts.
+    Uses no clock and no I/O: the caller passes the time and publishes the facts.
     """
 
     frontend: str
@@ -141,14 +149,14 @@ class OutcomeReports:
     _dropped: int = 0
 
     def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
-        """Record one breaker move for the next event; if that event is full, count the move as dropped."""
+        """Record a breaker move for the next event. If that event is full, only count the move as dropped."""
         if len(self._moves) < MOVES_MAX:
             self._moves.append((now, key, position, reason))
         else:
             self._dropped += 1
 
     def due(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield the facts that are due: moves once a second, outcomes once a window."""
+        """Yield the facts that are due: breaker moves once a second, outcomes once a window."""
         if now - self._second_at >= 1.0:
             self._second_at = now
             for found in outcomes.values():
@@ -159,12 +167,12 @@ class OutcomeReports:
             self._window_at = now
 
     def rest(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield the facts of the incomplete window and second, before the process exits."""
+        """Yield the facts of the incomplete second and window, before the process exits."""
         yield from self._of_moves(now)
         yield from self._of_window(max(1e-3, now - self._window_at), outcomes)
 
     def _of_moves(self, now: float) -> Iterator[Observation]:
-        """Yield one event with all breaker moves since the last such event; no event if no breaker moved."""
+        """Yield one event with all breaker moves since the last such event, or nothing if no breaker moved."""
         if self._moves:
             moves = tuple(
                 facts.BreakerMove(
@@ -198,7 +206,10 @@ class OutcomeReports:
     def _compare(
         self, key: Key, found: WorkerOutcomes, own: float, peers: Mapping[Key, float]
     ) -> Iterator[Observation]:
-        """Yield a fact when a worker becomes slower than peers with equally large batches, or is no longer slower."""
+        """Yield a fact when a worker becomes slower than its peers, or is no longer slower.
+
+        `own` and `peers` are milliseconds per token. A peer's value is scaled to the worker's batch size.
+        """
         if not peers:
             return
         running = self._running(key)
@@ -212,14 +223,14 @@ class OutcomeReports:
         found.slow = slow
 
     def _running(self, key: Key) -> int:
-        """Return the number of sequences in a worker's batch; 1 if it is unknown."""
+        """Return the number of sequences in a worker's batch, or 1 if unknown."""
         load = self.links.load(key[0]) if self.links is not None else None
         return load.running if load is not None else 1
 
 
 @dataclass(eq=False, repr=False)
 class LocalBreakers:
-    """The outcomes of one frontend's requests on each worker, and its local breakers."""
+    """Runs the local breaker of each worker in one frontend, on the outcomes of this frontend's requests."""
 
     frontend: str
     local: LocalBreakerSettings
@@ -243,7 +254,7 @@ class LocalBreakers:
         )
 
     def outcomes(self, key: Key) -> WorkerOutcomes:
-        """Return the outcomes of one worker instance."""
+        """Return the outcomes of one worker instance, creating them if they do not exist."""
         if (found := self._outcomes_by.get(key)) is None:
             found = self._outcomes_by[key] = WorkerOutcomes(Breaker(*key, trial_by="request"))
         return found
@@ -258,7 +269,7 @@ class LocalBreakers:
         """Reset a worker's local breaker and its failure counts, because the controller's breaker has closed."""
         found = self._outcomes_by.get(key)
         if found is not None:
-            self._epoch += 1  # counts as a move: outcomes of earlier requests are ignored
+            self._epoch += 1  # counts as a move, so that outcomes of earlier requests are ignored
             if key in self._open:
                 del self._open[key]
                 self._reports.moved(self.now(), key, "closed", "fleet_breaker_closed")
@@ -279,8 +290,8 @@ class LocalBreakers:
     def routed(self, key: Key) -> int:
         """Record that a request was sent to a worker. Return the number of this frontend's last breaker move.
 
-        If the breaker is half-open, the request is its trial. The outcome of the request counts only if the breaker has not
-        moved in the meantime.
+        If the worker's breaker is half-open, the request is its trial. The caller passes the returned number with the
+        outcome, which is ignored if the breaker has moved since.
         """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         if key in self._open:
@@ -291,11 +302,11 @@ class LocalBreakers:
         return self._epoch
 
     def positions(self) -> Mapping[Key, str]:
-        """Return the position of every breaker."""
+        """Return the position of every breaker: "closed", "open" or "half_open"."""
         return {key: outcomes.breaker.position for key, outcomes in self._outcomes_by.items()}
 
     def trials_ending(self) -> list[Key]:
-        """Return the workers with a trial that reaches its time limit soon."""
+        """Return the workers with a trial request that reaches its time limit within TRIAL_MARGIN."""
         soon = _instant(self.now()) + TRIAL_MARGIN
         trials = {key: self._outcomes_by[key].breaker for key in self._open}
         due = {
@@ -317,7 +328,10 @@ class LocalBreakers:
         model: str = "",
         drawn: AnswerDraw | None = None,
     ) -> None:
-        """Record a request that this worker completed. `breaker_epoch`: the number that `routed` returned for the request."""
+        """Record a request that this worker completed.
+
+        `breaker_epoch` is the number that `routed` returned for the request.
+        """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         window = found.window
         found.model = model
@@ -339,10 +353,10 @@ class LocalBreakers:
                 window.itl_ms.append(itl_s * 1000)
 
     def unjudged(self, key: Key, breaker_epoch: int, *, has_output: bool) -> None:
-        """Record a request that continues elsewhere or ends through no fault of the worker.
+        """Record a request that continues elsewhere or has ended without a fault of the worker.
 
-        If the request was the breaker's trial, the trial has passed if tokens were produced. Otherwise another request may be
-        the trial.
+        If the request was the trial of the worker's breaker, the trial passes if tokens were produced. Otherwise
+        another request may become the trial.
         """
         found = self.outcomes(key)
         if found.breaker.position != "half_open":
@@ -363,7 +377,8 @@ class LocalBreakers:
     ) -> None:
         """Record a request that failed through the worker's fault.
 
-        `breaker_epoch` as in `served`. `one_stream`: only this stream stalled, while other streams of the worker ran.
+        `breaker_epoch` is the number that `routed` returned for the request. `one_stream` states that only this
+        stream stalled, while other streams of the worker ran.
         """
         found = self.outcomes(key)
         if reason in TRANSPORT:
@@ -389,7 +404,7 @@ class LocalBreakers:
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
         self._settle(key, found)
-        # the next report includes the number of those omitted
+        # the next report includes the number of failures that were not reported
         if found.reports < self.limits.failures_per_s_max:
             found.reports += 1
             self.observe(fact)
@@ -397,15 +412,16 @@ class LocalBreakers:
     # --- time ---------------------------------------------------------------------------------------------
 
     def tick(self, in_service: Collection[Key]) -> None:
-        """Judge broken connections, move the breakers that are due, and report full windows."""
+        """Judge the broken connections of this tick, apply the breaker moves that are due, and report full windows."""
         self._judge(in_service)
-        for key in list(self._open):  # a closed breaker moves at once, by an outcome
+        # closed breakers are not checked, because only an outcome moves them, and at once
+        for key in list(self._open):
             self._settle(key, self._outcomes_by[key])
         for fact in self._reports.due(self.now(), self._outcomes_by):
             self.observe(fact)
 
     def report(self) -> None:
-        """Report the incomplete window and second, before the process exits."""
+        """Publish the facts of the incomplete second and window, before the process exits."""
         for fact in self._reports.rest(self.now(), self._outcomes_by):
             self.observe(fact)
 
@@ -422,10 +438,10 @@ class LocalBreakers:
                 self._count(key, found, *failure)
 
     def _settle(self, key: Key, found: WorkerOutcomes) -> None:
-        """Apply the moves of one breaker that are due: after an outcome, or because its wait or trial has timed out."""
+        """Apply the moves of one breaker that are due after an outcome, or because its wait or trial has timed out."""
         state, now = found.breaker, self.now()
         if state.position == "half_open" and not state.admitted and not state.trial:
-            return  # no trial request was sent yet, which does not count as a failure
+            return  # no trial request was sent yet, and that does not count as a failure
         for decision in breaker.decide(self._policy, state, _instant(now)):
             self._epoch += 1
             found.breaker = breaker.evolve(state, replace(decision, number=self._epoch))
@@ -446,10 +462,10 @@ def _instant(now: float) -> datetime:
 def routable_share(
     endpoints: Collection[Endpoint], opened: Collection[Key], links: ConnectedWorkers
 ) -> float:
-    """Return the share of a model's expected weight that is routable: in service, with a closed local breaker.
+    """Return the share of a model's expected weight on workers that are in service with a closed local breaker.
 
-    `opened`: workers with a breaker that is not closed. Return 1 if no worker is expected to serve. Return 0 if these breakers
-    exclude all reachable workers, regardless of the weight of unreachable ones.
+    `opened` contains the workers with a breaker that is not closed. Return 1 if no worker is expected to serve. Return 0 if
+    the local breakers exclude all reachable workers, whatever the weight of unreachable workers.
     """
     expected = [endpoint for endpoint in endpoints if endpoint.expected]
     if not expected:
@@ -463,7 +479,7 @@ def routable_share(
 
 @dataclass(eq=False, repr=False)
 class Panic:
-    """The models for which this frontend ignores its local breakers."""
+    """Decides for which models this frontend ignores its local breakers, because too little of the model is routable."""
 
     frontend: str
     share_min: float
@@ -471,16 +487,19 @@ class Panic:
     links: ConnectedWorkers
     observe: Observe
     gauge: Gauge
-    models: set[str] = field(default_factory=set)  # models with panic at the last check
+    models: set[str] = field(default_factory=set)  # models in panic at the last check
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether local breakers are ignored for this model now. Checks again, because breakers may have moved."""
+        """Return whether local breakers are ignored for this model now.
+
+        Checks first if a breaker is open, because breakers may have moved.
+        """
         if self.breakers.open:
             self.look(model, endpoints)
         return model in self.models
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
-        """Check whether a model is in panic, and report a change."""
+        """Update whether a model is in panic, and report a change."""
         share = routable_share(endpoints, self.breakers.open, self.links)
         panic = share < self.share_min
         if panic != (model in self.models):

@@ -1,30 +1,35 @@
 """Detects requests that crash workers, or that fail in the same way on every worker.
 
     unknown ── the first copy runs: further copies go to the same worker, or wait ── first token ──▶ proven
-       │ avoids workers where suspects are tried, if another worker is available
-       │ the worker died before the first token (`fell`)
-       ▼
+      │ avoids workers where suspects are tried, if another worker is available
+      │ the worker died before the first token (`fell`)
+      ▼
     suspect ── tried on a worker without other suspects ── first token ──▶ proven
-       │ the next worker died, too, and neither worker had returned when the request was to be tried again
-       ▼
+      │ the next worker died, too, and neither worker had returned when the request was to be tried again
+      ▼
     poisonous: refused for a while; then a suspect again, and refused for twice as long the next time
 
-Workers also die for other reasons. A recent death of a worker without an unproven request (`fell_by_itself`) is evidence of that.
-Each such death raises by one, at most by two, the number of deaths that make a request poisonous.
+The diagram shows the states of all requests with one fingerprint. The fingerprint identifies the model, prompt and
+output constraint. A request is unproven before its first token.
 
-A request that fails with an error (`failed`) is retried on another worker as usual. If it gets the same error, after the same
-number of tokens, on a second worker on which no other request fails, the request itself is at fault. The same applies to a
-stream that stalls while its worker runs.
+Workers also die for other reasons. A recent death of a worker without an unproven request (`fell_by_itself`) is
+evidence of another reason. Each such death raises the number of deaths that make a request poisonous by one, at most
+by two.
 
-A stuck engine counts as dead if its worker's event loop still reports the hang, and the engine had produced tokens shortly
-before. A silent worker does not count as dead: more often it was stopped, or lost its network together with idle workers. Stuck
-engines are weaker evidence than dead workers, because they may have hung for a common reason. Requests suspected because of
-stuck engines are refused only for as long as requests that merely fail.
+A request that fails with an error (`failed`) is retried on another worker as usual. The request itself is at fault if
+a second worker, on which no other request fails, returns the same error after the same number of tokens. The same
+applies to a stream that stalls while its worker runs.
 
-Requests are alike if they have the same fingerprint. For each request only a sketch of its prompt is
-looked up, which takes a microsecond; only requests that have failed are compared exactly.
+A stuck engine counts as dead if its worker's event loop still reports the hang, and the engine had produced tokens
+shortly before. A silent worker does not count as dead, because most silent workers were stopped, or lost their
+network together with idle workers. Stuck engines are weaker evidence than dead workers, because engines may hang for
+a common reason. So a request suspected because of stuck engines is refused only for as long as a request that merely
+fails.
 
-Most suspects are innocent: each request without a token on a worker that lost power becomes a suspect.
+For each request only a sketch of its prompt is looked up, which takes a microsecond. Only requests with the sketch of
+a failed request are compared exactly.
+
+Most suspects are innocent, because a worker that loses power makes a suspect of each of its requests without a token.
 """
 
 import json
@@ -51,16 +56,19 @@ from events.observations import RequestPoisonous, RequestSuspected
 
 log = structlog.get_logger(__name__)
 
-# wait after a worker's death: by then a lost connection is restored, and workers that died together are all known to be lost
+# Seconds to wait after a worker's death. By then a lost connection is restored, and all workers that died together
+# are known.
 SETTLED_S = 0.2
 CONNECTION = "disconnected"
 STUCK = "stalled"
-FALLS = frozenset((CONNECTION, "upstream_lost"))  # a lost worker; for a stuck one see `brings_down`
-OTHER_FALLS_S = 60.0  # period in which a death without an unproven request is evidence of another cause
-OTHER_FALLS_MAX = 2  # limits a poisonous request to as many attempts as the default budget allows
-WORKED_S = 60.0  # an engine that produced a token within this time was healthy when the request arrived
-PROVEN_MAX = 8192  # sketches of prompts that have produced a token
-FLIGHTS_MAX = 65_536  # prompts without any token yet
+# reasons of a lost worker; for a stuck engine see `brings_down`
+FALLS = frozenset((CONNECTION, "upstream_lost"))
+OTHER_FALLS_S = 60.0  # seconds for which a death without an unproven request is evidence of another cause
+OTHER_FALLS_MAX = 2  # so that a poisonous request needs no more attempts than the default budget allows
+# an engine that produced a token within this many seconds was healthy when the request arrived
+WORKED_S = 60.0
+PROVEN_MAX = 8192  # remembered sketches of prompts that have produced a token
+FLIGHTS_MAX = 65_536  # remembered prompts that run and have no token yet
 SKETCH_MASK = 2**64 - 1
 NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # numbers in error texts, which differ each time
 
@@ -78,14 +86,14 @@ class Poisonous(NoWorker):
 
 
 class Flight(msgspec.Struct, eq=False):
-    """The copies of one unproven prompt that run on a worker."""
+    """The running copies of one unproven prompt, all on the same worker."""
 
     endpoint: Endpoint
-    slots: set[int]  # slot numbers of their attempts
+    slots: set[int]  # slot numbers of their attempts in the slot tracker
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """The death of a worker: its time and reason."""
+    """The death of a worker while a request ran on it: its time and reason."""
 
     at: float
     reason: str
@@ -96,12 +104,12 @@ class Record(msgspec.Struct, eq=False):
 
     fingerprint: str
     fell: dict[Key, Fall]  # worker instances that died while such a request ran on them
-    # by the way in which it failed: the workers, each with the decision number under which the request was sent
+    # by kind of failure: the workers, each with the decision number under which the request was sent
     failed: dict["Way", dict[Key, int]]
     together: bool = False  # other suspects ran on the last worker that died
     at: Endpoint | None = None  # worker on which a copy of the request is being tried
     slot: int = 0  # slot number of that attempt
-    alone: bool = False  # no other suspect runs on that worker
+    alone: bool = False  # whether no other suspect runs on that worker
     held_since: float | None = None  # time since which a copy waits for a worker without other suspects
     refused_until: float = 0.0
     refusals: int = 0  # number of times the request was found poisonous
@@ -113,7 +121,10 @@ class Record(msgspec.Struct, eq=False):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A kind of failure. The error's text may contain client input, so only a hash of the text is kept."""
+    """A kind of failure: reason, hash of the error text, and token count.
+
+    The text is not kept, because it may contain client input.
+    """
 
     reason: str
     detail: int
@@ -121,15 +132,15 @@ class Way(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, reason: str, detail: str, tokens: int) -> "Way":
-        """Return the kind of a failure. Numbers in its text are ignored, because they differ each time."""
+        """Return the kind of a failure. Numbers in the error text are ignored, because they differ each time."""
         return cls(reason, xxhash.xxh3_64_intdigest(NUMBERS.sub("#", detail).encode()), tokens)
 
 
 class Where(msgspec.Struct, frozen=True):
     """A restriction of the workers to which a request may be sent.
 
-    The request may be sent only to `endpoint` or, if `endpoint` is None, to any worker outside `avoid`. If no permitted worker
-    is available, the request waits (`waits`) or the restriction is dropped.
+    The request may be sent only to `endpoint` or, if `endpoint` is None, to any worker outside `avoid`. If no
+    permitted worker is available, the request waits if `waits` is true; otherwise the restriction is dropped.
     """
 
     endpoint: Endpoint | None = None
@@ -138,9 +149,9 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Records(OrderedDict[str, Record]):
-    """Failure records of requests by fingerprint, and the sketches of prompts proven harmless.
+    """Failure records by fingerprint, and the sketches of prompts that were proven harmless.
 
-    Bounded: the least recently used record is evicted.
+    The number of records is limited: the least recently used record is evicted.
     """
 
     def __init__(self, records_max: int) -> None:
@@ -150,7 +161,7 @@ class Records(OrderedDict[str, Record]):
         self._sketches: Counter[int] = Counter()  # sketches of the recorded fingerprints
 
     def of(self, request: GenerationRequest) -> Record | None:
-        """Return the record of requests like this one, or None."""
+        """Return the record for this request's fingerprint, or None if there is none."""
         return self.get(_fingerprint(request)) if request.names.sketch in self._sketches else None
 
     def keep(self, print_: str) -> Record:
@@ -181,15 +192,15 @@ class Records(OrderedDict[str, Record]):
 
 @dataclass(eq=False, repr=False)
 class PoisonWatch:
-    """Detects and restricts requests that may crash workers, in one frontend."""
+    """Detects requests that may crash workers, in one frontend, and restricts the workers to which they are sent."""
 
     frontend: str
     settings: PoisonSettings
     breakers: LocalBreakers
     links: ConnectedWorkers
     observe: Observe
-    resolved: bool = False  # a request that others waited for is resolved; the driver resets it
-    _held: bool = False  # some request waits
+    resolved: bool = False  # the case of a request that others waited for is resolved; the driver resets this
+    _held: bool = False  # at least one request waits
     _flights: dict[int, Flight] = field(default_factory=dict)  # by sketch
     # worker instances that died while running requests that had produced tokens
     _fallen: dict[Key, Fall] = field(default_factory=dict)
@@ -201,7 +212,10 @@ class PoisonWatch:
     # --- where a request may go -----------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
-        """Return the restriction of a request; None: any worker may get it. Raise Held or Poisonous."""
+        """Return the restriction of a request, or None if any worker may get it.
+
+        Raise Held if the request must wait, and Poisonous if it is refused.
+        """
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
             return self._doubted(request, record)
@@ -210,7 +224,7 @@ class PoisonWatch:
         if (flight := self._flights.get(sketch)) is not None:
             return Where(flight.endpoint, waits=True)
         tried = records.tried_at() if records else None
-        # an unknown request on a suspect's worker would blur the cause if that worker died
+        # if a suspect's worker died, an unknown request on it would make the cause ambiguous
         return Where(avoid=tried) if tried else None
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
@@ -229,7 +243,10 @@ class PoisonWatch:
         return Where(avoid=self._records.tried_at(), waits=not late or record.together)
 
     def _judge_falls(self, request: GenerationRequest, record: Record, now: float) -> None:
-        """Condemn a request if enough workers died with it. Raise Held if one died just now."""
+        """Declare a request poisonous if enough workers died while such requests ran on them.
+
+        Raise Held if one died just now.
+        """
         falls, settings = record.fell.values(), self.settings
         if now - max(fall.at for fall in falls) < SETTLED_S:
             raise self._hold(record, now)
@@ -240,7 +257,7 @@ class PoisonWatch:
             self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
 
     def hold(self, request: GenerationRequest) -> Held:
-        """Return the error for a request that has to wait, because its restriction permits no available worker."""
+        """Return the error for a request that has to wait, because no worker that its restriction permits is available."""
         return self._hold(self._records.of(request), self._now())
 
     def _hold(self, record: Record | None, now: float) -> Held:
@@ -252,7 +269,7 @@ class PoisonWatch:
     # --- the course of a request ----------------------------------------------------------------------------
 
     def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
-        """Record that a request was sent to a worker. `slot`: slot number of the attempt."""
+        """Record that a request was sent to a worker. `slot` is the attempt's number in the slot tracker."""
         records, sketch = self._records, request.names.sketch
         record = records.of(request) if records else None
         if record is not None and record.suspected:
@@ -269,7 +286,7 @@ class PoisonWatch:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
     def read(self, request: GenerationRequest, key: Key) -> None:
-        """Record that a request has produced a token on this worker: this proves that requests like it do not crash workers."""
+        """Record that a request has produced a token on this worker, which proves its fingerprint harmless."""
         self.breakers.outcomes(key).worked_at = self._now()
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
@@ -284,12 +301,15 @@ class PoisonWatch:
         self._found_out()
 
     def served(self, request: GenerationRequest) -> None:
-        """Record that a request was completed, and drop all evidence against requests like it."""
+        """Record that a request was completed, and drop the evidence against its fingerprint."""
         if self._records and (record := self._records.of(request)) is not None:
             self._records.forget(record)
 
     def left(self, request: GenerationRequest, slot: int) -> None:
-        """Record that an attempt has ended, regardless of its outcome."""
+        """Record that an attempt no longer runs, whatever its outcome.
+
+        `slot` is the attempt's number in the slot tracker.
+        """
         records, sketch = self._records, request.names.sketch
         if (flight := self._flights.get(sketch)) is not None:
             flight.slots.discard(slot)
@@ -334,7 +354,10 @@ class PoisonWatch:
         self._fallen[key] = Fall(self._now(), reason)
 
     def _other_falls(self, now: float) -> int:
-        """Return how many workers died recently without an unproven request on them, at most `OTHER_FALLS_MAX`."""
+        """Return how many workers died recently without an unproven request on them.
+
+        The result is at most OTHER_FALLS_MAX.
+        """
         self._fallen = {key: fall for key, fall in self._fallen.items() if now - fall.at < OTHER_FALLS_S}
         suspected = {key for record in self._records.values() for key in record.fell}
         others = (
@@ -343,13 +366,16 @@ class PoisonWatch:
         return min(sum(1 for _ in others), OTHER_FALLS_MAX)
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a death is recent enough and real. After a mere connection loss, the same instance returns."""
+        """Return whether a death is recent and real.
+
+        It is not real if the same instance is reachable again after a connection loss.
+        """
         if now - fall.at >= self.settings.remembered_s:
             return False
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
-        """Return whether a failure means that the worker died. `connected`: the worker still reports its load."""
+        """Return whether a failure means that the worker died. `connected` states that the worker still reports its load."""
         if reason != STUCK:
             return reason in FALLS
         worked_at = self.breakers.outcomes(key).worked_at
@@ -357,7 +383,10 @@ class PoisonWatch:
         return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
-        """Record that a request failed in this way on a worker that kept running and was blamed. Return the suspicion."""
+        """Record that a request failed in this way on a worker that kept running and was blamed.
+
+        Return whether the request is now poisonous.
+        """
         record = self._records.keep(_fingerprint(request))
         there = record.failed.setdefault(way, {})
         there[key] = routed_under
@@ -368,9 +397,10 @@ class PoisonWatch:
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
-        """Return whether requests like this one have already failed in this way on this worker, and none was completed since.
+        """Return whether a request with this fingerprint already failed in this way on this worker, and none was
+        completed since.
 
-        If so, the failure is no further evidence against the worker.
+        If true, the failure is no further evidence against the worker.
         """
         record = self._records.of(request)
         return record is not None and key in record.failed.get(way, ())
@@ -378,7 +408,9 @@ class PoisonWatch:
     def _condemn(
         self, request: GenerationRequest, record: Record, reason: str, where: dict[Key, int], refused_s: float
     ) -> None:
-        """Declare a request poisonous: undo the failures counted against its workers, report it, and refuse requests like it."""
+        """Declare a request poisonous: refuse its fingerprint for a while, report it, and undo the failures counted
+        against workers.
+        """
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
         record.refusals += 1
         record.refused_until = self._now() + wait_s
@@ -411,7 +443,10 @@ class PoisonWatch:
     # --- reports of other frontends -------------------------------------------------------------------------
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
-        """Apply a report that is `age_s` seconds old, by another frontend or by this frontend before its restart."""
+        """Apply a report of another frontend, or of this frontend before its restart.
+
+        `age_s` is the report's age in seconds.
+        """
         at = self._now() - age_s
         holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self.settings.remembered_s
         if age_s >= holds_s:
@@ -433,10 +468,11 @@ def _fingerprint(request: GenerationRequest) -> str:
 
 
 def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str, Any] | None) -> str:
-    """Return 32 hexadecimal digits that identify requests with the same model, prompt and output constraint, from any client.
+    """Return 32 hexadecimal digits that identify requests with the same model, prompt and output constraint, from any
+    client.
 
-    The first 16 digits are the prompt's `sketch`, the others are 64 bits of BLAKE2b. The prompt cannot be recovered from a
-    fingerprint, but a guess of the whole prompt can be confirmed.
+    The first 16 digits are the prompt's `sketch`, the others are 64 bits of BLAKE2b. The prompt cannot be recovered
+    from a fingerprint, but a guess of the whole prompt can be confirmed.
     """
     exact = blake2b(json.dumps([model, guided], sort_keys=True, default=str).encode(), digest_size=8)
     exact.update(array("Q", prompt).tobytes())

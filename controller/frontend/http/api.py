@@ -1,7 +1,7 @@
 """Dispatches HTTP requests to routes, on the API port and on the admin port.
 
-A bare aiohttp server with a table of routes: the routing and middlewares of an `Application` would cost as much as relaying
-thirty tokens, on every request.
+The server is bare aiohttp with a table of routes. The routing and middlewares of an `Application` would cost as much
+on every request as relaying thirty tokens.
 """
 
 import structlog
@@ -20,11 +20,12 @@ from events.process.admin_guard import own_hosts
 
 log = structlog.get_logger(__name__)
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))  # probes send no key
+# paths of health probes, which need no API key
+OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))
 
 
 class Api:
-    """The HTTP API of a frontend."""
+    """Handles the HTTP requests of a frontend on its API port and on its admin port."""
 
     def __init__(self, director: Director) -> None:
         """Serve requests through this director."""
@@ -35,7 +36,7 @@ class Api:
         self._hosts = own_hosts()
 
     async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
-        """Handle one request. `admin`: it arrived on the admin port."""
+        """Handle one request and return its response. `admin` states that it arrived on the admin port."""
         cors = None if admin else self.openai.cors
         if cors is None:
             return await self._handle(request, admin=admin)
@@ -46,6 +47,7 @@ class Api:
 
     async def _handle(self, request: web.BaseRequest, *, admin: bool) -> web.StreamResponse:
         # aiohttp omits the body of the response
+        # for HEAD, aiohttp omits the body of the response
         method = "GET" if request.method == "HEAD" else request.method
         route = route_of(method, request.path)
         if route is not None and route.admin and not (admin or self.director.settings.admin_api):
@@ -67,7 +69,7 @@ class Api:
             return refusal(internal(), id_header(request))
 
     def _check_key(self, request: web.BaseRequest) -> None:
-        """Check the API key, if one is required. Raise ApiError (401)."""
+        """Check the API key, if one is required. Raise ApiError (401) if it is missing or unknown."""
         keys = self.openai.keys
         if keys is not None and request.path not in OPEN_PATHS:
             keys.check(request.headers.get("Authorization", ""))
@@ -88,7 +90,7 @@ class Api:
         return await self.handle(request, admin=True)
 
     def _refusal(self, request: web.BaseRequest) -> str:
-        """Return why a request on the admin port is refused; empty if it is not."""
+        """Return why a request on the admin port is refused, or an empty string if it is permitted."""
         if why := admin_guard.refusal(request.headers, self._hosts):
             return why
         transport = request.transport

@@ -3,9 +3,9 @@
     first byte of a head ── head_s ──▶ 408, unless the head is complete by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
 
-aiohttp receives one request at a time. Pipelined data, which arrives before the previous response has ended, is kept unread. So
-the time limit of a pipelined head starts when the previous response has ended. Only the wait for a head is timed here; a body has
-its own deadline.
+aiohttp receives one request at a time. Pipelined data, which arrives before the previous response has ended, is kept
+unread. So the time limit of a pipelined head starts when the previous response has ended. This module limits only the
+wait for a head; a body has its own deadline.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from controller.frontend.settings import ConnectionSettings
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20
-RETRY_AFTER_S = 1  # of a refused connection
+RETRY_AFTER_S = 1  # seconds until the client of a refused connection should retry
 AHEAD_BYTES_MAX = 2**18  # unread pipelined data above which reading pauses
 _END = b"\r\n\r\n"  # end of a head
 LINE_MAX = 64  # inspected bytes of a chunk-size line or a trailer
@@ -42,7 +42,7 @@ class OpenConnections:
     """
 
     def __init__(self, settings: ConnectionSettings, bounds: BoundMetrics) -> None:
-        """Start without connections. `bounds` counts each connection that is refused or ended."""
+        """Start without connections. `bounds` counts each connection that is refused or closed at a limit."""
         self.settings = settings
         self._bounds = bounds
         self._by_address: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class OpenConnections:
         return self._by_address.total()
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Count a connection and return True. At a limit, send an error, close the connection and return False."""
+        """Count a new connection and return True. At a limit, send an error, close the connection and return False."""
         address, settings = address_of(transport), self.settings
         if settings.per_address_max and self._by_address[address] >= settings.per_address_max:
             bound = "connections_of_address"
@@ -73,7 +73,7 @@ class OpenConnections:
             del self._by_address[address]
 
     def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
-        """Send an error to a connection that exceeds a limit and has no request yet, and close it."""
+        """Send an error to a connection that exceeds a limit and has no request yet, then close the connection."""
         self._bounds.count(bound)
         transport.write(encoded_response(refusal(error, {"Connection": "close"})))
         transport.close()
@@ -86,15 +86,15 @@ def address_of(transport: asyncio.Transport) -> str:
 
 
 class BodyEnd:
-    """Finds the end of one request's body in the bytes that arrive. Bytes after it belong to the next request.
+    """Finds the end of one request's body in received bytes. Bytes after the end belong to the next request.
 
-    aiohttp's parser reads the same bytes and validates them. For a body that it will reject, this class finds no end.
+    aiohttp's parser reads the same bytes and validates them. In a body that the parser will reject, no end is found.
     """
 
     __slots__ = ("_chunked", "_left", "_line", "_trailers", "whole")
 
     def __init__(self, length: int, chunked: bool) -> None:
-        """Start with a body of `length` bytes, or with a `chunked` one, which states its own sizes."""
+        """Start with a body of `length` bytes, or with a `chunked` body, which contains the sizes of its chunks."""
         self.whole = not length and not chunked
         self._chunked = chunked
         self._left = 0 if chunked else length  # bytes left in the current chunk, including its line end
@@ -102,7 +102,7 @@ class BodyEnd:
         self._trailers = False  # the last chunk has been seen
 
     def take(self, data: bytes) -> int:
-        """Return how many of these bytes, which come next, belong to the body."""
+        """Return how many of the next received bytes belong to the body."""
         at = 0
         while at < len(data) and not self.whole:
             if self._left:
@@ -132,7 +132,7 @@ class BodyEnd:
 
 
 class ClientHandler(web.RequestHandler):
-    """One client connection served by aiohttp."""
+    """One client connection served by aiohttp, with limits on the size and arrival time of each request head."""
 
     __slots__ = (
         "_admitted", "_ahead", "_body", "_clients", "_head_bytes", "_head_tail", "_head_timer", "_payload", "_unanswered",
@@ -153,13 +153,13 @@ class ClientHandler(web.RequestHandler):
         self._head_bytes = 0  # received bytes of the current head
         self._head_tail = b""  # last bytes of the current head
         self._body: BodyEnd | None = None  # the rest of the last request's body
-        self._payload: StreamReader | None = None  # that body, as the handler reads it
+        self._payload: StreamReader | None = None  # that body as the handler reads it
         self._unanswered = 0  # requests without a response yet, including invalid ones
         self._ahead = bytearray()
         self._admitted: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register a new connection, or one handed over by the fast path."""
+        """Register a new connection, or a connection that the fast path hands over."""
         client = cast(asyncio.Transport, transport)
         if self._clients.enter(client):
             self._admitted = client
@@ -169,7 +169,7 @@ class ClientHandler(web.RequestHandler):
         """Process received bytes. The first byte of a head starts its timer."""
         if self._admitted is None or self._close or self._force_close:
             return
-        if not data:  # aiohttp's parser has kept a part of a body
+        if not data:  # aiohttp calls this without data when its parser has kept a part of a body
             self._offer(data)
             self._read_ahead()
         elif self._ahead:
@@ -178,7 +178,7 @@ class ClientHandler(web.RequestHandler):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Pass the bytes of one request to aiohttp, and keep the rest until that request is answered."""
+        """Pass the bytes of one request to aiohttp, and keep the rest until that request has its response."""
         while data:
             if self._body is not None:
                 end = self._body.take(data)
@@ -195,7 +195,7 @@ class ClientHandler(web.RequestHandler):
             data = data[end:]
 
     def _read_head(self, data: bytes) -> int:
-        """Pass the next head, or a part of it, to aiohttp. Return its number of bytes."""
+        """Pass the next head, or a part of a head, to aiohttp. Return its number of bytes."""
         seen = self._head_tail + data
         found = seen.find(_END)
         end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
@@ -230,11 +230,11 @@ class ClientHandler(web.RequestHandler):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request is being answered, or aiohttp's parser still holds a part of its body."""
+        """Whether a request has no response yet, or aiohttp's parser still holds a part of its body."""
         return bool(self._unanswered) or not (self._payload is None or self._payload.is_eof())
 
     def _read_ahead(self) -> None:
-        """Process the kept bytes if the previous request was answered."""
+        """Process the kept bytes if the previous request has its response."""
         if self._ahead and not self._is_busy:
             data, self._ahead = bytes(self._ahead), bytearray()
             self.data_received(data)
@@ -247,12 +247,12 @@ class ClientHandler(web.RequestHandler):
             self._pause_reading_for_buffer()
 
     def _resume_reading_for_buffer(self) -> None:
-        """Resume reading unless too many bytes wait for their turn; aiohttp calls this when it starts a request."""
+        """Resume reading unless too much pipelined data is kept. aiohttp calls this when it starts a request."""
         if len(self._ahead) <= AHEAD_BYTES_MAX:
             super()._resume_reading_for_buffer()
 
     async def _handle_request(self, *given: Any) -> tuple[web.StreamResponse, bool]:
-        """Handle a request, then process the next one."""
+        """Handle a request, then process the data that was kept for the next request."""
         try:
             return await super()._handle_request(*given)
         finally:
@@ -265,7 +265,7 @@ class ClientHandler(web.RequestHandler):
         self._refuse("head_wait", ApiError(408, why, code="head_timeout"))
 
     def _refuse(self, bound: str, error: ApiError) -> None:
-        """Refuse and close the connection at a limit, unless it is closing already."""
+        """Send an error for an exceeded limit and close the connection, unless it is closing already."""
         if self._admitted is not None and not self._admitted.is_closing():
             self._clients.end(self._admitted, bound, error)
             self.force_close()
@@ -277,7 +277,7 @@ class ClientHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer an invalid HTTP request, and close the connection.
+        """Respond to an invalid HTTP request, and close the connection.
 
         aiohttp's own response would quote the line that it cannot parse, which may contain an API key.
         """
@@ -305,7 +305,9 @@ class ClientHandler(web.RequestHandler):
 
 
 def _body_of(message: object) -> BodyEnd | None:
-    """Return the body expected after a head; None if there is none. aiohttp's parser has validated its lengths."""
+    """Return the body expected after a head, or None if the request has no body. aiohttp's parser has validated its
+    lengths.
+    """
     if not isinstance(message, RawRequestMessage):  # not a valid request
         return None
     body = BodyEnd(int(message.headers.get("Content-Length", 0)), message.chunked)
@@ -313,10 +315,10 @@ def _body_of(message: object) -> BodyEnd | None:
 
 
 class ClientServer(web.Server):
-    """Creates the client connections of one port."""
+    """Creates a handler for each client connection of one port."""
 
     def __init__(self, handler: Handler, clients: OpenConnections, body_mb_max: int) -> None:
-        """Handle requests with `handler`. A client that disconnects is noticed in the same turn of the event loop."""
+        """Handle requests with `handler`, which is cancelled as soon as the client disconnects."""
         loop = asyncio.get_running_loop()
         make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * MIB)
         super().__init__(handler, request_factory=make, handler_cancellation=True)

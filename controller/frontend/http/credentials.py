@@ -1,9 +1,11 @@
 """The API keys and the TLS certificate of a frontend's ports, reloaded when their files change.
 
-    Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
+Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401
+invalid_api_key
 
-The file of API keys has one key per line, `key` or `name:key`; blank lines and lines that begin with `#` are skipped. Only
-digests stay in memory, and only a key's name is ever shown. A new certificate applies to new connections; none is closed.
+The file of API keys has one key per line, `key` or `name:key`. Blank lines and lines that begin with `#` are skipped.
+Only digests of the keys stay in memory, and only a key's name is ever shown. A new certificate applies to new
+connections; open connections are not closed.
 """
 
 import hmac
@@ -21,7 +23,7 @@ from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import FrontendSettings
 from events.errors import BadSetting
 
-KEYS_MAX = 1_000  # each adds 0.2 µs to every request
+KEYS_MAX = 1_000  # each key adds 0.2 µs to every request
 KEY_CHARS_MIN = 8
 FILE_BYTES_MAX = 2**20
 NOT_PEM = "the certificate file contains no PEM certificate, or the key file no PEM private key"
@@ -43,7 +45,10 @@ class FileWatch:
         self._seen = self._state()
 
     def changed(self) -> bool:
-        """Return whether a file has changed since the last check. While one is missing, none has: it is being replaced."""
+        """Return whether a file has changed since the last check.
+
+        Return False while a file is missing, because it is being replaced.
+        """
         now = self._state()
         if now is None or now == self._seen:
             return False
@@ -59,10 +64,10 @@ class FileWatch:
 
 
 class ApiKeys:
-    """The API keys of one file."""
+    """The API keys of one file, as digests with their names."""
 
     def __init__(self, path: Path | str, bounds: BoundMetrics | None = None) -> None:
-        """Read the keys. `bounds` counts the requests without a valid key. Raise BadSetting."""
+        """Read the keys. `bounds` counts the requests without a valid key. Raise BadSetting if the file is invalid."""
         self._path, self._watch = Path(path), FileWatch(path)
         self._bounds = bounds
         try:
@@ -71,7 +76,7 @@ class ApiKeys:
             raise BadSetting(f"the API key file {error}") from None
 
     def check(self, authorization: str) -> str:
-        """Return the name of the key in an `Authorization` header. Raise ApiError (401)."""
+        """Return the name of the key in an `Authorization` header. Raise ApiError (401) if the header has no valid key."""
         if name := self.named(authorization):
             return name
         if self._bounds is not None:
@@ -80,7 +85,7 @@ class ApiKeys:
         raise ApiError(401, "Incorrect API key provided." if authorization else why, code="invalid_api_key")
 
     def named(self, authorization: str) -> str:
-        """Return the name of the key in an `Authorization` header; empty if the header has no valid key."""
+        """Return the name of the key in an `Authorization` header, or an empty string if the header has no valid key."""
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         found = ""
@@ -90,7 +95,7 @@ class ApiKeys:
         return found
 
     def refresh(self) -> None:
-        """Reload the file if it has changed. An invalid file is ignored."""
+        """Reload the keys if the file has changed. If the new file is invalid, the old keys stay in use."""
         if not self._watch.changed():
             return
         try:
@@ -102,7 +107,7 @@ class ApiKeys:
 
 
 def read_keys(path: Path) -> list[tuple[str, bytes]]:
-    """Return each key's name and digest. Raise ValueError with the reason, which never quotes a line."""
+    """Return the name and digest of each key in a file. Raise ValueError with the reason, which never quotes a line."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX).decode("ascii")
@@ -136,10 +141,10 @@ def _digest(key: str) -> bytes:
 
 
 class Tls:
-    """The certificate and private key of both ports."""
+    """The TLS context of both ports, with the certificate and private key from two files."""
 
     def __init__(self, certificate: Path | str, key: Path | str) -> None:
-        """Read both files. Raise BadSetting."""
+        """Read both files. Raise BadSetting if TLS is not possible with them."""
         self._certificate, self._key = certificate, key
         self._watch = FileWatch(certificate, key)
         try:
@@ -148,7 +153,10 @@ class Tls:
             raise BadSetting(f"TLS with {certificate} and {key} is not possible: {_reason(error)}") from None
 
     def refresh(self) -> None:
-        """Reload the files if one has changed. New connections use the new certificate; files that do not match are ignored."""
+        """Reload the certificate and key if a file has changed.
+
+        If the files do not match, the old certificate stays in use.
+        """
         if not self._watch.changed():
             return
         try:
@@ -169,7 +177,7 @@ def _loaded(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Reject a private key with a password: OpenSSL would prompt for it on the terminal."""
+    """Reject a private key with a password, because OpenSSL would prompt for the password on the terminal."""
     raise ValueError("the private key has a password; provide one without a password")
 
 
@@ -181,7 +189,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_open_port(settings: FrontendSettings) -> None:
-    """Raise BadSetting if clients of other hosts could use the API without a key, and `--insecure` is not given."""
+    """Raise BadSetting if clients on other hosts could use the API without a key, unless `--insecure` is given."""
     if settings.api_key_file or settings.insecure or is_loopback(settings.host):
         return
     raise BadSetting(
@@ -191,7 +199,7 @@ def check_open_port(settings: FrontendSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or every address of a name, is reachable from this host only."""
+    """Return whether a host, an address or a name, is reachable only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -15,9 +15,9 @@ from controller.frontend.openai.request_head import HeadCache
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
-SHUTDOWN_S = 1.0  # for requests to finish, and for responses to be sent
+SHUTDOWN_S = 1.0  # seconds for running requests to finish and for responses to be sent
 _LOOK_S = 0.02
-BACKLOG = 128  # connections waiting to be accepted
+BACKLOG = 128  # connections that the kernel queues until they are accepted
 
 
 class SharedPortTaken(HoldfastError):
@@ -25,12 +25,12 @@ class SharedPortTaken(HoldfastError):
 
 
 class Listeners:
-    """Both listening ports of one frontend."""
+    """The API port and the admin port of one frontend, from listening to shutdown."""
 
     def __init__(self, api: Api, settings: FrontendSettings, admin: Handler | None = None) -> None:
-        """Serve `api` on the hosts and ports of the settings, once opened.
+        """Prepare to serve `api` on the hosts and ports of the settings. `open` starts listening.
 
-        `admin` handles requests on the admin port, if the port serves more than the API's own admin routes.
+        `admin` handles requests on the admin port. Without it, that port serves the API's admin routes.
         """
         self._settings = settings
         self._endpoints = api.openai
@@ -38,9 +38,9 @@ class Listeners:
         self._context = None if self._tls is None else self._tls.context
         bounds, body_mb_max = api.director.metrics.bounds, settings.admission.body_mb_max
         self._clients = OpenConnections(settings.connections, bounds)
-        # Counted separately: a full API port must not block the admin port.
+        # Counted separately, because a full API port must not block the admin port.
         others = OpenConnections(settings.connections, bounds)
-        # Handles all requests that are not plain, and keeps the connections on which such a request arrived.
+        # Handles all requests that are not plain, and all later requests on a connection with such a request.
         self.aiohttp = ClientServer(api.handle, self._clients, body_mb_max)
         server = ClientServer(admin or api.admin, others, body_mb_max)
         self._admin = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
@@ -49,9 +49,10 @@ class Listeners:
         self.fast_path: set[FastPathConnection] = set()  # connections that are not handed over to aiohttp
 
     async def open(self) -> None:
-        """Listen on the admin port, and bind the shared port.
+        """Listen on the admin port, and bind the shared API port.
 
-        Until `accept`, the host's other frontends get all its connections. Raise SharedPortTaken.
+        Until `accept`, the host's other frontends get all connections to the shared port. Raise SharedPortTaken if a
+        port is in use.
         """
         settings = self._settings
         await self._admin.setup()
@@ -72,7 +73,7 @@ class Listeners:
             raise SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}") from error
 
     async def accept(self) -> None:
-        """Accept connections on the shared port. Raise SharedPortTaken."""
+        """Accept connections on the shared API port. Raise SharedPortTaken if another process listens on it."""
         if self._shared is None:
             return
         try:
@@ -112,7 +113,7 @@ class Listeners:
             self._tls.refresh()
 
     async def refuse(self) -> None:
-        """Accept no new connections on the shared port: the host's other frontends get them."""
+        """Stop accepting connections on the shared API port, so that the host's other frontends get them."""
         self._endpoints.listening = False
         if self._shared is not None:
             self._shared.close()
@@ -128,7 +129,7 @@ class Listeners:
         await self._endpoints.close()
 
     async def _end_all(self) -> None:
-        """Let requests on the fast path finish, and responses be sent, for at most `SHUTDOWN_S`."""
+        """Let requests on the fast path finish and their responses be sent, then cancel the rest after SHUTDOWN_S."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SHUTDOWN_S
         for connection in tuple(self.fast_path):

@@ -34,30 +34,30 @@ from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
 
-TOKENIZER_RETRY_S = 30
+TOKENIZER_RETRY_S = 30  # `Retry-After` in seconds if a tokenizer cannot be loaded
 
 log = structlog.get_logger(__name__)
 
 
 class OpenAiEndpoints:
-    """Serves requests for completions, and tracks those in progress."""
+    """Serves completion requests, and tracks the requests in progress."""
 
     def __init__(self, director: Director) -> None:
         """Serve requests through this director."""
         self.director = director
         self._driver = director.driver
         self.tokens = ready_tokens  # loads a tokenizer by its name, or raises TokenizerMissing
-        self.listening = False  # on the port that the host's frontends share
+        self.listening = False  # whether connections are accepted on the port that the host's frontends share
         self._over = False  # if true, all requests are refused
         self.intake = Intake(director.settings, director.metrics.bounds)
         origins, key_file = director.settings.cors_origins, director.settings.api_key_file
         self.cors = Cors(origins) if origins else None
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
         self.answering = 0  # requests between the parsing of their body and the end of their response
-        # The requests that are admitted and tokenized, with their streams.
+        # requests that are admitted and tokenized, each with its stream, or None if it is not streamed
         self.completions: dict[Completion, SseStream | None] = {}
-        self._unanswered = set[SseStream]()  # of requests that are queued or being tokenized
-        # finished streams that their clients have not read completely
+        self._unanswered = set[SseStream]()  # streams of requests that are queued or being tokenized
+        # finished streams with data that their clients have not read
         self._unread: dict[SseStream, None] = {}
         self._serial = itertools.count(1)
         self._admission = director.admission
@@ -68,12 +68,12 @@ class OpenAiEndpoints:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are no longer admitted."""
+        """Whether new requests are refused because this frontend drains."""
         return not self._admission.open
 
     @property
     def ready(self) -> bool:
-        """Whether this frontend accepts requests and could serve one."""
+        """Whether this frontend accepts connections, and a worker could serve a request."""
         return self.director.routing.monitor.servable and self.listening and not self.draining
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -85,7 +85,10 @@ class OpenAiEndpoints:
         return StreamedResponse(keep=head.keep) if response is None else response
 
     async def answer(self, head: Head, body: bytes, transport: asyncio.Transport) -> web.Response | None:
-        """Handle a completion request that arrived on the fast path. Return the response to write; None: it was streamed."""
+        """Handle a completion request that arrived on the fast path.
+
+        Return the response to write, or None if the response was streamed.
+        """
         try:
             return await self._respond(head, body, transport)
         except Exception:  # an internal error, handled as in `Api.handle`
@@ -95,19 +98,23 @@ class OpenAiEndpoints:
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
-        """Handle a request; its body is given or still to be read. Return the response to write; None: it was streamed."""
+        """Handle a request. `given` is its body, or the request from which its body is read.
+
+        Return the response to write, or None if the response was streamed.
+        """
         headers, arrived = answer_headers(head, self.cors), self.director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
             if self.keys is not None:
                 self.keys.check(head.credentials)
-            if not isinstance(given, bytes):  # the fast path has read these with the head
+            # the fast path has already parsed these headers together with the head
+            if not isinstance(given, bytes):
                 overrides = read_overrides(given.raw_headers, self.director.settings.router)
                 asked = heads.read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
             parsed: ParsedRequest
-            # Most bodies are small and need no coroutine.
+            # Most bodies are small, and parsing them needs no coroutine.
             if isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES:
                 parsed = parse_body(head.endpoint, given)
             else:
@@ -139,11 +146,16 @@ class OpenAiEndpoints:
             raise
         finally:
             self._count(model, head.endpoint, kind, error)
-            # break the cycle with this frame in its traceback, which would keep the body until the next garbage collection
+            # Break the reference cycle with this frame in the error's traceback, which would keep the body until the
+            # next garbage collection.
             error = None
 
     async def _answer(self, call: heads.Call) -> tuple[web.Response | None, ApiError | None]:
-        """Return the response that is still to be written, and the error of a stream that failed."""
+        """Admit a request, run it and wait for its end.
+
+        Return the response to write, or None if the response was streamed. Also return the error of a stream that
+        failed.
+        """
         parsed, headers = call.parsed, call.headers
         stream: SseStream | None = None
         if parsed.stream:
@@ -175,7 +187,10 @@ class OpenAiEndpoints:
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
     async def _admit(self, call: heads.Call, stream: SseStream | None) -> tuple[Completion, Reservation]:
-        """Return an admitted request, and its room, already released for the answers. Raise ApiError."""
+        """Admit a request.
+
+        Return it with its reservation, which is already released for its answers. Raise ApiError if it is refused.
+        """
         routing, model, tier = self.director.routing, call.parsed.model, call.head.tier
         if self._admission.by_deadline:
             admitted, reservation = await self._admit_by_deadline(call)
@@ -184,12 +199,16 @@ class OpenAiEndpoints:
             try:
                 admitted = await self._admitted(call, reservation.lineage)
             finally:
-                reservation.free()  # for the answers, which are launched before the next request in the queue
+                # released for the answers, which are launched before the next request in the queue
+                reservation.free()
         priority = 0 if admitted.first_token_by is None else routing.table.urgency(tier)
         return Completion(admitted, stream, priority, routing.limit(model)), reservation
 
     async def _admit_by_deadline(self, call: heads.Call) -> tuple[AdmittedRequest, Reservation]:
-        """Return a request that is admitted by its deadline, and its room, already released for the answers. Raise ApiError."""
+        """Admit a request by its deadline, and release its reservation for its answers.
+
+        Return both. Raise ApiError if it is refused.
+        """
         head, parsed = call.head, call.parsed
         client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
         wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
@@ -203,7 +222,7 @@ class OpenAiEndpoints:
         return msgspec.structs.replace(admitted, first_token_by=until), reservation
 
     async def _admitted(self, call: heads.Call, lineage: Lineage) -> AdmittedRequest:
-        """Return a request with its prompts tokenized. Raise ApiError."""
+        """Tokenize a request's prompts and return the admitted request. Raise ApiError if the request is invalid."""
         parsed, director = call.parsed, self.director
         began = director.now()
         try:
@@ -224,14 +243,17 @@ class OpenAiEndpoints:
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation
     ) -> ApiError | None:
-        """Launch the request's answers and wait for their end. They are cancelled when the client disconnects."""
+        """Launch a request's answers and wait for their end. Return the error of the answers, or None if they succeeded.
+
+        The answers are cancelled when the client disconnects.
+        """
         if self._over:
             raise _shutting_down()
         self.completions[completion] = stream
         try:
             self._driver.launch(completion.answers, completion, room)
             return await completion.over
-        except BaseException as why:  # in any case, the answers are no longer read
+        except BaseException as why:  # whatever the reason, the answers are no longer read
             self._driver.cancel(completion.answers)
             if isinstance(why, Exception) and stream is not None and stream.started:
                 stream.abort()  # the stream already has data: no HTTP error can follow
@@ -253,7 +275,7 @@ class OpenAiEndpoints:
             raise unavailable(why, "tokenizer_missing", TOKENIZER_RETRY_S) from error
 
     def check(self, now: float) -> None:
-        """Disconnect clients that have not read for too long, and reload changed keys. Called every second."""
+        """Disconnect clients that have not read for too long, and reload changed API keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
         answered = [stream for stream in self.completions.values() if stream is not None]
@@ -266,11 +288,11 @@ class OpenAiEndpoints:
             stream.release()
 
     def drain(self) -> None:
-        """Stop admitting requests."""
+        """Stop admitting requests. Requests in progress continue."""
         self._admission.open = False
 
     def cut_off(self) -> None:
-        """Fail all requests in progress, and refuse all queued and later requests."""
+        """Fail all requests in progress, and refuse queued and later requests."""
         self._over = True
         for completion in list(self.completions):
             completion.finish(_shutting_down())
@@ -278,11 +300,14 @@ class OpenAiEndpoints:
         self._admission.refuse_all()
 
     async def close(self) -> None:
-        """Stop the processes that parse bodies."""
+        """Stop the processes that parse request bodies."""
         await self.intake.close()
 
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
-        """Count a request that has ended. An error after the first token counts too, although its status was 200."""
+        """Count a request that has ended.
+
+        An error after the first token counts as an error, although the HTTP status was 200.
+        """
         requests, ended = self._requests, self._counts.ended
         if model:
             self._counts.active[model] -= 1
@@ -305,7 +330,7 @@ def _shutting_down() -> ApiError:
 
 
 def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
-    """Return the headers common to all responses to this request."""
+    """Return the headers that every response to this request has."""
     headers = {"X-Request-Id": head.id or heads.fresh_id()}
     if head.warning:
         headers["Warning"] = head.warning

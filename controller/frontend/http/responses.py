@@ -1,4 +1,4 @@
-"""Builds HTTP responses, CORS headers, and bytes for connections that aiohttp does not write."""
+"""Builds HTTP responses and CORS headers, and encodes responses for writing without aiohttp."""
 
 from collections.abc import Collection, Mapping
 from email.utils import formatdate
@@ -19,7 +19,7 @@ def json_answer(body: bytes, headers: Mapping[str, str] | None = None, status: i
 
 
 def refusal(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    """Return an error as a response."""
+    """Return an error as an HTTP response with a JSON body."""
     return json_answer(error.encoded(), {**headers, **error.headers}, error.status)
 
 
@@ -35,7 +35,7 @@ def encoded_response(response: web.Response) -> bytes:
 
 
 class Cors:
-    """Cross-origin resource sharing: the origins of web pages that may use the API."""
+    """Cross-origin resource sharing: decides which web pages may use the API, by their origin."""
 
     def __init__(self, origins: Collection[str]) -> None:
         """Allow these origins, such as https://app.example.com; `*` allows all."""
@@ -43,7 +43,7 @@ class Cors:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
     def headers(self, origin: str) -> dict[str, str]:
-        """Return the CORS headers of a response to a page of this origin; empty if it may not use the API."""
+        """Return the CORS headers of a response to a page of this origin, or {} if the page may not use the API."""
         if not origin or not (self._any or origin.lower() in self._origins):
             return {}
         allowed = "*" if self._any else origin
@@ -54,7 +54,7 @@ class Cors:
         }
 
     def preflight(self, headers: Mapping[str, str]) -> web.Response | None:
-        """Return the response to a preflight request; None if this is not one."""
+        """Return the response to a CORS preflight request, or None if the request is not one."""
         if "Access-Control-Request-Method" not in headers:
             return None
         allowed = self.headers(headers.get("Origin", ""))

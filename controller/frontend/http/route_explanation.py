@@ -1,6 +1,7 @@
 """Explains which worker a prompt would be sent to, and why (`holdfast route`). Nothing is sent.
 
-The worker is chosen as for a real request, from this frontend's current state. In a round-robin mode this advances the rotation.
+The worker is chosen as for a real request, from this frontend's current state. In round-robin mode, this advances the
+rotation.
 """
 
 from aiohttp import web
@@ -48,10 +49,11 @@ class RoutingQuestion(BaseModel):
 
 
 async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, object]:
-    """Return the worker that would get a prompt, the cost of each candidate by term, and why other workers are no candidates.
+    """Return the worker that would get a prompt, the cost of each candidate by term, and why other workers are no
+    candidates.
 
-    The request's body is a `RoutingQuestion` as JSON. Raise ApiError: 400 if it is invalid, 404 for a model that no worker
-    serves, 503 if no worker can serve the prompt.
+    The request's body is a `RoutingQuestion` as JSON. Raise ApiError: 400 if the body is invalid, 404 if no worker
+    serves the model, 503 if no worker can serve the prompt now.
     """
     director = endpoints.director
     scheduler, models = director.routing, director.table.models
@@ -100,7 +102,7 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
 
 
 def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
-    """Return why an endpoint of the model is not a candidate."""
+    """Return why a worker that serves the model is not a candidate for the prompt."""
     if not endpoint.routable:
         return f"the fleet took it out of service ({endpoint.status.value})"
     try:

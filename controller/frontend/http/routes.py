@@ -1,7 +1,7 @@
-"""The table of routes: the handler of each method and path. /openapi.json is generated from it.
+"""The table of HTTP routes with their handlers, and the OpenAPI document made from the table.
 
-The OpenAPI 3.1 document is built from the routes, the body models, the field tables and the error codes. The models do not
-describe which fields exclude each other: such a request gets 400.
+The OpenAPI 3.1 document (/openapi.json) is built from the routes, the body models, the field tables and the error
+codes. The models do not describe which fields exclude each other. A request with two such fields gets 400.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,7 +26,7 @@ from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 Schema = dict[str, object]
 EVENTS, TEXT = "text/event-stream", "text/plain"
-MODEL = "{model}"  # the rest of a path, with any content
+MODEL = "{model}"  # stands for the rest of a path, which may be any text
 MODEL_PATH = f"/v1/models/{MODEL}"
 _AT = "#/components/schemas/"
 _REFUSED = {
@@ -50,16 +50,16 @@ _HEADERS = {
 
 
 class Route(NamedTuple):
-    """One method of one path."""
+    """One method of one path, with its handler and its entry in the OpenAPI document."""
 
     method: str
     path: str
     handler: Handler
     says: str
-    bodies: tuple[type[BaseModel], ...] = ()  # one of these is expected
+    bodies: tuple[type[BaseModel], ...] = ()  # the request body must match one of these models
     answer: type[msgspec.Struct] | None = None
     media: tuple[str, ...] = (JSON,)
-    api: bool = True  # served on the shared API port; otherwise on the admin port too
+    api: bool = True  # served on the shared API port; if false, also on the admin port
     admin: bool = False  # served on the API port only if that is enabled
 
 
@@ -107,12 +107,12 @@ _BY_PATH = {(route.method, route.path): route for route in ROUTES}
 
 
 def route_of(method: str, path: str) -> Route | None:
-    """Return the route for this method and path, if there is one."""
+    """Return the route for this method and path, or None if there is none."""
     return _BY_PATH.get((method, path)) or _BY_PATH.get((method, templated(path)))
 
 
 def templated(path: str) -> str:
-    """Return the path template of the route for this path."""
+    """Return the path template that a path matches, or the path itself if it matches none."""
     before, _, _ = MODEL_PATH.partition(MODEL)
     return MODEL_PATH if path.startswith(before) else path
 
@@ -173,7 +173,7 @@ def _parameters(route: Route) -> Iterator[Schema]:
 
 
 def _schemas() -> Iterator[tuple[str, Schema]]:
-    """Yield every schema that the paths refer to, with its name."""
+    """Yield the name and content of each schema that the paths refer to."""
     bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [
         (body, "validation") for route in ROUTES for body in route.bodies
     ]

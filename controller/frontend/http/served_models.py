@@ -1,4 +1,4 @@
-"""Looks up served models by name or alias, and the group of workers that serves one."""
+"""Looks up served models by name or alias, and the group of workers that serves a model."""
 
 import msgspec
 from msgspec import UNSET
@@ -14,13 +14,13 @@ class ModelEntry(msgspec.Struct):
     id: str
     max_model_len: int  # maximum tokens of a prompt and its answer together
     object: str = "model"
-    created: int = 0  # unknown
+    created: int = 0  # creation time is unknown
     owned_by: str = "holdfast"
-    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model it refers to
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model that it refers to
 
 
 def not_served(director: Director, model: str) -> ApiError:
-    """Return the error for a model that no worker serves now; 404 only if no expected worker could serve it."""
+    """Return the error for a model that no worker serves now: 503 if a worker may serve it soon, otherwise 404."""
     if director.beginning:
         return starting()
     retry_s, unnamed = director.settings.retry_after_s, director.table.unnamed
@@ -33,20 +33,20 @@ def not_served(director: Director, model: str) -> ApiError:
 
 
 def model_of(director: Director, name: str) -> str:
-    """Return the known model for a name: the model's own name, an alias, or another name of its servers.
+    """Return the known model for a name: the model's own name, an alias, or another name that its servers report.
 
-    Raise ApiError: 404 if no worker serves it.
+    Raise ApiError if no worker serves the model: 503 if one may serve it soon, otherwise 404.
     """
     aliases, further = director.settings.model_aliases, director.table.further
     model = aliases.get(name, name)
-    for one in (name, model, further.get(name, name)):  # a model's own name has precedence
+    for one in (name, model, further.get(name, name)):  # a model's own name has precedence over aliases
         if one in director.table.known:
             return one
     raise not_served(director, model)
 
 
 def served_names(director: Director) -> dict[str, str]:
-    """Return the model of each name of a served model: first the models' own names."""
+    """Return the model for each name under which a model is served. The models' own names come first."""
     served = director.table.served
     further = director.table.further | director.settings.model_aliases
     return {model: model for model in served} | {
@@ -55,9 +55,9 @@ def served_names(director: Director) -> dict[str, str]:
 
 
 def chosen_model(director: Director, name: str | None) -> str:
-    """Return a known model: the one of this name, or the only one that is served.
+    """Return the known model of this name or, without a name, the only model that is served.
 
-    Raise ApiError: 404 if no worker serves it, 400 if a name is required.
+    Raise ApiError: 404 or 503 if no worker serves the model, 400 if a name is required.
     """
     if name:
         return model_of(director, name)
@@ -68,9 +68,10 @@ def chosen_model(director: Director, name: str | None) -> str:
 
 
 def group_of(director: Director, model: str) -> EndpointGroup:
-    """Return the workers of a known model that new requests would be sent to, in service or not.
+    """Return the workers of a known model to which new requests would be sent, whether in service or not.
 
-    Raise ApiError (503) if all of them have left.
+    If several lineages serve the model, the result is the first lineage with a routable worker. Raise ApiError (503)
+    if all workers of the model have left.
     """
     models = director.table.models
     endpoints = models.get(model, ())
@@ -81,6 +82,6 @@ def group_of(director: Director, model: str) -> EndpointGroup:
 
 
 def model_entry(director: Director, name: str, model: str) -> ModelEntry:
-    """Return the entry of /v1/models for a served model, under one of its names."""
+    """Return the entry of /v1/models for a served model. `name` is one of the model's names."""
     root = UNSET if name == model else model
     return ModelEntry(id=name, max_model_len=group_of(director, model).shown_context, root=root)

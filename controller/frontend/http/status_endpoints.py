@@ -3,10 +3,10 @@
 /busy_threshold reads and sets the load above which a model's workers count as busy, in Dynamo's format (dynamo-facts 7.4):
 
     GET     the thresholds of every model that has any
-    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null leaves a value unchanged. If all
-            are null, return the model's values
+    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null leaves a value unchanged.
+            If all are null, the model's values are returned
 
-New values are written to the journal and apply on every frontend of the fleet. Errors are {"error": "…"}.
+New values are written to the journal and apply on every frontend of the fleet. An error has the body {"error": "…"}.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class ModelList(msgspec.Struct):
 
 
 async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """List the served models. Raise ApiError (503) while they are not known."""
+    """List the served models. Raise ApiError (503) while this frontend does not know them yet."""
     director = endpoints.director
     if not director.live and not director.table.served:
         raise starting()
@@ -53,7 +53,7 @@ async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.St
 
 
 async def model(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Describe a served model. Raise ApiError (404, 503) if it is not served."""
+    """Describe a served model. Raise ApiError if no worker serves it: 503 if one may serve it soon, otherwise 404."""
     director, name = endpoints.director, request.path.removeprefix("/v1/models/")
     found = served_names(director).get(name)
     if found is None:
@@ -67,12 +67,12 @@ async def version(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
 
 
 async def ping(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return 200 while requests can be served."""
+    """Return 200 while requests can be served, otherwise 503."""
     return web.Response(status=200 if endpoints.ready else 503)
 
 
 async def health(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return whether requests can be served, with a message, and the state of each worker."""
+    """Return whether requests can be served, with a message and the state of each worker."""
     monitor = endpoints.director.routing.monitor
     if endpoints.ready:
         status, message = "healthy", "serving requests"
@@ -99,14 +99,14 @@ async def metrics(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.S
 
 
 async def thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return the thresholds of every model that has any."""
+    """Return the busy thresholds of every model for which a threshold is set."""
     monitor, known = endpoints.director.routing.monitor, endpoints.director.table.known
     found = [(model, monitor.thresholds(model)) for model in sorted(known)]
     return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
 
 
 async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Set a model's thresholds, or return them if none are given."""
+    """Set the busy thresholds of a model. If the body contains no threshold, return the current ones."""
     director = endpoints.director
     if request.content_type != JSON:
         return _error(415, f"Expected request with `Content-Type: {JSON}`")

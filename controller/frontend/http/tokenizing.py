@@ -1,6 +1,6 @@
 """POST /tokenize and POST /detokenize, compatible with vLLM.
 
-The tokenizer is the model's and runs in the frontend: the result is the same for all engines.
+The frontend runs the model's own tokenizer, so the result is the same for all engines.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ class Tokenized(msgspec.Struct):
     count: int
     max_model_len: int  # maximum tokens of a prompt and its answer together
     tokens: list[int]
-    token_strs: list[str] | None = None  # their names in the vocabulary
+    token_strs: list[str] | None = None  # each token's name in the vocabulary; None if not requested
 
 
 class Detokenized(msgspec.Struct):
@@ -35,7 +35,7 @@ class Detokenized(msgspec.Struct):
 
 
 async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
-    """Handle POST /tokenize. Raise ApiError."""
+    """Handle POST /tokenize. Raise ApiError if the request is invalid, or no worker serves the model."""
     body: TokenizeRequest = await endpoints.intake.parsed("tokenize", request)
     tokens, group = await _tokenizer(endpoints, body.model)
     text = _rendered(body, tokens) if body.text is None else body.text
@@ -46,7 +46,7 @@ async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.
 
 
 async def detokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
-    """Handle POST /detokenize. Raise ApiError."""
+    """Handle POST /detokenize. Raise ApiError if the request is invalid, or no worker serves the model."""
     body: DetokenizeRequest = await endpoints.intake.parsed("detokenize", request)
     tokens, _ = await _tokenizer(endpoints, body.model)
     threads = endpoints.intake.long_texts
@@ -64,7 +64,7 @@ async def _tokenizer(endpoints: OpenAiEndpoints, name: str | None) -> tuple[Toke
 
 
 def _rendered(body: TokenizeRequest, tokens: Tokens) -> str:
-    """Return a conversation rendered by the model's chat template. Raise ApiError (400)."""
+    """Return a conversation as the prompt that the model's chat template makes of it. Raise ApiError (400) if it cannot."""
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
     try:
