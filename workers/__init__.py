@@ -1,1 +1,1 @@
-"""One inference worker around an engine. Never imports the controller."""
+"""The worker process: runs an engine and serves it to frontends. Never imports the controller."""

@@ -20,7 +20,7 @@ GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and al
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, in its group, plus the alias that Dynamo's mocker uses for some of them."""
+    """Add one flag for each worker setting, by group. Some flags also get the name that Dynamo's mocker uses."""
     defaults = WorkerSettings()
     for title, settings in groups().items():
         group = parser.add_argument_group(title)
@@ -41,7 +41,7 @@ def run_cli(args: argparse.Namespace) -> int:
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Run a worker and return its exit code. An exception becomes an exit code too, with its message on stderr."""
+    """Call `run` and return its exit code. If `run` raises, report the error on stderr and return the matching code."""
     try:
         return run()
     except UsageError as error:
@@ -88,7 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`: immediately if the worker failed, and even if an engine thread is stuck in a step."""
+    """End the process with `code`.
+
+    If the worker failed or other threads still run, the process skips Python's cleanup, because a thread that is stuck in
+    an engine step would block the exit.
+    """
     with contextlib.suppress(OSError, ValueError):  # the readers of stdout and stderr may be gone
         sys.stdout.flush()
         sys.stderr.flush()

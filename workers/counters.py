@@ -1,8 +1,6 @@
 """Counters of one worker's requests, moves and connections, and the totals of a drain.
 
-The admin port exports the counters as metrics.
-
-Canaries are not users' requests and are not counted, but their tokens are.
+The admin port exports the counters as metrics. Canaries are not counted as requests, but their tokens are counted.
 """
 
 from bisect import bisect_left
@@ -28,10 +26,10 @@ CONNECTION_BOUNDS = (
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Counts of users' ended streams; each stream ends in exactly one of four ways."""
+    """Counts of users' streams that have ended, by the way they ended. Each stream counts in exactly one field."""
 
     completed: int = 0
-    migrated: int = 0  # continued on another worker, or sent there
+    migrated: int = 0  # continued on another worker, with or without its KV cache
     cancelled: int = 0  # no longer read by a frontend
     failed: int = 0  # with an error
 
@@ -41,13 +39,13 @@ class Ends:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """One worker's counts since it started."""
+    """Counts of one worker instance since it started."""
 
     requests: int = 0
     strangers: int = 0  # connections refused because the client did not know the fleet's key
     tokens: int = 0
     cancelled: int = 0
-    left: int = 0  # recomputed on another worker although nothing had failed here
+    left: int = 0  # streams that a frontend moved to another worker by recomputation, although this worker had not failed
     completed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # by reason
     durations: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))  # per bucket
@@ -59,17 +57,21 @@ class WorkerCounters:
     connections_refused: dict[str, int] = field(default_factory=dict)  # by bound
 
     def refused(self, bound: str) -> None:
-        """Count a connection that was closed because it exceeded a bound."""
+        """Count a connection that was closed because of `bound`, one of CONNECTION_BOUNDS."""
         self.connections_refused[bound] = self.connections_refused.get(bound, 0) + 1
 
     def finished(self, lasted_s: float) -> None:
-        """Count a completed answer."""
+        """Count a stream that completed after `lasted_s` seconds."""
         self.completed += 1
         self.duration_sum_s += lasted_s
         self.durations[bisect_left(DURATION_BOUNDS_S, lasted_s)] += 1
 
     def dropped(self, why: str, lasted_s: float) -> None:
-        """Count a stream that its frontend no longer reads: it needs no more output, moved the request, or disconnected."""
+        """Count a stream that its frontend no longer reads.
+
+        `why` is "complete" if the frontend has all the output that it needs, "elsewhere" or "drained" if it moved the request
+        to another worker. Any other reason counts as cancelled.
+        """
         if why == "complete":
             self.finished(lasted_s)
         elif why in ("elsewhere", "drained"):
@@ -79,14 +81,18 @@ class WorkerCounters:
 
     @property
     def ends(self) -> Ends:
-        """Counts of ended streams so far, by kind of end."""
+        """The counts of users' ended streams since the worker started."""
         sent_elsewhere = self.errors.get(LEAVING, 0)
         moved = self.moves.get(("out", "committed"), 0)
         failed = sum(self.errors.values()) - sent_elsewhere
         return Ends(self.completed, moved + self.left + sent_elsewhere, self.cancelled, failed)
 
     def moved(self, direction: str, outcome: str, size: int = 0, stopped_s: float | None = None) -> None:
-        """Count a planned move `in` or `out`: declined, failed after it began, or committed (then `size` is in bytes)."""
+        """Count a planned move of a stream to this worker ("in") or away from it ("out").
+
+        `outcome` is "declined", "failed" (after the move began) or "committed". A committed move adds its `size` in bytes.
+        `stopped_s` is the time in seconds for which the stream produced no tokens; None if it is not measured.
+        """
         self.moves[direction, outcome] = self.moves.get((direction, outcome), 0) + 1
         if outcome == "committed":
             self.moved_bytes[direction] = self.moved_bytes.get(direction, 0) + size
@@ -95,7 +101,7 @@ class WorkerCounters:
             self.stops[bisect_left(STOP_BOUNDS_S, stopped_s)] += 1
 
     def failed(self, error: str) -> None:
-        """Count a stream that ended with an error."""
+        """Count a stream that ended with `error`, under the error's reason, the part before the first colon."""
         reason = error.partition(":")[0]
         if reason not in ERRORS:  # keeps the number of label values small
             reason = "engine_error"
@@ -104,27 +110,34 @@ class WorkerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why new requests are refused. Canaries are accepted while the worker may return to service."""
+    """The reason why a worker refuses new requests, and whether it also refuses canaries.
+
+    A worker that may return to service still accepts canaries.
+    """
 
     reason: str
     canaries_too: bool
 
 
 class DrainState:
-    """One worker's refusal of new requests, and counts of the streams that ended during its drain.
+    """Decides whether a worker refuses a new request, and counts the streams that end during a drain.
 
-    A drain begins when the worker receives the command. A frontend may learn of the drain from the journal earlier. Then the
-    drain begins with the first stream that this frontend moves away because of it.
+    A drain begins when the worker receives the drain command. A frontend may read the drain on the journal before that. The
+    count then begins when this frontend moves the first stream away because of the drain.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
-        """Accept every request. `counters` count how streams end."""
+        """Start without a drain, so that every request is accepted. `counters` count how streams end."""
         self.refusal: Refusal | None = None
-        # frontends are told to send no new requests; requests already in transit are accepted
+        # whether frontends are notified to send no new requests; requests already in transit are still accepted
         self.deregistered = False
         self._counters = counters
-        self._before: Ends | None = None  # at the start of the drain, or at its last report
-        self._drained_by: set[str] = set()  # frontends that drained it before it received the command
+        self._before: Ends | None = (
+            None  # counts at the start of the drain or at its last report; None: no drain
+        )
+        self._drained_by: set[str] = (
+            set()
+        )  # frontends that moved streams away before the drain command arrived
 
     @property
     def draining(self) -> bool:
@@ -132,7 +145,7 @@ class DrainState:
         return self.deregistered or self.refusal is not None
 
     def refuses(self, canary: bool) -> str:
-        """Return why a request is refused; empty: it is accepted."""
+        """Return why a new request or canary is refused; empty if it is accepted."""
         refusal = self.refusal
         return refusal.reason if refusal and (refusal.canaries_too or not canary) else ""
 
@@ -142,7 +155,7 @@ class DrainState:
         self.deregistered = True
 
     def refuse(self, refusal: Refusal | None) -> None:
-        """Refuse new requests from now on (None: no longer)."""
+        """Refuse new requests for the reason `refusal`, or accept them again if `refusal` is None."""
         self.refusal = refusal
         if refusal is None:
             self._before = None
@@ -155,19 +168,26 @@ class DrainState:
         self._drained_by.clear()
 
     def taken_away_by(self, frontend: str) -> None:
-        """Record that a frontend moves a stream away because of a drain, which begins now if its command has not arrived yet."""
+        """Record that `frontend` moves a stream away because of a drain.
+
+        If the drain command has not arrived yet, start counting for the drain now.
+        """
         if not self.draining:
             self._before = self._before or self._counters.ends
             self._drained_by.add(frontend)
 
     def asked_by(self, frontend: str) -> None:
-        """Record a request. If its frontend was draining this worker, the drain was cancelled before its command arrived."""
+        """Record a request from `frontend`.
+
+        A frontend sends no requests to a worker that it drains. If it was draining this worker, the drain was cancelled before
+        the drain command arrived, so stop counting.
+        """
         if frontend in self._drained_by:
             self._drained_by.clear()
             self._before = None
 
     def drained(self) -> Ends:
-        """Return the counts of streams that ended since the drain began, or since the last call."""
+        """Return the counts of streams that ended since the drain began, or since the last call if that is later."""
         now = self._counters.ends
         before, self._before = self._before or now, now
         return now - before

@@ -1,7 +1,7 @@
 """Exit codes of a worker process: 0 after an orderly shutdown, FAILED, USAGE or BROKE.
 
-A worker that has joined and exits with 0 or FAILED has recorded that itself (`WorkerLeft`). For every other exit, its
-supervisor records it.
+A worker that has joined and exits with 0 or FAILED has recorded its end on the journal (`WorkerLeft`). For every other exit
+code, the worker's supervisor records the end.
 """
 
 import os
@@ -22,7 +22,10 @@ LINGER_S = 0.5
 
 
 def exit_within(seconds: float, code: int) -> threading.Timer:
-    """End the process with `code` after `seconds`, whatever blocks it. Return the timer, which can be cancelled."""
+    """Start a timer that ends the process with `code` after `seconds`, even if the event loop is blocked.
+
+    Return the timer, so that the caller can cancel it.
+    """
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -1,26 +1,29 @@
-"""The frontends of one worker: their connections, streams and beats, and the limits on them.
+"""The frontends of one worker: their connections, streams and beats, and their limits.
 
     connects ── hello ──▶ a frontend
         └── a stranger until then
 
-If there are too many connections, in total or from one address, one of them is closed. That is the oldest connection without
-a hello. If there is none, the new connection must first prove that it is a frontend. Then the frontend without a stream that
-has been idle longest is closed, or the new connection if all have streams.
+A connection belongs to a stranger until its client has sent a valid hello. If a new connection exceeds the limit, in total or
+of its address, one connection is closed:
 
-So clients that connect and send nothing cannot keep frontends out. Neither can a compromised worker that opens connections
-with the fleet's key: unused connections are closed in favour of new ones.
+1. The oldest stranger's connection is closed, if there is a stranger besides the new connection.
+2. Otherwise the new connection stays until its hello. Then the frontend that has no stream and has been idle longest is closed.
+3. If all other frontends have streams, the new connection is closed.
 
-While a frontend keeps up, every engine step is one frame. Steps within one millisecond of each other are sent together,
-unless a stream begins or ends in one of them. While a frontend does not keep up, steps accumulate in a backlog, one chunk per
-stream (`wire.join`). They are sent as one frame when it reads again: the slower the reader, the fewer and fuller the frames.
-The backlog is bounded in bytes and in time; beyond either bound the connection is closed, and the frontend's streams with it.
+So clients that connect and send nothing cannot keep frontends out. A compromised worker that opens connections with the
+fleet's key cannot either, because its connections have no streams and are closed in favour of new ones.
 
-A frontend with open streams receives a frame at least every 100 ms. The others receive one every second, all at the same
-time. If no step was sent, the frame is a beat; while steps are sent, a beat follows every 0.25 s. A beat carries the engine's
-phase and its age: no other message reveals a stuck engine behind a live loop.
+While a frontend keeps up, every engine step is sent as one frame. Steps within one millisecond of each other are sent together,
+unless a stream begins or ends in one of them. While a frontend does not keep up, steps accumulate in a backlog, in which the
+chunks of one stream are joined (`wire.join`). The backlog is sent as one frame when the frontend reads again. The backlog is
+bounded in bytes and in time. If a bound is exceeded, the connection is closed and the frontend's streams are cancelled.
 
-A stream begins in prefill, decodes from its first output on, and ends. Canaries are not users' requests: they have streams,
-but are not counted.
+A frontend with open streams receives a frame at least every 100 ms. Other frontends receive one every second, all at the same
+time. If no step was sent, the frame is a beat. While steps are sent, a beat follows every 0.25 s. A beat carries the engine's
+phase and the age of that phase, because no other message reveals an engine that is stuck while the event loop still runs.
+
+A stream begins in prefill, decodes from its first output on, and ends. Canaries have streams, but do not count as users'
+requests.
 """
 
 import asyncio
@@ -38,11 +41,13 @@ from events.wire import Beat, Chunk, Generate, Sampling, Step, ToFrontend
 from workers.counters import DrainState, WorkerCounters
 from workers.engines.engine import Engine
 
-TOKEN_BYTES = 5  # maximum, in msgpack
+TOKEN_BYTES = 5  # maximum size of a token id in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
 USER_TIMEOUT_MS = 10_000  # bytes unacknowledged for this long mean that the frontend's host is gone
-TICK_S = 0.08  # lets a timer be 20 ms late before 100 ms have passed
+TICK_S = (
+    0.08  # interval of frames to a frontend with streams; a timer may be 20 ms late before 100 ms have passed
+)
 LOAD_S = 0.24  # maximum age of the last beat while steps are sent
 IDLE_BEAT_S = 1.0
 HELLO_S_MAX = 5.0  # a connection without a hello is closed after this
@@ -57,8 +62,10 @@ class BufferLimits:
     buffer_bytes: int = 256 * 1024  # unsent bytes above which steps accumulate
     # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
     backlog_bytes_max: int = 8 * 1024 * 1024
-    stalled_s_max: float = 10.0  # without reading anything
-    burst_s: float = 0.001  # steps closer together than this are sent together; no useful model is that fast
+    stalled_s_max: float = 10.0  # a frontend that reads nothing for this long is disconnected
+    burst_s: float = (
+        0.001  # steps closer together than this are sent as one frame; no useful model is that fast
+    )
 
 
 class FrontendConnection:
@@ -70,8 +77,8 @@ class FrontendConnection:
         self.address = str(peer[0]) if peer else ""  # the host's address; empty: connected through the broker
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
-        self.blackholed = False  # a rehearsal: all traffic is dropped, in both directions
-        self.tainted = False  # a blackhole dropped data: the connection cannot be used again
+        self.blackholed = False  # whether a rehearsal drops all traffic in both directions
+        self.tainted = False  # whether a blackhole dropped data, so that the connection cannot be used again
         self.opened_at = asyncio.get_running_loop().time()
         self.used_at = 0.0  # time of its hello, or of its last request
         self.beaten_at = 0.0
@@ -87,22 +94,22 @@ class FrontendConnection:
         self._leaving: asyncio.TimerHandle | None = None  # sends the backlog, while the frontend reads
 
     def pause(self) -> None:
-        """Accumulate steps from now on, because the frontend does not keep up."""
+        """Add further steps to the backlog instead of sending them, because the frontend does not keep up."""
         self._paused_at = asyncio.get_running_loop().time()
 
     def resume(self) -> None:
-        """Send the backlog: the frontend reads again."""
+        """Send the backlog and stop accumulating, because the frontend reads again."""
         self._paused_at = None
         self._send_backlog()
 
     def lost(self) -> None:
-        """Stop sending: the transport is closed."""
+        """Stop sending after the transport has been closed."""
         self._transport = None
         if self._leaving is not None:
             self._leaving.cancel()
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame after all earlier steps. While the frontend does not read, the frame overtakes the backlog."""
+        """Write one frame. While the frontend reads, earlier steps are sent first; otherwise the frame overtakes the backlog."""
         if self._leaving is not None and self._paused_at is None:
             self._send_backlog()
         self._write(frame)
@@ -114,7 +121,10 @@ class FrontendConnection:
             self._transport.write(wire.encode(frame))
 
     def flush(self) -> None:
-        """Send this step's batch as one frame. In a burst of steps, or if the frontend lags, add it to the backlog instead."""
+        """Send the chunks of the current engine step as one frame.
+
+        In a burst of steps, or if the frontend does not keep up, add the chunks to the backlog instead.
+        """
         batch, self.batch = self.batch, []
         if self.blackholed:
             self.send(Step(batch))
@@ -166,27 +176,27 @@ class FrontendConnection:
 
     @property
     def sock(self) -> socket.socket | None:
-        """The connection's socket; None through the broker, and once it is lost."""
+        """The connection's socket; None if the frontend connects through the broker or the connection is lost."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
     def behind(self) -> bool:
-        """Whether the frontend has unread output, so that a beat carries nothing new."""
+        """Whether the frontend does not keep up with its output, so that a beat would only wait behind other frames."""
         return self._paused_at is not None
 
     def cut_if_stalled(self, now: float) -> None:
-        """Abort a connection if its frontend has not read for too long."""
+        """Abort the connection if its frontend has read nothing for more than `stalled_s_max` (`now`: loop time)."""
         if self._paused_at is not None and now - self._paused_at > self._patience.stalled_s_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
             self.abort()
 
     def abort(self) -> None:
-        """Abort the connection at once."""
+        """Abort the connection at once, without sending what is buffered."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Send the backlog and what is buffered, then close."""
+        """Send the backlog and all buffered bytes, then close the connection."""
         self._send_backlog()
         if self._transport is not None:
             self._transport.close()
@@ -197,35 +207,35 @@ class FrontendLimits:
     """Limits on the connections of one worker. Each frontend and each controller has one connection."""
 
     total_max: int = 512  # 0: unlimited
-    # per address: half of the total; does not apply through the broker. 0: unlimited
+    # connections from one address: half of the total; 0: unlimited. No limit for connections through the broker
     per_address_max: int = 256
 
 
 class FrontendConnections:
-    """The open connections of one worker."""
+    """Tracks the open connections of one worker and closes one when a limit is exceeded."""
 
     def __init__(
         self, worker: str, counters: WorkerCounters, limits: FrontendLimits, key: FleetKey | None = None
     ) -> None:
-        """Build an empty set. `key` is the fleet key that frontends must know."""
+        """Build an empty set of connections. `key` is the fleet key that frontends must know; None: any client may connect."""
         self.key = key
-        self.blackholed = False  # a rehearsal: all traffic is dropped, in both directions
+        self.blackholed = False  # whether a rehearsal drops all traffic in both directions
         self.open: set[FrontendConnection] = set()
         self._strangers: dict[FrontendConnection, None] = {}  # oldest first
         self._by_address: Counter[str] = Counter()
         self._counters = counters
         self._limits = limits
-        self.none_open = asyncio.Event()  # a flag
+        self.none_open = asyncio.Event()  # set while no connection is open
         self.none_open.set()
         self._worker = worker
 
     @property
     def any_greeted(self) -> bool:
-        """Whether any frontend is connected, so that requests may still arrive."""
+        """Whether any connection has sent its hello, so that requests may still arrive."""
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
-        """Add a connection, and abort another stranger's if there are too many."""
+        """Add a new connection. If a limit is exceeded, abort the oldest stranger's connection, unless that is the new one."""
         address = connection.address
         connection.blackholed = self.blackholed
         self.open.add(connection)
@@ -239,7 +249,7 @@ class FrontendConnections:
                 self._break(first, bound)
 
     def _exceeded(self, address: str) -> str:
-        """Return the bound that is exceeded with a connection of this address; empty if none is."""
+        """Return the name of the limit that the open connections exceed, in total or from `address`; empty if none."""
         limits = self._limits
         if address and 0 < limits.per_address_max < self._by_address[address]:
             return "connections_of_address"
@@ -252,7 +262,11 @@ class FrontendConnections:
         connection.abort()
 
     def greeted(self, connection: FrontendConnection) -> bool:
-        """Turn a stranger into a frontend. Return False if it had to be aborted: at the bound, all others have streams."""
+        """Record that a connection has sent its hello, so that it belongs to a frontend.
+
+        If a limit is exceeded, abort the frontend without streams that has been idle longest. Return False if all other
+        frontends have streams, so that `connection` itself was aborted.
+        """
         self._strangers.pop(connection, None)
         bound = self._exceeded(connection.address)
         if not bound:
@@ -269,14 +283,14 @@ class FrontendConnections:
         return least is not connection
 
     def cut_strangers(self, since: float) -> None:
-        """Abort connections that were made before `since` and have sent no hello."""
+        """Abort connections that were opened before the loop time `since` and have sent no hello."""
         for connection in [one for one in self._strangers if one.opened_at < since]:
             self._counters.refused("hello_wait")
             self.remove(connection)
             connection.abort()
 
     def remove(self, connection: FrontendConnection) -> None:
-        """Drop a connection that is lost or aborted."""
+        """Remove a connection that is lost or aborted. An unknown connection is ignored."""
         if connection not in self.open:
             return
         self.open.remove(connection)
@@ -288,19 +302,19 @@ class FrontendConnections:
             self.none_open.set()
 
     def tell(self, frame: ToFrontend) -> None:
-        """Send a frame to every frontend."""
+        """Send `frame` to every frontend, but not to strangers."""
         for connection in self.open:
             if connection.frontend:
                 connection.send(frame)
 
     def flush(self) -> None:
-        """Send each frontend its part of the current step."""
+        """Send each frontend its chunks of the current engine step."""
         for connection in self.open:
             if connection.batch:
                 connection.flush()
 
     def close(self) -> None:
-        """Send the backlogs and what is buffered, then close."""
+        """Send all backlogs and buffered bytes, then close the connections."""
         for connection in list(self.open):
             connection.close()
 
@@ -310,9 +324,9 @@ class FrontendConnections:
             connection.abort()
 
     def blackhole(self, on: bool) -> None:
-        """Drop all traffic in both directions without closing.
+        """Start to drop all traffic in both directions without closing connections, or stop that if `on` is False.
 
-        When healed, abort the connections that lost data: a stream with missing chunks must not continue.
+        When the blackhole stops, abort the connections that lost data, because a stream with missing chunks must not continue.
         """
         self.blackholed = on
         for connection in list(self.open):
@@ -322,7 +336,7 @@ class FrontendConnections:
 
 
 class Heartbeats:
-    """Sends beats to the frontends of one worker."""
+    """Sends beats to the frontends of one worker, with the engine's phase and load."""
 
     def __init__(self, engine: Engine, connections: FrontendConnections, drain: DrainState) -> None:
         self._engine = engine
@@ -334,7 +348,7 @@ class Heartbeats:
         self._idle_due = 0.0  # time of the next beat to frontends without streams
 
     def start(self) -> None:
-        """Start sending beats, on the running loop."""
+        """Start sending beats on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._next(self._loop.time() + TICK_S)
 
@@ -344,7 +358,7 @@ class Heartbeats:
             self._ticking.cancel()
 
     def beat(self) -> Beat:
-        """Return the engine's phase and load."""
+        """Return a beat with the engine's current phase, the age of the phase in milliseconds, and the engine's load."""
         engine, draining = self._engine, self._drain.draining
         phase = engine.phase()
         age_ms = max(0.0, (time.monotonic() - phase.since) * 1e3) if phase.name != "idle" else 0.0
@@ -355,14 +369,17 @@ class Heartbeats:
         self._connections.tell(self.beat())
 
     def hasten(self) -> None:
-        """Bring the next tick forward after a stream has begun: its frontend needs frames more often now."""
+        """Bring the next tick forward, because a stream has begun and its frontend now needs a frame every 100 ms."""
         assert self._loop is not None
         due = self._loop.time() + TICK_S
         if due < self._due:
             self._next(due)
 
     def _tick(self) -> None:
-        """Send the beats that are due, and schedule the next tick as late as possible: a thousand idle servers share a loop."""
+        """Send the beats that are due, and schedule the next tick.
+
+        The next tick is as late as possible, because a thousand idle servers can share one event loop.
+        """
         assert self._loop is not None
         now = self._loop.time()
         if idle := now >= self._idle_due - TICK_S / 4:
@@ -383,7 +400,7 @@ class Heartbeats:
         self._next(max(now + TICK_S / 4, due))
 
     def _next(self, due: float) -> None:
-        """Schedule the next tick at `due`."""
+        """Schedule the next tick at the loop time `due`, in place of any earlier schedule."""
         assert self._loop is not None
         if self._ticking is not None:
             self._ticking.cancel()
@@ -392,9 +409,10 @@ class Heartbeats:
 
 
 def _owed(connection: FrontendConnection) -> float:
-    """Return when a connection with streams needs its next beat.
+    """Return the loop time at which a connection with streams needs its next beat.
 
-    Frames of steps show that the worker is alive, but only beats carry its load.
+    A frame with a step postpones the beat, because it shows that the worker is alive. The beat follows after 0.24 s even then,
+    because only beats carry the worker's load.
     """
     return min(max(connection.beaten_at, connection.stepped_at) + TICK_S, connection.beaten_at + LOAD_S)
 
@@ -423,7 +441,7 @@ def _tune(sock: socket.socket | None) -> None:
 
 
 class RequestOrigin(NamedTuple):
-    """A request as it arrived at this worker, without its tokens."""
+    """The properties of a request as it arrived at this worker, without its tokens."""
 
     request: str
     prompt_tokens: int
@@ -432,39 +450,39 @@ class RequestOrigin(NamedTuple):
 
     @classmethod
     def of(cls, request: Generate) -> "RequestOrigin":
-        """Return the part of a request that is kept."""
+        """Return the properties of `request` that outlive its submission to the engine."""
         prompt = request.prompt_tokens
         return cls(request.request, prompt, len(request.tokens) - prompt, request.sampling)
 
 
 @dataclass(slots=True)
 class Stream:
-    """One open stream and the connection for its output."""
+    """One open stream, and the connection to which its output is sent."""
 
     connection: FrontendConnection
-    number: int  # the frontend's number for it
+    number: int  # the frontend's number for this stream on the connection
     canary: bool
     begun: float  # loop time, in seconds
     asked: RequestOrigin
     turn: int = 0  # the value of `Trust.turns` when the stream began
-    # held-back output, not yet allowed to its frontend; None: output is not held back
+    # output that must not be sent to the frontend yet; None: output is sent at once
     held: list[tuple[int, Chunk]] | None = None
-    decodes: bool = False  # its prompt is computed, and it has output
-    leaving: bool = False  # it is moving away with its KV cache
+    decodes: bool = False  # whether the stream has output, so that its prefill is over
+    leaving: bool = False  # whether the stream is moving to another worker with its KV cache
 
 
 class StreamTable:
-    """All open streams of one worker, by the engine's keys."""
+    """Holds all open streams of one worker, by the engine's keys, and counts those of users."""
 
     def __init__(self, heartbeats: Heartbeats) -> None:
         """Build an empty table. `heartbeats` brings the next beat forward when a stream begins."""
         self._heartbeats = heartbeats
         self.by_key: dict[int, Stream] = {}
         self.users = 0  # number of streams that are not canaries
-        self._prefills = 0  # of these, still without output
-        self.all_ended = asyncio.Event()  # a flag: no user's stream is open
+        self._prefills = 0  # number of users' streams without output
+        self.all_ended = asyncio.Event()  # set while no user's stream is open
         self.all_ended.set()
-        self.all_decode = asyncio.Event()  # a flag: no user's stream is in its prefill
+        self.all_decode = asyncio.Event()  # set while no user's stream is in its prefill
         self.all_decode.set()
 
     def begin(self, key: int, stream: Stream) -> None:
@@ -480,7 +498,7 @@ class StreamTable:
         self._heartbeats.hasten()
 
     def first_output(self, stream: Stream) -> None:
-        """Record that a stream's prefill is over."""
+        """Record the first output of a stream, which ends its prefill."""
         stream.decodes = True
         if not stream.canary:
             self._prefills -= 1
@@ -488,7 +506,7 @@ class StreamTable:
                 self.all_decode.set()
 
     def end(self, key: int) -> None:
-        """Remove an ended stream. Unknown keys are ignored."""
+        """Remove the stream `key`, which has ended. An unknown key is ignored."""
         stream = self.by_key.pop(key, None)
         if stream is None:
             return

@@ -1,21 +1,22 @@
-"""The keeper: a process that shares this one's memory, so that a kill closes its connections at once.
+"""Starts the keeper, a second process that lets the kernel close a killed worker's sockets at once.
 
     without   SIGKILL ─▶ memory freed, page by page ─▶ sockets closed ─▶ ended
     with      SIGKILL ─▶ sockets closed ─▶ ended
                                              └─ 0.1 s ─▶ the keeper ends ─▶ memory freed
 
-Frontends move a dead worker's streams when its connection ends, and the kernel frees a dying process's memory first. That
-takes 6 ms for a small worker, 50 ms with torch loaded, 140 ms for a gigabyte. The kernel does so only for the last process
-that uses the memory (`exit_mm` before `exit_files` in Linux's do_exit).
+The diagram shows what happens after a SIGKILL, without and with a keeper. Frontends move a dead worker's streams when its
+connection ends. The kernel frees a dying process's memory before it closes the sockets (`exit_mm` before `exit_files` in
+Linux's do_exit). Freeing takes 6 ms for a small worker, 50 ms with torch loaded, and 140 ms for a gigabyte. The kernel frees
+the memory only when the last process that uses it ends, so a second process with the same memory avoids the delay.
 
-The keeper is a `clone` with CLONE_VM alone: a process with the worker's memory and a copy of its descriptors. It runs no
-Python, because the interpreter belongs to the worker. It calls a few libc functions, one after the other, on separate stacks
-(makecontext). They close all descriptors except one, a pidfd of the worker, and wait until the worker has ended for any
-reason.
+The keeper is a `clone` with CLONE_VM alone: a process with the worker's memory and a copy of the worker's descriptors. The
+keeper runs no Python, because the interpreter belongs to the worker. It calls a few libc functions, one after the other, on
+separate stacks (makecontext). The calls close all descriptors except one, a pidfd of the worker, and wait until the worker
+has ended for any reason.
 
-A pidfd reports that end after the last thread's last file is closed. PDEATHSIG comes too early, at the end of one thread, and
-the end of a pipe comes while the sockets are still being closed. No signal except SIGKILL reaches the keeper, and `wait` does
-not see it.
+A pidfd reports the worker's end after the last thread's last file is closed. PDEATHSIG comes too early, at the end of one
+thread, and the end of a pipe comes while the sockets are still being closed. The keeper blocks every signal that can be
+blocked, and a plain `wait` of the worker does not return the keeper.
 """
 
 import ctypes
@@ -31,7 +32,9 @@ from events.errors import HoldfastError
 
 NAME = b"holdfast-keeper"  # shown by ps and top; at most 15 bytes
 READY_WITHIN_S = 1.0
-FREED_AFTER_US = 100_000  # lets the worker's streams migrate before memory is freed on the same core
+FREED_AFTER_US = (
+    100_000  # microseconds; lets the worker's streams migrate before memory is freed on the same core
+)
 MACHINES = ("x86_64",)  # tested architectures, on which libc's contexts start like _Context
 _CLONE_VM = 0x100
 _PR_SET_NAME = 15
@@ -59,9 +62,10 @@ class _Context(ctypes.Structure):
 
 
 def keep(libc: ctypes.CDLL | None = None) -> int | None:
-    """Start this process's keeper if possible, and return its pid.
+    """Start this process's keeper and return the keeper's pid; None if a keeper cannot be started.
 
-    Call it once, before there are other threads or sockets. A keeper that is killed is therefore not replaced.
+    Call this function once, before the process has other threads or sockets. For that reason, a keeper that is killed is not
+    replaced.
     """
     try:
         return start(libc)
@@ -71,7 +75,7 @@ def keep(libc: ctypes.CDLL | None = None) -> int | None:
 
 
 def ended(pid: int) -> bool:
-    """Return whether the keeper ended before this process. Reports this only once, because it also reaps the keeper."""
+    """Return whether the keeper `pid` has ended, and reap it if so. Every later call returns False."""
     try:
         return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:
@@ -79,7 +83,10 @@ def ended(pid: int) -> bool:
 
 
 def start(libc: ctypes.CDLL | None = None) -> int:
-    """Start a keeper with the functions of `libc` (this process's by default); return its pid. Raise NoKeeper."""
+    """Start a keeper with the functions of `libc` (default: this process's) and return its pid.
+
+    Raise NoKeeper if the platform does not support a keeper or a system call fails.
+    """
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         raise NoKeeper(f"not supported on {sys.platform} ({os.uname().machine})")
     libc = libc or ctypes.CDLL(None, use_errno=True)
@@ -96,7 +103,7 @@ def start(libc: ctypes.CDLL | None = None) -> int:
 
 
 def _start(libc: ctypes.CDLL, worker: int) -> int:
-    # needs kernel 5.9
+    # fails on kernels before 5.9, which have no close_range
     _check(libc.close_range(ctypes.c_uint(1 << 30), ctypes.c_uint(1 << 30), 0), "close_range")
     ready, unready = os.pipe()
     try:
@@ -104,7 +111,7 @@ def _start(libc: ctypes.CDLL, worker: int) -> int:
             pid = _clone(libc, worker)
         finally:
             os.close(unready)
-        # at the end of file: the keeper has closed its copy
+        # the pipe is readable at its end of file, which means that the keeper has closed its copy of `unready`
         ready_to_read, _, _ = select.select([ready], [], [], READY_WITHIN_S)
     finally:
         os.close(ready)
@@ -117,7 +124,7 @@ def _start(libc: ctypes.CDLL, worker: int) -> int:
 
 
 def _clone(libc: ctypes.CDLL, worker: int) -> int:
-    """Start the process with all signals blocked, which it inherits; return its pid."""
+    """Start the keeper process and return its pid. Signals are blocked meanwhile, so that the keeper inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         context, stack = _write_calls(libc, worker)
@@ -127,7 +134,10 @@ def _clone(libc: ctypes.CDLL, worker: int) -> int:
 
 
 def _write_calls(libc: ctypes.CDLL, worker: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    """Write the keeper's sequence of calls into memory that is never freed; return its address and the top of a first stack."""
+    """Write the keeper's sequence of libc calls into memory that is never freed.
+
+    Return the address of the first call's context, and the top of the stack on which the keeper starts.
+    """
     libc.calloc.restype = ctypes.c_void_p
     name = _copy(libc, NAME + b"\0")
     pollfd = _copy(libc, struct.pack("ihh", 0, select.POLLIN, 0))

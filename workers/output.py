@@ -1,7 +1,7 @@
 """Routes the output of a worker's engine to the frontends' streams, and moves streams between workers.
 
-The engine uses keys, frontends use stream numbers. A `Stream` maps one to the other, and output for the key of an ended
-stream is dropped here. Only `deliver` may be called from another thread than the loop's.
+The engine identifies a stream by a key, and a frontend by a stream number on its connection. A `Stream` maps the key to the
+number. Output for the key of an ended stream is dropped. Only `deliver` may be called outside the event loop's thread.
 """
 
 import asyncio
@@ -24,17 +24,20 @@ from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9
 FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors caused by the engine itself
-REPORT_EVERY_S = 10.0  # an engine that keeps raising causes one fact per interval, not one per request
+REPORT_EVERY_S = 10.0  # an engine that fails every request causes one fact per interval, not one per request
 
 log = structlog.get_logger(__name__)
 
 
 def layout(shards: Sequence[Description]) -> KvLayout | None:
-    """Return the KV cache layout that a worker with these shards registers; None: none of its cache can move."""
+    """Return the KV cache layout that a worker with these shards registers; None if `shards` is empty.
+
+    A worker that registers no layout cannot move streams with their KV cache.
+    """
     if not shards:
         return None
     one, heads = shards[0], sum(shard.heads for shard in shards)
-    # keys and values, in one block of one shard
+    # elements of keys and values in one block of one shard
     numbers = 2 * one.layers * one.heads * one.head_size * one.block_size
     return KvLayout(
         layers=one.layers,
@@ -45,7 +48,10 @@ def layout(shards: Sequence[Description]) -> KvLayout | None:
 
 
 class WorkerMigrations:
-    """The planned moves of one worker: its trust, outgoing and incoming streams, and their transport."""
+    """Holds the parts of one worker that move streams with their KV cache.
+
+    The parts are the trust in the worker's results, the outgoing and incoming streams, and the KV transport.
+    """
 
     def __init__(
         self,
@@ -68,24 +74,24 @@ class WorkerMigrations:
 
     @property
     def possible(self) -> bool:
-        """Whether streams can leave with their KV cache."""
+        """Whether this worker's engine can ship the KV cache of a stream."""
         return bool(self._engine.kv)
 
     async def start(self) -> None:
-        """Load the configured transport, if any. It takes seconds, so it is loaded before the first move."""
+        """Load the configured KV transport, if any. Loading takes seconds and must be over before the first move."""
         if self._make_transport is not None:
             self._transport = await asyncio.to_thread(self._make_transport)
 
     async def close(self) -> None:
         """End all moves and free their threads, connections and files."""
         self.source.close()
-        with contextlib.suppress(TimeoutError):  # the rest ends with the process
+        with contextlib.suppress(TimeoutError):  # threads that are still open end with the process
             async with asyncio.timeout(CLOSE_S_MAX):
                 await self.target.close()
 
 
 class FaultReport:
-    """Records engine errors that end a stream, as facts and log lines: at most one in 10 s."""
+    """Records engine errors that end a stream, as facts and log lines. At most one error in 10 s is recorded."""
 
     def __init__(self, journal: Journal, worker: str, instance: str) -> None:
         self._journal = journal
@@ -126,17 +132,20 @@ class StreamOutput:
         self._counters = counters
         self._outgoing, self._incoming, self._trust = moves.source, moves.target, moves.trust
         self._faults = faults
-        self._sending_on = ""  # why decoding streams are sent to other workers; "": they are not
+        self._sending_on = ""  # why decoding streams are sent to other workers; empty while they stay
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
 
     def start(self) -> None:
-        """Deliver on the running loop, in this thread."""
+        """Bind the delivery of output to the running loop and the calling thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     def deliver(self, out: list[tuple[int, Chunk]]) -> None:
-        """Accept one step's output, from any thread, and send each frontend its part as one frame."""
+        """Send each frontend its chunks of one engine step as one frame. May be called from any thread.
+
+        `out` holds pairs of the engine's key and a chunk.
+        """
         if threading.get_ident() == self._thread:
             self._deliver(out)
         elif self._loop is not None:
@@ -168,7 +177,7 @@ class StreamOutput:
                 connection.flush()
 
     def _end(self, key: int, stream: Stream, error: str | None) -> None:
-        """Count a stream that has ended and drop it. Its last chunk is already in the batch."""
+        """Count a stream that has ended and remove it. The stream's last chunk is already in its connection's batch."""
         if error is not None:
             self._react(error)
         moved = stream.leaving and self._outgoing.forget(key)
@@ -180,17 +189,17 @@ class StreamOutput:
         self._streams.end(key)
 
     def _react(self, error: str) -> None:
-        """React to a stream's error beyond ending the stream: record it, send a beat, or withdraw trust."""
+        """Handle the effects of a stream's error on the worker: record a fault, send a beat, or withdraw trust."""
         if error.startswith(FAULTS) and self._faults is not None:
             self._faults.report(error)
         if error.startswith("overloaded") and self._engine.load().closed_s:
-            self._heartbeats.beat_all()  # before the error, so that no frontend sends the request here again
+            self._heartbeats.beat_all()  # sent before the error, so that no frontend retries the request on this worker
         if error.startswith("non_finite"):
             self.distrust("non_finite", error)
 
     def drop(self, key: int, why: str) -> None:
-        """Remove a stream from the engine that its frontend no longer reads."""
-        if key in self._incoming:  # it is freed once nothing is being copied into it
+        """Remove the stream `key`, which its frontend no longer reads. `why` is the frontend's reason, for the counters."""
+        if key in self._incoming:  # its KV blocks are freed once no copy into them is running
             self._incoming.drop(key)
             return
         moved = self._outgoing.forget(key)
@@ -203,7 +212,10 @@ class StreamOutput:
     # --- streams that arrive with their KV cache
 
     def take_in(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
-        """Reserve room for a stream, and continue it once its KV cache has arrived; or answer with the reason for a refusal."""
+        """Reserve KV blocks for a stream, and continue the stream once its KV cache has arrived.
+
+        If the reservation is refused, answer the frontend with the reason.
+        """
         if (incoming := self._incoming.reserve(key, connection, frame)) is not None:
             task = asyncio.ensure_future(self._take_in(incoming))
             self._incoming.tasks.add(task)
@@ -220,7 +232,7 @@ class StreamOutput:
     # --- streams that leave
 
     def ship(self, key: int, stream: Stream, grants: Sequence[bytes]) -> None:
-        """Ship a stream's KV cache to the target that issued these grants, or answer why not."""
+        """Ship a stream's KV cache to the worker that issued `grants`, or answer the frontend with the reason for a refusal."""
         if (leaving := self._outgoing.begin(key, stream, grants)) is not None:
             leaving.task = asyncio.ensure_future(self._ship(leaving))
 
@@ -229,34 +241,39 @@ class StreamOutput:
             self.stays()
 
     def distrust(self, cause: str, reason: str) -> None:
-        """Stop trusting this worker's results: nothing is shipped any more, and streams being shipped stay here."""
+        """Stop trusting this worker's results because of `cause`.
+
+        While a cause of distrust remains, no KV cache is shipped. Shipments under way are declined, and their streams continue
+        on this worker.
+        """
         if self._trust.lose(cause, reason):
             for leaving in self._outgoing.under_way():
                 if self._outgoing.decline(leaving, reason):
                     self.stays()
 
     def regain(self, cause: str) -> None:
-        """Withdraw a cause of distrust: what is computed from now on may be shipped."""
+        """Withdraw a cause of distrust. KV caches that are computed after the last cause is withdrawn may be shipped."""
         self._trust.regain(cause)
 
     def end_all(self, error: str) -> None:
-        """End every stream with an error. New requests are already refused, and incoming streams have been dropped."""
+        """End every stream with `error`. The caller has already refused new requests and dropped incoming streams."""
         keys = list(self._streams.by_key)
         for key in keys:
             self._engine.cancel(key)
         self._deliver([(key, Chunk(0, [], error=error)) for key in keys])
 
     def send_elsewhere(self, error: str) -> None:
-        """End every decoding user stream with an error, and from now on each stream as soon as its prefill is over.
+        """End every decoding user stream with `error`, and each later one as soon as its prefill is over.
 
-        Streams that are moving to another worker with their KV cache continue.
+        The error makes the frontend continue the stream on another worker. Streams that are moving to another worker with
+        their KV cache are left alone.
         """
         self._sending_on = error
         self._send_on()
         self._connections.flush()
 
     def stays(self) -> None:
-        """After a failed move, send the stream to another worker if all streams are being sent away."""
+        """Handle a stream that stays because its move failed: if all streams are being sent away, send this one too."""
         if self._sending_on:
             self.send_elsewhere(self._sending_on)
 

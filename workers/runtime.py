@@ -1,7 +1,7 @@
 """Builds and runs one worker process: settings in, exit code out.
 
-The process connects to the broker while the engine starts and waits for it only briefly. A worker without a broker serves
-anyway, and its facts are spooled.
+At startup, the process waits at most 0.5 s for the broker. A worker that cannot reach the broker still serves, and its facts
+are spooled until the broker accepts them.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from workers.shutdown import Stop, broken, budget_s
 from workers.worker import InferenceWorker, WorkerDeadlines, report_start_failure
 from workers.worker_group import Many
 
-DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
+DESCRIPTORS_EACH = 4  # per worker: a port, the controller's connection, and the connections of two frontends
 DESCRIPTORS_SPARE = 64
 BROKER_S = 0.5  # how long startup waits for the broker before continuing without it
 FLUSH_S = 0.5
 CLOSE_S = 1.5
-START_SPARE_S = 60.0  # longer than the engine's own deadline, because its error carries the reason
+START_SPARE_S = 60.0  # beyond the engine's own deadline, because the engine's error carries the reason
 SERVING_S = 0.5  # how long to wait for one worker before checking again which ones are not serving yet
 NO_FLEET = "no fleet runs on this data directory and no broker is configured: only frontends that have its address can find it"
 SHARED_FIELDS = ("name_check_s", "host", "advertise", "nvlink_domain", "rail", "kv_transport", "connections_max",
@@ -57,14 +57,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class FleetLinks:
-    """The process's connections to the fleet: the journal, and the bus unless it serves alone."""
+    """The process's connections to the fleet: the journal, and the bus if a broker is configured."""
 
     journal: Journal
     bus: NatsBus | None
     channels: Channels | None = None  # channels of the request plane, if it runs through the broker
 
     async def close(self) -> None:
-        """Flush the journal and close. Facts that the broker has not accepted in time stay in the spool."""
+        """Flush the journal and close all connections. Facts that the broker does not accept in 0.5 s stay in the spool."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.journal.flush(FLUSH_S)
@@ -75,7 +75,7 @@ class FleetLinks:
 
 
 class Alone:
-    """The only worker of a process, which ends with it."""
+    """Runs a process with a single worker. The process ends when the worker ends."""
 
     def __init__(
         self,
@@ -83,13 +83,17 @@ class Alone:
         stop: Stop,
         make: Callable[[WorkerConfig], InferenceWorker] | None = None,
     ) -> None:
-        """`make` builds the worker's next instance when its engine has changed; None: no further instance is started."""
+        """Build the runner of `worker`.
+
+        `make` builds the worker's next instance after its engine's identity has changed. If `make` is None, the process ends
+        with exit code 0 instead.
+        """
         self.workers = [worker]
         self._stop = stop
         self._make = make
 
     async def run(self) -> int:
-        """Serve until told to stop or until the worker fails; return the exit code."""
+        """Serve until a stop is requested or the worker fails, and return the exit code."""
         while True:
             try:
                 code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
@@ -103,11 +107,11 @@ class Alone:
             self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
 
     def stopping(self) -> bool:
-        """Return whether the process is shutting down."""
+        """Return whether the worker does not serve. Once it has served, that means that the process is shutting down."""
         return not self.workers[0].serving.is_set()
 
     def fail(self, error: Exception) -> None:
-        """End the worker: a callback of the event loop failed."""
+        """End the worker after `error`, which a callback of the event loop raised."""
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
@@ -115,9 +119,9 @@ Workers = Alone | Many
 
 
 async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) -> int:
-    """Run the workers of one process until a signal or the engine's end; return the exit code.
+    """Run the workers of one process until a signal arrives or they end, and return the exit code.
 
-    `keeper_pid`: the pid of the process's keeper; None if there is none.
+    `keeper_pid` is the pid of the process's keeper; None if the process has no keeper.
     """
     if settings.die_with_parent:
         _die_with_parent()
@@ -144,7 +148,7 @@ async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) ->
 
 
 def _sweep() -> None:
-    """Remove the shared memory left by killed workers of this host. Otherwise it would stay until a reboot."""
+    """Remove the shared memory of killed workers of this host, which would otherwise stay allocated until a reboot."""
     from workers.kv_transfer.receiver import sweep
 
     if swept := sweep():
@@ -160,7 +164,7 @@ async def _watch(settings: WorkerSettings, links: FleetLinks, stop: Stop) -> int
 
 
 def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: Stop) -> Workers:
-    """Return the process's workers: one, or many."""
+    """Return the runner of the process's workers: `Alone` for one worker, `Many` for more."""
 
     def make(config: WorkerConfig) -> InferenceWorker:
         devices, kv = _devices(settings, config.name), _publisher(settings, config, links.bus)
@@ -177,7 +181,7 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
 
 
 def end_after(context: dict[str, object], workers: Workers) -> None:
-    """End the workers after an error in a callback of the loop, because what depends on that callback would wait forever.
+    """End the workers after an error in a callback of the event loop, because code that awaits the callback would never wake.
 
     `context` is the argument of the loop's exception handler.
     """
@@ -188,7 +192,10 @@ def end_after(context: dict[str, object], workers: Workers) -> None:
 
 
 def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
-    """Return the devices of a worker, if it can have any. A single simulated rank avoids the imports."""
+    """Return the devices of a worker; None if it watches none.
+
+    A simulated worker with a single rank watches none, because the imports take time and memory.
+    """
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
         from workers.devices.simulated import SimulatedDevices
@@ -203,7 +210,7 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
 
 
 def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | None) -> KvPublisher | None:
-    """Return the publisher of a worker's KV events, if there is a broker to publish them through."""
+    """Return the publisher of a worker's KV events; None without a broker or if KV events are disabled."""
     if bus is None or not settings.kv_events:
         return None
     return KvPublisher(config.name, config.instance, bus.connection)
@@ -253,8 +260,10 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
 
 
 async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | None, journal: Journal) -> int:
-    """Run the workers, together with the process's admin port and the check on its keeper."""
-    fleet_journal = journal if isinstance(journal, NatsJournal) else None  # None: only this process reads it
+    """Run the workers, the admin port of their process and the check of its keeper; return the workers' exit code."""
+    fleet_journal = (
+        journal if isinstance(journal, NatsJournal) else None
+    )  # None for a journal of this process alone
     async with asyncio.TaskGroup() as group:
         beside = [group.create_task(_serve_admin(settings, workers, fleet_journal))]
         if keeper_pid is not None:
@@ -266,16 +275,21 @@ async def _serve(settings: WorkerSettings, workers: Workers, keeper_pid: int | N
 
 
 async def _watch_keeper(keeper_pid: int) -> None:
-    """Log if the keeper is killed. No worker ends because of that; only a kill of this process is detected a little later."""
+    """Log a warning if the keeper ends.
+
+    The workers continue without it. If this process is killed, frontends then detect that a little later.
+    """
     while not keeper.ended(keeper_pid):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(KEEPER_S)
     log.warning("keeper_ended", pid=keeper_pid)
 
 
 async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal: NatsJournal | None) -> None:
-    """Open the admin port and announce this process in the data directory, once it serves."""
+    """Once all workers serve, open the admin port and announce this process in the data directory."""
     while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
-        with contextlib.suppress(TimeoutError):  # one of many may have ended meanwhile and been replaced
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a worker of `Many` may have ended and been replaced by a new object
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
     gc.freeze()  # these objects live until the end: no later collection needs to scan them
@@ -305,7 +319,7 @@ async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent process dies (Linux only)."""
+    """Make the kernel kill this process with SIGKILL when its parent process ends (Linux only)."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The worker's request plane server: streams of many frontends over one engine.
+"""The worker's request plane server, which serves the streams of many frontends from one engine.
 
-Everything here runs on one event loop; only `deliver` may be called from another thread. `FrontendProtocol` reads frames,
-`WorkerServer` handles them, and `StreamOutput` sends the engine's output.
+`FrontendProtocol` reads frames, `WorkerServer` handles the frames, and `StreamOutput` sends the engine's output. All methods
+run on one event loop, except `deliver`, which may be called from another thread.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from workers.migration.target import KvMoveSettings
 from workers.output import FaultReport, StreamOutput, WorkerMigrations
 
 STREAMS_PER_CONNECTION_MAX = 4096
-HELLO_BYTES_MAX = 4096  # limit of a frame on a connection that has sent no hello
+HELLO_BYTES_MAX = 4096  # maximum size of a frame on a connection that has sent no hello
 LEAVES = "engine_shutdown: this worker is leaving"
 
 log = structlog.get_logger(__name__)
 
 
 class FrontendProtocol(asyncio.Protocol):
-    """The receiving side of one frontend's connection: decodes frames and calls the server."""
+    """The receiving side of one frontend's connection, which decodes frames and passes them to the server."""
 
     def __init__(self, server: "WorkerServer") -> None:
         self.connection: FrontendConnection | None = None  # None until connected
@@ -117,7 +117,7 @@ class FrontendProtocol(asyncio.Protocol):
 
 
 class WorkerServer:
-    """Serves one engine on one port, or through the broker."""
+    """Serves one engine to frontends, which connect to a port or through the broker."""
 
     def __init__(
         self,
@@ -131,10 +131,11 @@ class WorkerServer:
         key: FleetKey | None = None,
         limits: FrontendLimits | None = None,
     ) -> None:
-        """Build a server; `start` or `start_behind` makes it listen.
+        """Build a server, which listens after `start` or `start_behind`.
 
-        `kv_moves`: settings of moves with KV caches. `faults` records engine errors that end streams. `key`: the fleet key
-        that frontends must prove to know; None: any frontend may connect. `limits`: how many frontends may connect.
+        `patience` limits what is buffered for a slow frontend, and `limits` limits the number of connections. `kv_moves` holds
+        the settings of moves with KV caches. `faults` records engine errors that end streams. `key` is the fleet key that
+        frontends must prove to know; None lets any frontend connect.
         """
         self.worker, self.instance = worker, instance
         self.patience = patience or BufferLimits()
@@ -149,13 +150,13 @@ class WorkerServer:
         self.output = StreamOutput(
             engine, self.streams, self.connections, self._heartbeats, self.counters, self.moves, faults
         )
-        self.deliver = self.output.deliver  # for the engine
+        self.deliver = self.output.deliver  # called by the engine with each step's output
         self._outgoing, self._incoming = self.moves.source, self.moves.target
         self._keys = itertools.count(1)
         self._listener: asyncio.Server | ChannelListener | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen, and return the address. Raise OSError if the port cannot be bound."""
+        """Listen on a TCP port, and return its host and port. Raise OSError if the port cannot be bound."""
         sock = listening(host, port)
         self._begin()
         self._listener = await asyncio.get_running_loop().create_server(
@@ -165,7 +166,7 @@ class WorkerServer:
         return self.address
 
     async def start_behind(self, channels: Channels, subject: str) -> None:
-        """Accept frontends through the broker, on this subject."""
+        """Accept frontends that connect through the broker on `subject`."""
         self._begin()
         self._listener = await channels.listen(subject, lambda: FrontendProtocol(self))
 
@@ -174,7 +175,10 @@ class WorkerServer:
         self._heartbeats.start()
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Stop listening, send what is buffered, and abort connections that have not closed by the deadline (seconds)."""
+        """Stop listening, send buffered output, and close all connections.
+
+        Connections that have not closed after `deadline_s` seconds are aborted.
+        """
         self._heartbeats.stop()
         if self._listener is not None:
             self._listener.close()
@@ -194,31 +198,31 @@ class WorkerServer:
     # --- frames of frontends
 
     def greeted(self, connection: FrontendConnection) -> None:
-        """Answer a hello with this worker's name and instance, and a beat."""
+        """Answer a frontend's hello with a welcome and a beat, unless a connection limit closes this connection."""
         connection.used_at = asyncio.get_running_loop().time()
         if not self.connections.greeted(connection):
             return
-        # an engine that is not exact sends text to users and tokens to canaries
+        # `alike` is False for an engine that is not exact, which sends text to users and tokens to canaries
         identity = self.engine.identity
         connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
 
     def strange(self, why: str) -> None:
-        """Count a connection that is refused because it does not know the fleet's key."""
+        """Count a connection that is refused because its client does not know the fleet's key. `why` is for the log."""
         count = self.counters.strangers = self.counters.strangers + 1
-        # log only the first, the tenth, the hundredth ...: there may be many
+        # log only the first, the tenth, the hundredth ..., because a scanner may open many connections
         if str(count).strip("0") == "1":
             log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:
-        """Remove a lost connection's streams from the engine."""
+        """Handle a lost connection: remove the connection, and its streams from the engine."""
         self.connections.remove(connection)
         for key in list(connection.streams.values()):
             self.output.drop(key, "gone")
 
     def cancel(self, connection: FrontendConnection, frame: Cancel) -> None:
-        """Remove one stream from the engine."""
+        """Cancel the stream that a frontend no longer reads. A stream that has already ended is ignored."""
         key = connection.streams.get(frame.stream)
         if key is None:
             return
@@ -227,7 +231,7 @@ class WorkerServer:
         self.output.drop(key, frame.why)
 
     def generate(self, connection: FrontendConnection, request: Generate) -> None:
-        """Submit a request to the engine, or answer at once why it is refused."""
+        """Submit a request to the engine, or answer with the error if the request is refused."""
         self.drain.asked_by(connection.frontend)
         if error := self._refusal_reason(connection, request, request.stream):
             connection.batch.append(Chunk(request.stream, [], error=error))
@@ -241,7 +245,7 @@ class WorkerServer:
         self.engine.submit(key, request)
 
     def _refusal_reason(self, connection: FrontendConnection, request: Generate, number: int) -> str:
-        """Return why a request for stream `number` of this connection is refused; empty: it is accepted."""
+        """Return the error if a request for stream `number` of this connection is refused; empty if it is accepted."""
         if refused := self.drain.refuses(request.canary):
             return refused
         if number in connection.streams:
@@ -253,7 +257,7 @@ class WorkerServer:
     # --- planned moves: docs/concepts/kv-transfer.md
 
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
-        """Reserve room for a stream that will arrive with its KV cache, or answer why not."""
+        """Reserve KV blocks for a stream that will arrive with its KV cache, or answer with the reason for a refusal."""
         error = self._refusal_reason(connection, frame.request, frame.stream)
         if not error and self.drain.deregistered:
             error = LEAVES
@@ -264,7 +268,7 @@ class WorkerServer:
             connection.send(Declined(frame.stream, error))
 
     def ship(self, connection: FrontendConnection, frame: Ship) -> None:
-        """Send a stream's KV cache to a target, or answer why not."""
+        """Ship a stream's KV cache to the worker that issued the grants, or answer with the reason for a refusal."""
         key = connection.streams.get(frame.stream, 0)
         stream = self.streams.by_key.get(key)
         if stream is None:
@@ -273,7 +277,7 @@ class WorkerServer:
             self.output.ship(key, stream, frame.grants)
 
     def stay(self, connection: FrontendConnection, frame: Stay) -> None:
-        """Abort a shipment. The stream continues here; if it has ended, nothing is left to do."""
+        """Abort the shipment of a stream, so that it continues on this worker. A stream that has ended is ignored."""
         self._outgoing.stay(connection.streams.get(frame.stream, 0))
         self.output.stays()
 
@@ -281,17 +285,20 @@ class WorkerServer:
 
     @property
     def in_flight(self) -> int:
-        """Number of users' open streams; canaries do not count."""
+        """Number of users' open streams, without canaries."""
         return self.streams.users
 
     def deregister(self) -> None:
         """Notify every frontend to send no new requests. Requests already in transit are still accepted."""
         self.drain.deregister()
-        self._incoming.drop_all(LEAVES)  # these streams can keep decoding at their sources
+        self._incoming.drop_all(LEAVES)  # streams that have not arrived yet continue on their source workers
         self._heartbeats.beat_all()
 
     def refuse(self, refusal: Refusal | None, *, tell: bool = True) -> None:
-        """Refuse new requests from now on (None: no longer); with `tell`, notify every frontend at once."""
+        """Refuse new requests for the reason `refusal`, or accept them again if `refusal` is None.
+
+        With `tell`, every frontend is notified at once.
+        """
         self.drain.refuse(refusal)
         if refusal is not None:
             self._incoming.drop_all(refusal.reason)

@@ -1,14 +1,15 @@
-"""Shuts a worker down gracefully: requests get time to finish, the rest move to other workers.
+"""Shuts a worker down gracefully: open requests get time to finish or move to other workers.
 
-The graceful shutdown of seed 004; its timer runs from the first moment:
+This is the graceful shutdown of seed 004, in three phases. The grace period starts with phase 1:
 
     1 deregister ──▶ 2 drain ─────────────────▶ 3 cleanup ──▶ exit 0
       in heartbeats    prefill, then decode       `InferenceWorker`, and `FleetLinks.close`
                        time up, or hurried: remaining streams are ended and continue elsewhere
 
-A worker has two endpoints, prefill and decode. The worker always waits for prefill, because ending it would waste computed
-blocks. It also waits for decode (`graceful_shutdown`), or sends each stream to another worker as soon as its prompt is computed.
-If the KV cache can move too, frontends get a moment to arrange that.
+A worker has two endpoints, prefill and decode. The worker always waits for the prefill of open streams, because a stream that
+is ended in its prefill wastes computed KV blocks. With `graceful_shutdown`, the worker also waits until the streams have
+decoded. Without it, each stream is sent to another worker as soon as its prompt is computed. If the engine can ship KV caches,
+frontends first get 0.5 s to arrange moves with the KV cache.
 """
 
 import asyncio
@@ -27,37 +28,37 @@ DRAINING = Refusal("engine_shutdown: this worker is draining", canaries_too=Fals
 LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=True)
 TIME_UP = "engine_shutdown: the grace period is over"
 SENT_ELSEWHERE = "engine_shutdown: this worker is leaving and does not wait for the stream"
-CLEANUP_S = 5.0  # phase 3, which an orchestrator's grace period must include
-DEREGISTERED_S = 0.5  # by then, requests have arrived that frontends sent before they were notified
+CLEANUP_S = 5.0  # limit of phase 3, which an orchestrator's grace period must include
+DEREGISTERED_S = 0.5  # wait after the notification for requests that frontends sent before it reached them
 
 SecondSignal = Literal["ignore", "hurry"]
 log = structlog.get_logger(__name__)
 
 
 class WorkerEnd:
-    """The reason why one worker ends: a stop command or a failure. Only the first failure counts."""
+    """Holds the reason why one worker ends: a stop command or the first failure. Later failures are ignored."""
 
     def __init__(self) -> None:
-        self.stop_requested = asyncio.Event()  # a flag: the fleet's operator has stopped it
+        self.stop_requested = asyncio.Event()  # set when an operator stops the worker with a command
         self.failed: asyncio.Future[EngineDead] | None = None  # set by `begin`
 
     def begin(self) -> asyncio.Future[EngineDead]:
-        """Return a future for the reason of the next failure; earlier failures are ignored."""
+        """Return a future that receives the reason of the first `fail` after this call. Calls of `fail` before have no effect."""
         self.failed = asyncio.get_running_loop().create_future()
         return self.failed
 
     def fail(self, reason: EngineDead) -> None:
-        """End the worker: its engine or device is dead, or it is Broken. Exit code 1."""
+        """Report the failure that ends the worker: the death of its engine or device, or an error in an essential part."""
         if self.failed is not None and not self.failed.done():
             self.failed.set_result(reason)
 
 
 class Stop:
-    """The stop request of one process, and the effect of a repeated one."""
+    """Turns the signals of one process into a stop request. `second` is the effect of signals after the first."""
 
     def __init__(self, second: SecondSignal = "ignore") -> None:
-        self.wanted = asyncio.Event()  # a flag
-        self.hurried = asyncio.Event()  # a flag: end the grace period now
+        self.wanted = asyncio.Event()  # set when the process must stop
+        self.hurried = asyncio.Event()  # set when the grace period must end now
         self._second = second
 
     def signalled(self) -> None:
@@ -71,10 +72,10 @@ class Stop:
 
 
 def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: float) -> float:
-    """Return the seconds for phases 1 and 2: `grace_s`, limited to what the orchestrator leaves before it kills.
+    """Return the seconds for phases 1 and 2: `grace_s`, limited by the time until the orchestrator kills the process.
 
-    The orchestrator's grace period includes its own preStop hook, which is over when SIGTERM arrives, and must include the
-    cleanup.
+    The orchestrator's grace period starts with its preStop hook (`pre_stop_s`), which is over when SIGTERM arrives. The
+    period must also cover the cleanup. None for `orchestrator_grace_s` means that no orchestrator limits the shutdown.
     """
     if orchestrator_grace_s is None:
         return grace_s
@@ -82,7 +83,10 @@ def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: flo
 
 
 async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> Ends:
-    """Drain a worker and return how its streams ended. From now on it refuses new requests, also afterwards."""
+    """Drain a worker: refuse new requests, wait until its streams end, and return the counts of their ends.
+
+    Streams that are still open after `deadline_s` seconds are ended with an error. The worker refuses requests afterwards too.
+    """
     server.refuse(refusal)
     streams = server.streams
     try:
@@ -94,7 +98,11 @@ async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> En
 
 
 async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
-    """Run phases 1 and 2 of a graceful shutdown, until the grace period ends or `hurried` is set. Then refuse everything."""
+    """Run phases 1 and 2 of a graceful shutdown, and return the counts of how streams ended.
+
+    The phases end when all streams have ended, after `grace_s` seconds, or when `hurried` is set. The worker then refuses all
+    requests and ends the streams that are still open.
+    """
     cut = 0
     waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
     try:
@@ -108,13 +116,13 @@ async def shut_down(server: WorkerServer, grace_s: float, *, graceful: bool, hur
         waiting.cancel()
         hurry.cancel()
     server.refuse(LEAVING)
-    # canaries too: their end must not look like a failure
+    # ends canaries too, with an error that does not count as a failure of the worker
     server.output.end_all(TIME_UP if cut else LEAVING.reason)
     return server.drain.drained()
 
 
 async def _wait(server: WorkerServer, graceful: bool) -> None:
-    """Deregister, and wait until both endpoints are empty."""
+    """Deregister the worker, and wait until no stream is in its prefill and then until no stream is open."""
     active, streams = 2 if graceful else 1, server.streams
     _log_active(server, active)
     waits = server.drain.refusal is None and server.connections.any_greeted
@@ -139,7 +147,7 @@ def _log_active(server: WorkerServer, active: int) -> None:
 
 @contextlib.contextmanager
 def or_exit(seconds: float, code: int) -> Iterator[None]:
-    """End the process with `code` if the block does not finish in time, even if it blocks the event loop."""
+    """End the process with `code` if the `with` block takes more than `seconds`, even if it blocks the event loop."""
     timer = exit_within(seconds, code)
     try:
         yield
@@ -160,7 +168,7 @@ class Killed(EngineDead):
 
 
 def broken(part: str, error: Exception) -> Broken:
-    """Return the failure that ends a worker after one of its parts failed with `error`."""
+    """Return the Broken error that ends a worker after its part `part` failed with `error`."""
     broken = Broken(f"{part} failed: {error!r}")
     broken.__cause__ = error
     return broken

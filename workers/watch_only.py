@@ -3,10 +3,10 @@
     the worker's heartbeats ──▶ its current instance ─┐
     the device watch ──▶ the last state of each fault ─┴──▶ facts about that instance
 
-The watched worker runs elsewhere, in front of the server that uses these GPUs. The watch has no engine and no request plane,
-registers nowhere and sends no heartbeat, so its own end does not affect the state of any worker. When a new instance starts, it
-reports the state of every fault again, including those that are over: the instance that received the report may have ended by
-then.
+The watched worker runs on another host, in front of the server that uses these GPUs. The watch has no engine and no request
+plane, registers nowhere and sends no heartbeat, so the end of the watch does not affect the state of any worker. When the
+watched worker starts a new instance, the watch reports the last state of every fault again, including faults that are over,
+because the facts so far belong to the former instance.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from workers.devices.report import fact, listen
 from workers.devices.watch import DeviceWatch, Memory, WatchPolicy
 
 START_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
-PAST_MAX = 16  # number of known former instances: a late heartbeat of one of them is no new instance
+PAST_MAX = 16  # former instances that are remembered, so that a late heartbeat of one is not taken for a new instance
 
 log = structlog.get_logger(__name__)
 
@@ -48,13 +48,13 @@ class WatchedWorker:
         self._last: dict[tuple[str, str], FaultChange] = {}  # by device and class
 
     def changed(self, device: str, change: FaultChange) -> None:
-        """Record a change that the watch has detected."""
+        """Record a fault change of `device`, and report it if the worker's instance is known."""
         self._last[device, change.fault_class] = change
         if self.instance:
             self._observe(device, change)
 
     def on_beat(self, subject: str, body: Body) -> None:
-        """Detect the worker's next instance."""
+        """Handle a heartbeat of the worker. If it is from a new instance, report the last state of every fault again."""
         instance = str(body.get("instance") or "")
         if not instance or instance == self.instance or instance in self._past:
             return
@@ -69,7 +69,10 @@ class WatchedWorker:
 
 
 def device_watch(settings: WorkerSettings, policy: WatchPolicy | None = None) -> DeviceWatch:
-    """Return the configured device watch. Raise BadSetting if the engine's process does not exist."""
+    """Return the device watch for the configured GPUs, or for the GPUs that the process `engine_pid` uses.
+
+    Raise BadSetting if the process `engine_pid` does not exist.
+    """
     memory = Memory(settings.data, f"{settings.name}-watch")
     if settings.engine_pid is None:
         return DeviceWatch(parse(settings.gpus), policy, memory=memory)
@@ -85,7 +88,10 @@ async def run_watch(
     stop: asyncio.Event,
     policy: WatchPolicy | None = None,
 ) -> None:
-    """Watch until `stop` is set. Raise BadSetting, UnknownGpus or WatchOff, or the error that ended the watch."""
+    """Watch the GPUs until `stop` is set.
+
+    Raise BadSetting, UnknownGpus or WatchOff if the watch cannot start. If the watch fails later, raise its error.
+    """
     watch, deputy = device_watch(settings, policy), WatchedWorker(settings.name, journal)
     await asyncio.to_thread(watch.start, START_S_MAX)
     if watch.off:

@@ -1,4 +1,4 @@
-"""One worker: an engine, its server, and the facts that the fleet receives about both.
+"""One worker: runs an engine and its server, and reports both to the fleet as facts on the journal.
 
     start ── joined ──▶ serving ◀──── resume ────┐
                            │  └── drain ──▶ drained (still connected, refuses new requests)
@@ -7,8 +7,9 @@
                            ├── its engine has changed ──▶ the same, exit 0, and a new instance in this process
                            └── killed by a rehearsal (one of many in its process) ──▶ gone without a fact, exit 137
 
-A worker does not compute the fleet's state: it only writes facts to the journal. It receives the controller's commands as
-requests on the bus, which may be repeated. Without a bus it serves anyway.
+The diagram shows the states of one worker instance and the process's exit codes. A worker does not compute the fleet's state.
+The controller's commands arrive as requests on the bus, and a command may arrive more than once. A worker without a bus still
+serves requests.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 
 @dataclass(eq=False)
 class WorkerGpus:
-    """The GPUs of one worker, if it has any."""
+    """Finds and watches the GPUs of one worker. Every method does nothing if the worker has no GPUs."""
 
     config: WorkerConfig
     devices: Devices | None
@@ -64,19 +65,20 @@ class WorkerGpus:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The GPUs that the worker registers."""
+        """The GPU UUIDs that the worker registers; empty if it has no GPUs."""
         return self.devices.gpus if self.devices is not None else ()
 
     async def find(self, *, loaded: bool) -> None:
-        """Find this worker's GPUs: configured ones before the weights are loaded, detected ones afterwards.
+        """Find this worker's GPUs, if `loaded` is the right time for it.
 
-        Raise UnknownGpus if a configured GPU does not exist.
+        Configured GPUs are found before the weights are loaded. GPUs that are not configured are detected afterwards, because
+        only then the engine uses them. Raise UnknownGpus if a configured GPU does not exist.
         """
         if self.devices is not None and self.devices.named is not loaded:
             await asyncio.to_thread(self.devices.start, DEVICES_S_MAX)
 
     def watch(self) -> None:
-        """Report device faults from now on."""
+        """Start to report the faults of the GPUs to the journal."""
         if self.devices is not None:
             from workers.devices.report import report
 
@@ -87,19 +89,22 @@ class WorkerGpus:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Stop reporting."""
+        """Stop reporting GPU faults."""
         if self.devices is not None:
             self.devices.stop()
 
     def _distrust(self, reason: str) -> None:
-        """Ship no KV cache while any GPU has a fatal fault."""
+        """Stop shipping KV caches if `reason` names a GPU fault, and allow them again if `reason` is empty."""
         if reason:
             self.output.distrust("device", f"the source is not trusted: {reason}")
         else:
             self.output.regain("device")
 
     def _end_with_gpu(self, reason: str) -> None:
-        """End the worker because a GPU of its engine died: nothing in the GPU's memory can be trusted any more."""
+        """End the worker because a GPU of its engine failed, so that the GPU's memory cannot be trusted.
+
+        The worker continues if its engine computes in another process.
+        """
         if self.config.computes_on_gpus:
             self.end.fail(Broken(reason))
 
@@ -111,18 +116,18 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDeadlines:
-    """Deadlines of one worker, in seconds, for things that may never happen."""
+    """Deadlines of one worker, in seconds, for operations that may never finish."""
 
-    # loading weights: longer than the engine's own deadline, because its error carries the reason
+    # start of the engine: longer than the engine's own deadline, because the engine's error carries the reason
     start_s: float = 1860.0
     check_s: float = 10.0  # an engine that does not answer its check in this time is dead
-    # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it adds up to the cleanup's 5 s
+    # stop of the engine: with 1 s for the server, 1.5 s for the links and 0.5 s for the loop, within the cleanup's 5 s
     stop_s: float = 2.0
     cleanup_s: float = CLEANUP_S
 
 
 def _kv_transport(config: WorkerConfig) -> Callable[[], Transport] | None:
-    """Return the factory of the configured KV transport besides shared memory and sockets; None: there is no other."""
+    """Return the factory of the configured KV transport; None if only shared memory and sockets are used."""
     if config.kv_transport != "nixl":
         return None
 
@@ -135,7 +140,7 @@ def _kv_transport(config: WorkerConfig) -> Callable[[], Transport] | None:
 
 
 class InferenceWorker:
-    """One engine as a member of the fleet."""
+    """Runs one engine as a worker of the fleet, from its registration to its end."""
 
     def __init__(
         self,
@@ -148,9 +153,10 @@ class InferenceWorker:
         kv: KvPublisher | None = None,
         deadlines: WorkerDeadlines | None = None,
     ) -> None:
-        """Build a worker; without a `bus` it serves alone.
+        """Build a worker, which does not serve until `run`.
 
-        `channels`: frontends connect through these instead of a port. `kv` publishes what the engine's prefix cache holds.
+        Without a `bus`, the worker receives no commands from the fleet. With `channels`, frontends connect through the broker
+        instead of a port. `kv` publishes which blocks the engine's prefix cache holds.
         """
         self.config = config
         self.engine = engine
@@ -174,7 +180,7 @@ class InferenceWorker:
         self.commands = WorkerCommands(
             config, engine, self.server, journal, bus, self.beats, self._ending, self.faults
         )
-        self.serving = asyncio.Event()  # a flag
+        self.serving = asyncio.Event()  # set while the worker accepts frontends
         self._journal = journal
         self._channels = channels
         self._kv = kv
@@ -186,9 +192,9 @@ class InferenceWorker:
         self._log = log.bind(**self._about)
 
     async def run(self, stop: asyncio.Event, hurried: asyncio.Event | None = None) -> int:
-        """Serve until `stop` is set or the worker fails; return the exit code. Raise EngineDead if it cannot start.
+        """Serve until `stop` is set or the worker fails, and return the exit code.
 
-        Once `hurried` is set, the grace period of a stop is over.
+        Once `hurried` is set, the grace period of a graceful shutdown is over. Raise EngineDead if the engine does not start.
         """
         dead = self._ending.begin()
         if not await self._start_unless_stopped(stop):
@@ -205,7 +211,7 @@ class InferenceWorker:
         return code
 
     async def _start_unless_stopped(self, stop: asyncio.Event) -> bool:
-        """Start; return False if a stop was requested before that was done (loading weights can take minutes)."""
+        """Start the worker; return False if `stop` was set first. Loading weights can take minutes."""
         starting, stopped = asyncio.ensure_future(self._start()), asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -240,7 +246,7 @@ class InferenceWorker:
         )
 
     async def _load(self) -> None:
-        """Start the engine, and find the GPUs that it uses. Raise EngineDead if it does not start in time."""
+        """Start the engine and find the GPUs that it uses. Raise EngineDead if the engine does not start in time."""
         await self._gpus.find(loaded=False)
         moves = self.server.moves
         try:
@@ -257,11 +263,11 @@ class InferenceWorker:
 
     @property
     def kv(self) -> KvPublisher | None:
-        """The publisher of the engine's KV events; None if there is none, or the engine has no events."""
+        """The publisher of the engine's KV events; None if none is configured or the engine announces no KV events."""
         return self._kv if self.engine.announces else None
 
     async def _accept_frontends(self) -> str:
-        """Accept frontends; return the address that they use. Raise HoldfastError if the port cannot be bound."""
+        """Accept frontends and return the URL at which they connect. Raise HoldfastError if the port cannot be bound."""
         if self._channels is not None:
             about = self.config.name, self.config.instance
             await self.server.start_behind(self._channels, subjects.plane(*about))
@@ -295,19 +301,19 @@ class InferenceWorker:
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             return leaving.result()
-        leaving.cancel()  # the awaited event will not happen
+        leaving.cancel()  # the worker has failed, so that its streams may never finish
         await asyncio.wait((leaving,))
         return await self._leave_failed(dead.result())
 
     async def _shut_down(self, hurried: asyncio.Event) -> int:
-        """Shut down gracefully: on a stop request, with time to finish running requests."""
+        """Shut down gracefully after a stop request, and return exit code 0. Open requests get `grace_s` to finish."""
         grace_s, reason = (
             self.config.grace_s,
             "operator" if self._ending.stop_requested.is_set() else "signal",
         )
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
         self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
-        # with a migration limit of 0 they could not move
+        # with a migration limit of 0, streams cannot move to other workers, so the worker waits for them
         graceful = self.config.graceful_shutdown or self.config.migration_limit == 0
         drained = await shut_down(self.server, grace_s, graceful=graceful, hurried=hurried)
         self._journal.observe(DrainFinished(**self._about, **asdict(drained)))
@@ -317,7 +323,10 @@ class InferenceWorker:
         return 0
 
     async def _leave_failed(self, reason: EngineDead) -> int:
-        """Leave at once: what the engine held is lost, and its streams must continue elsewhere."""
+        """End after the failure `reason` without a grace period, and return the exit code.
+
+        The engine's KV cache is lost, so frontends continue the streams on other workers.
+        """
         if isinstance(reason, Killed):
             return await self._end_abruptly()
         if isinstance(reason, EngineChanged):
@@ -331,16 +340,19 @@ class InferenceWorker:
         return FAILED
 
     async def _renew(self, reason: EngineChanged) -> int:
-        """End this instance. Its streams continue on other workers, and the next instance registers the engine's new identity."""
+        """End this instance because the engine's identity has changed; return RENEWED.
+
+        The streams continue on other workers. The next instance registers the new identity.
+        """
         self._log.warning("worker_renewed", reason=str(reason), in_flight=self.server.in_flight)
         await self._leave_now(str(reason), "graceful", 0)
         return RENEWED
 
     async def _leave_now(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
-        """Leave at once: every stream ends here, to continue elsewhere."""
+        """Leave without a grace period: end every stream with an error that makes its frontend continue it elsewhere."""
         self._journal.observe(ShutdownBegan(**self._about, mode=mode, grace_s=0.0, reason=reason))
         server, output = self.server, self.server.output
-        server.refuse(LEAVING, tell=False)  # its connections end now
+        server.refuse(LEAVING, tell=False)  # frontends need no notice, because their connections end now
         output.end_all(f"engine_shutdown: {reason}")
         self._journal.observe(DrainFinished(**self._about, **asdict(server.drain.drained())))
         await self._end()
@@ -354,7 +366,10 @@ class InferenceWorker:
         return KILLED
 
     async def _end(self) -> None:
-        """Close the server and stop the engine. If that takes too long, end the process, unless other workers share it."""
+        """Close the server and stop the engine.
+
+        If that takes longer than `cleanup_s`, end the process, unless other workers run in it.
+        """
         self.serving.clear()
         self._gpus.stop()
         await self.commands.close()
@@ -375,14 +390,14 @@ class InferenceWorker:
     # --- services
 
     async def _critical(self, name: str, work: Awaitable[None]) -> None:
-        """Run an essential service; if it fails, the worker ends."""
+        """Await `work`, a service that the worker cannot run without; end the worker if the service raises."""
         try:
             await work
         except Exception as error:
             self.fail(broken(name, error))
 
     async def _listen(self) -> None:
-        """Answer frontends' requests for KV blocks, and carry out the controller's commands."""
+        """Answer frontends that request the KV block list, and carry out the controller's commands."""
         if self.kv is not None:
             await self.kv.hear()
         await self.commands.run()
@@ -404,11 +419,11 @@ class InferenceWorker:
             await asyncio.sleep(CHECK_S)
 
     def fail(self, reason: EngineDead) -> None:
-        """End this worker: its engine or device is dead, or it is Broken. Only the first reason counts; exit code 1."""
+        """End this worker because of `reason`. Only the first call has an effect; `_leave_failed` chooses the exit code."""
         self._ending.fail(reason)
 
 
 def report_start_failure(worker: InferenceWorker, error: HoldfastError) -> None:
-    """Report why a worker does not start: in the log, and on stderr for the command line."""
+    """Report why a worker did not start, both in the log and as a message of the command line on stderr."""
     log.error("worker_failed", worker=worker.config.name, reason=str(error))
     print(f"holdfast worker: {error}", file=sys.stderr)

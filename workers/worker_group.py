@@ -1,13 +1,13 @@
-"""Runs many workers in one process; each starts, dies and restarts as if it had its own process.
+"""Runs many workers in one process. Each starts, ends and restarts as if it had its own process.
 
     serving ──┬── killed by a rehearsal: `Many` records that it left, as a supervisor of processes would ──┐
        ▲      ├── it fails or is restarted: it has recorded that itself ───────────────────────────────────┤
        │      └── the process stops: it leaves gracefully, and is over                                     │
        └───────────────────── a new instance of the same name, after a back-off ◀──────────────────────────┘
 
-They share the process's resources: the connection to the broker, the journal and its spool, the admin port, the event loop. A
-failure of the process (SIGKILL, an error in a callback of the loop) hits all of them. If a worker's
-first start fails, the process ends, as with a single worker. Later starts are retried without limit.
+The diagram shows the states of one worker. The workers share the process's connection to the broker, its journal and spool,
+its admin port and its event loop. A failure of the process (SIGKILL, an error in a callback of the loop) ends all workers. If
+a worker's first start fails, the process ends. Later starts are retried without limit.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from workers.exits import BROKE, FAILED, KILLED, exit_within
 from workers.shutdown import CLEANUP_S, Stop, broken
 from workers.worker import InferenceWorker, report_start_failure
 
-START_BATCH = 8  # workers started in one turn of the loop: 10 ms
-LEAVE_S = 30.0  # for a thousand workers that record their end at once, beyond the grace period of each
+START_BATCH = 8  # workers started before the event loop serves others again; their start takes 10 ms
+LEAVE_S = 30.0  # time beyond the grace period, in which a thousand workers record their end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class BackOff:
 
     wait_s_min: float = 0.2  # doubles with each failed start
     wait_s_max: float = 10.0
-    settled_s: float = 3.0  # an instance that ran longer was not a failed start
+    settled_s: float = 3.0  # an instance that ran longer resets the waiting time to its minimum
 
 
 class Many:
-    """The workers of one process, each with its current instance. `make` builds a worker."""
+    """Runs the workers of one process and restarts each one that ends. `make` builds an instance of a worker."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Many:
         back_off: BackOff | None = None,
     ) -> None:
         self._back_off = back_off or BackOff()
-        self.workers = [make(config) for config in configs]  # each replaced by its next instance
+        self.workers = [make(config) for config in configs]  # the current instance of each worker
         self._make = make
         self._stagger_s = stagger_s
         self._journal = journal
@@ -58,7 +58,7 @@ class Many:
         self._codes: list[int] = []  # exit codes of workers that are not restarted
 
     async def run(self) -> int:
-        """Run all workers until the process is told to stop; return its exit code."""
+        """Run all workers until a stop is requested, and return the process's exit code: the highest of its workers."""
         async with asyncio.TaskGroup() as group:
             bound = group.create_task(self._bound_stop())
             lives = []
@@ -66,7 +66,7 @@ class Many:
                 lives.append(group.create_task(self._run_lives(number)))
                 if self._stagger_s and await self._stopped_within(self._stagger_s):
                     break
-                # workers that serve must not fall silent while the others start
+                # let workers that already serve send their heartbeats while the others start
                 if number % START_BATCH == 0:
                     await asyncio.sleep(0)
             await asyncio.wait(lives)
@@ -74,17 +74,17 @@ class Many:
         return max(self._codes, default=0)
 
     def stopping(self) -> bool:
-        """Return whether the process is shutting down: a worker that ends now is not restarted."""
+        """Return whether the process is shutting down, so that workers that end are not restarted."""
         return self._stop.wanted.is_set() or self._broken
 
     def fail(self, error: Exception) -> None:
-        """End all workers and the process: a callback of the event loop failed, and its worker is unknown."""
+        """End all workers and the process after `error`, because the failed callback may belong to any worker."""
         for worker in self.workers:
             worker.fail(broken("a callback of the event loop", error))
         self._broken = True
 
     async def _run_lives(self, number: int) -> None:
-        """Run one worker, one instance after the other."""
+        """Run one worker, instance after instance, until the process stops or its first start fails."""
         loop, back_off, first = asyncio.get_running_loop(), self._back_off, True
         wait_s = back_off.wait_s_min
         while True:
@@ -102,7 +102,7 @@ class Many:
             )
 
     async def _run_life(self, worker: InferenceWorker) -> int | None:
-        """Run one instance and return its end as a process's exit code; None if it failed to start."""
+        """Run one instance and return its exit code; None if it failed to start."""
         living = asyncio.ensure_future(worker.run(self._stop.wanted, self._stop.hurried))
         try:
             await asyncio.wait((living,))
@@ -126,7 +126,10 @@ class Many:
         return True
 
     async def _bound_stop(self) -> None:
-        """End the process if its workers do not end in time: none of them may do that alone."""
+        """End the process if its workers do not end in time after a stop request.
+
+        A worker that shares its process does not do this on its own, because it would end the other workers too.
+        """
         await self._stop.wanted.wait()
         grace_s = max(worker.config.grace_s for worker in self.workers)
         timer = exit_within(grace_s + CLEANUP_S + LEAVE_S, BROKE)

@@ -1,4 +1,7 @@
-"""A worker's admin port: /health, /live and /metrics. Imported only once the worker serves."""
+"""The HTTP server of a worker's admin port: /health, /live and /metrics.
+
+It is imported only after the workers of the process serve.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -42,7 +45,7 @@ CONNECTIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """The response of a page."""
+    """The HTTP response of one page."""
 
     body: bytes
     type: str = "application/json; charset=utf-8"
@@ -50,7 +53,7 @@ class PageAnswer:
 
     @property
     def large(self) -> bool:
-        """Whether compressing the body is worth it."""
+        """Whether the body is large enough to be compressed."""
         return len(self.body) >= LARGE_BYTES
 
 
@@ -58,13 +61,13 @@ Page = Callable[[], PageAnswer | Awaitable[PageAnswer]]
 
 
 class Pages:
-    """A minimal HTTP server: GET of a few pages by their path, one request per connection.
+    """A minimal HTTP server, which answers GET and HEAD requests for a few pages. Each connection carries one request.
 
     A web framework would use a third of a worker's memory.
     """
 
     def __init__(self, pages: Mapping[str, Page], request_s_max: float = REQUEST_S_MAX) -> None:
-        """`request_s_max`: seconds for one request including its response."""
+        """Build a server of `pages`, by path. `request_s_max` limits the seconds of one request, including its response."""
         self._request_s_max = request_s_max
         self._pages = pages
         self._hosts = own_hosts()
@@ -75,13 +78,13 @@ class Pages:
         ] = {}  # connections without a request yet, oldest first
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raise OSError if it cannot be bound."""
+        """Listen on a TCP port, and return the port's number. Raise OSError if the port cannot be bound."""
         sock = listening(host, port)
         self._server = await asyncio.start_server(self._serve, sock=sock, limit=REQUEST_BYTES_MAX)
         return int(sock.getsockname()[1])
 
     def close(self) -> None:
-        """Stop listening; responses being written are finished."""
+        """Stop listening. Responses that are being written are finished."""
         if self._server is not None:
             self._server.close()
 
@@ -109,7 +112,7 @@ class Pages:
             self._waiting.pop(writer, None)
 
     def _abort_oldest_waiting(self) -> bool:
-        """Abort the connection that has waited longest without a request. Return False if there is none besides the newest."""
+        """Abort the oldest connection that has sent no request. Return False if the newest connection is the only such one."""
         first = next(iter(self._waiting))
         if len(self._waiting) > 1:
             del self._waiting[first]
@@ -135,7 +138,7 @@ def _error(status: HTTPStatus) -> PageAnswer:
 
 
 def _headers(head: bytes) -> dict[str, str]:
-    """Return the headers that the admin ports' guard checks."""
+    """Return the headers of a request that `admin_guard.refusal` checks. `head` holds the request line and the headers."""
     lines = (line.decode("latin-1").partition(":") for line in head.split(b"\r\n")[1:])
     found = {name.strip().lower(): value.strip() for name, _, value in lines}
     return {
@@ -144,7 +147,7 @@ def _headers(head: bytes) -> dict[str, str]:
 
 
 def _accepts(head: bytes) -> str:
-    """Return the encodings that a request accepts."""
+    """Return the values of a request's Accept-Encoding headers, joined by commas."""
     names = (line.partition(b":") for line in head.split(b"\r\n")[1:])
     return ",".join(
         value.decode("latin-1") for name, _, value in names if name.strip().lower() == b"accept-encoding"
@@ -163,7 +166,7 @@ def _encode(answer: PageAnswer, body: bytes, coded: Mapping[str, str], head_only
 Read = Callable[[InferenceWorker], float]
 Labels = tuple[str, ...]
 LABELS = ("worker_id", "model")
-INLINE_SAMPLES_MAX = 1000  # samples of one family, two milliseconds of work: above that, a thread is cheaper
+INLINE_SAMPLES_MAX = 1000  # a larger metric family takes over 2 ms to render, so it is rendered in a thread
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     (
         "dynamo_component_requests",
@@ -226,7 +229,7 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         "1 while the worker accepts no new requests.",
         lambda w: w.server.drain.draining,
     ),
-    # the worker's own admission (`--engine-request-limit`), under Dynamo's names: 0 without a limit
+    # requests under the worker's own limit (`--engine-request-limit`), with Dynamo's metric names; 0 without a limit
     (
         "dynamo_engine_request",
         "Requests inside the engine, if their number is limited.",
@@ -239,7 +242,9 @@ COUNTS: tuple[tuple[str, str, tuple[str, ...], Callable[[InferenceWorker], Mappi
         "dynamo_component_errors",
         "Streams that ended with an error.",
         ("error_type",),
-        lambda w: _from_zero(ERRORS, w.server.counters.errors),  # an alert needs the zeros
+        lambda w: _from_zero(
+            ERRORS, w.server.counters.errors
+        ),  # an alert needs a sample of each error before its first
     ),
     (
         "holdfast_worker_connection_refusals",
@@ -283,7 +288,7 @@ HISTOGRAMS: tuple[
         lambda counters: (counters.stops, counters.stop_sum_s),
     ),
 )
-# Load of each DP rank of a simulated engine, under the names that real engines use for it.
+# The load metrics of each DP rank of a simulated engine, with the names that real engines use.
 RANKS = (
     ("request_active_slots", "Requests in the batch, per DP rank (simulated engine)."),
     ("request_total_slots", "Capacity of the batch, in requests."),
@@ -320,14 +325,14 @@ RANKS = (
 
 
 class WorkerMetrics(Collector):
-    """Collects the workers' plain counters at scrape time, so that metrics cost nothing while requests are served."""
+    """Reads the workers' counters at scrape time, so that metrics cost nothing while requests are served."""
 
     def __init__(self, workers: Sequence[InferenceWorker], journal: ObservedJournal | None = None) -> None:
         self._workers = workers
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
-        # these are most of a scrape: `add_metric` would build the labels again each time and take three times as long
+        # counters and gauges are most of a scrape, and `add_metric` would take three times as long to build their labels
         labelled = [(dict(zip(LABELS, _labels(worker), strict=True)), worker) for worker in self._workers]
         for name, text, read in COUNTERS:
             counter = CounterMetricFamily(name, text, labels=LABELS)
@@ -354,7 +359,7 @@ class WorkerMetrics(Collector):
         yield from self.ranks()
 
     def ranks(self) -> Iterable[Metric]:
-        """Yield the load metrics of each DP rank."""
+        """Yield the load metrics of each DP rank. Only simulated engines have samples."""
         names = (*LABELS, "dp_rank")
         reported: list[tuple[dict[str, str], object]] = []
         for worker in self._workers:
@@ -388,12 +393,12 @@ _UNLIMITED = RequestLimit(0, 0)
 
 
 def _requests(worker: InferenceWorker) -> RequestLimit:
-    """Return the request limit of a worker's engine; an empty one if requests are not limited."""
+    """Return the request limit of a worker's engine. If requests are not limited, return a limit with counts of 0."""
     return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
 
 
 def _from_zero(known: Iterable[str], counts: Mapping[str, int]) -> dict[Labels, int]:
-    """Return the counts by one label, with a zero for each known value that has none."""
+    """Return `counts` by the value of one label, with a count of 0 for each value of `known` that `counts` lacks."""
     return {(value,): count for value, count in (dict.fromkeys(known, 0) | dict(counts)).items()}
 
 
@@ -419,7 +424,10 @@ def _bounds(upper: tuple[float, ...]) -> tuple[str, ...]:
 
 
 def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
-    """Return the health page. Unless the process is stopping, a worker that does not serve is about to be restarted."""
+    """Return the health page, with status 503 if no worker serves or some do not because the process is `stopping`.
+
+    A worker that does not serve is reported as "restarting", unless the process is stopping.
+    """
     states = {worker.config.name: _state(worker, stopping) for worker in workers}
     not_serving = sum(not worker.serving.is_set() for worker in workers)
     if not not_serving:
@@ -447,16 +455,16 @@ async def serve(
     generate: Callable[[Iterable[Metric], LabelSets], bytes] = written,
     journal: ObservedJournal | None = None,
 ) -> tuple[Pages, str]:
-    """Open the admin port; return the pages, which close it, and its URL. Raise OSError if the port cannot be bound.
+    """Open the admin port, and return its server and URL. Raise OSError if the port cannot be bound.
 
-    `stopping` returns whether the process is shutting down; `generate` renders a family of metrics.
+    `stopping` returns whether the process is shutting down. `generate` renders metric families as text.
     """
 
     async def metrics() -> PageAnswer:
         parts, known = [], LabelSets()
         for family in WorkerMetrics(
             workers, journal
-        ).collect():  # one part at a time, so that streams continue in between
+        ).collect():  # one family at a time, so that the event loop sends streams' output in between
             if len(family.samples) > INLINE_SAMPLES_MAX:
                 parts.append(await asyncio.to_thread(generate, (family,), known))
             else:
