@@ -1,7 +1,7 @@
-"""The metrics of a frontend: names of the seeds (`dynamo_frontend_*`) and our own (`holdfast_*`).
+"""The metrics of a frontend, under Dynamo's names (`dynamo_frontend_*`) and Holdfast's (`holdfast_*`).
 
-One table per subject, in the order of a scrape. A new metric is one row here; `python tests/docs/metrics_page.py` then writes
-it into docs/reference/metrics.md.
+There is one table per subject, in the order of a scrape. A new metric is one row here; `python
+tests/docs/metrics_page.py` then writes the metric into docs/reference/metrics.md.
 """
 
 from bisect import bisect_left
@@ -24,11 +24,11 @@ def log_spaced(first: float, last: float, count: int) -> tuple[float, ...]:
 
 
 class Buckets:
-    """The histogram of one label set, for the token path: plain lists and numbers, rendered only at a scrape.
+    """The histogram of one label set, fast enough for the token path: plain lists and numbers, rendered only at a scrape.
 
-    `prometheus_client` takes as long to observe one value as the frontend takes to relay a token. Here a value is noted by one
-    `append`, and counted by each `settle` (ten times a second) and at each scrape. A caller that counts often keeps the buckets
-    of its labels and so avoids the lookup.
+    `prometheus_client` takes as long to observe one value as the frontend takes to relay a token. Here `note` only
+    appends a value to a list. `settle`, called ten times a second and at each scrape, counts the noted values. A
+    caller on the token path keeps the Buckets object of its labels, which saves a dictionary lookup.
     """
 
     __slots__ = ("_bounds", "_noted", "counts", "note", "total")
@@ -42,16 +42,16 @@ class Buckets:
 
     @property
     def pending(self) -> int:
-        """How many noted values are not counted yet."""
+        """Number of noted values that are not counted yet."""
         return len(self._noted)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, or the same value several times."""
+        """Count a value `times` times, at once."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
     def settle(self) -> None:
-        """Count the noted values."""
+        """Count the noted values, and empty their list."""
         noted, counts = self._noted, self.counts
         if not noted:
             return
@@ -61,20 +61,20 @@ class Buckets:
         noted.clear()
 
     def rows(self) -> list[tuple[str, float]]:
-        """Return the cumulative counts, by upper bound."""
+        """Return for each bucket its upper bound, and the number of values up to that bound."""
         bounds = (*map(str, self._bounds), "+Inf")
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class LabelledHistogram(Collector):
-    """A histogram with labels."""
+    """A histogram with labels: one Buckets object per label set."""
 
     def __init__(self, row: "Row[LabelledHistogram]") -> None:
         self._row = row
         self._by: dict[tuple[str, ...], Buckets] = {}
 
     def of(self, *labels: str) -> Buckets:
-        """Return the buckets of one label set. Keep them: this is a dictionary lookup."""
+        """Return the buckets of one label set. The caller should keep the result, because this is a dictionary lookup."""
         found = self._by.get(labels)
         if found is None:
             found = self._by[labels] = Buckets(self._row.bounds)
@@ -165,7 +165,7 @@ class ModelSizes(MetricTable):
     kv_block_size = gauge("dynamo_frontend_model_kv_cache_block_size", "Tokens per KV block.", "model")
 
 
-# the worker type is always decode: there are no prefill workers yet
+# The worker type is always decode, because there are no prefill workers yet.
 RANK = ("worker_id", "dp_rank", "worker_type")
 WORKER_TYPE = "decode"
 
@@ -340,7 +340,7 @@ class BoundMetrics(MetricTable):
     )
 
     def count(self, bound: str) -> None:
-        """Count a refusal at this limit."""
+        """Count a request or connection that was refused at this limit."""
         self.refused.labels(bound).inc()
 
 
@@ -356,12 +356,14 @@ class FrontendMetrics:
         self.router = RouterMetrics(registry)
         self.faults = FaultMetrics(registry)
         self.bounds = BoundMetrics(registry)
-        self.shown: set[str] = set()  # workers with at least one series
+        self.shown: set[str] = set()  # workers for which a series exists
         self.shown_models: set[str] = set()
         self._settled = [*self.histograms.of_kind(LabelledHistogram), *self.router.of_kind(LabelledHistogram)]
 
     def keep(self, workers: set[str], models: set[str]) -> None:
-        """Remove the series of all other workers and models: they would show their last values forever."""
+        """Remove the series of all workers and models except these, because a scrape would show their last values
+        forever.
+        """
         for worker in self.shown - workers:
             self.workers.end(worker, "worker_id")
             self.faults.end(worker, "worker_id")
@@ -374,10 +376,10 @@ class FrontendMetrics:
         self.shown_models &= models
 
     def settle(self) -> None:
-        """Count the values noted since the last call. Called ten times a second, so that there are never many."""
+        """Count the values noted since the last call. Called ten times a second, so that few values are pending."""
         for one in self._settled:
             one.settle()
 
     def render(self) -> bytes:
-        """Return the exposition text."""
+        """Return all metrics in the Prometheus text format."""
         return written(self.registry.collect())

@@ -1,4 +1,4 @@
-"""One answer of a request: its request, its writer and its outcome."""
+"""One answer to a client's request, and the writer interface for its tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,47 +12,48 @@ from events.wire import Logprob
 
 
 class ResponseWriter:
-    """Accepts the tokens of one answer and discards them. Subclasses write them for a client."""
+    """Accepts the tokens of one answer and discards them. Subclasses write the tokens to a client."""
 
     __slots__ = ()
     stopped = False  # a stop string has been reached
-    reached = 0  # tokens that the client may already have received
+    reached = 0  # number of tokens that the client may already have received
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        """Accept tokens and return how many of them were used: a stop string among them may end the answer.
+        """Accept tokens. Return how many were used: fewer than given if a stop string among them ends the answer.
 
-        Raise InvalidOutput if a token is outside the vocabulary; then no token is written.
+        Raise InvalidOutput if a token is outside the vocabulary. No token is written in that case.
         """
         return len(tokens)
 
     def write_text(self, text: str, tokens: int) -> None:
-        """Accept text that the engine returned without tokens. `tokens`: the number of tokens that the text counts as."""
+        """Accept text that an engine returned without tokens. `tokens` is the number of tokens that the text counts as."""
 
     def finish(self, reason: str) -> None:
-        """Write the remaining text and the end of the answer. `reason`: OpenAI's finish_reason."""
+        """Write the remaining text and the end of the answer. `reason` is OpenAI's finish_reason."""
 
     def flush(self) -> None:
-        """Send the output of one turn of the event loop."""
+        """Send the output that was collected in this event-loop iteration."""
 
     def keep_alive(self) -> None:
-        """Send a comment, so that no proxy or client closes the connection as idle."""
+        """Send an SSE comment, so that no proxy or client closes the connection as idle."""
 
     def rewind(self, count: int) -> None:
-        """Drop all tokens after the first `count`; the client has received none of them."""
+        """Drop all tokens after the first `count`. The client must not have received any of the dropped tokens."""
 
 
 class Choice(msgspec.Struct, eq=False):
-    """One answer of a request."""
+    """One answer to a client's request: the generation request, the writer and the outcome."""
 
     request: GenerationRequest
     writer: ResponseWriter
-    migration_limit: int = 3  # attempts beyond the first
-    forbidden: str = ""  # why the request may not move once its client has a token
-    accepted: list[int] = []  # tokens
-    number: int = 0  # of the live request
-    cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
+    migration_limit: int = 3  # number of attempts beyond the first
+    forbidden: str = ""  # why the request may not move once its client has a token; empty if it may
+    accepted: list[int] = []  # tokens of the answer that the frontend has accepted
+    number: int = 0  # number of the live request
+    cached_tokens: int | None = None  # number of cached prompt tokens, from the first worker that reports it
     endpoint: Endpoint | None = None  # the current worker, or the last one
-    explained: dict[str, Any] | None = None  # why its first worker was chosen, if the client requested that
+    # why the answer's first worker was chosen; None if the client did not request an explanation
+    explained: dict[str, Any] | None = None
     finish: str | None = None
     error: ApiError | None = None
 

@@ -1,4 +1,4 @@
-"""A client's request, its answers (one per prompt and choice), and the response built from them."""
+"""A client's request with its answers (one per prompt and choice), and the response built from them."""
 
 import asyncio
 import time
@@ -20,36 +20,39 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
-ECHOED_LOGPROBS_MAX = 100_000  # per prompt: 5 MB of response, and a tenth of a second of the event loop
+# maximum prompt tokens times logprobs per token: 5 MB of response, and a tenth of a second of the event loop
+ECHOED_LOGPROBS_MAX = 100_000
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """A request that was admitted, with tokenized prompts."""
+    """A request that was admitted, with its tokenized prompts."""
 
     call: Call
     lineage: Lineage
-    # Tokens, the text if the prompt was text, and the names of its blocks
+    # for each prompt its tokens, its text (empty if the client gave tokens), and the names of its blocks
     prompts: Sequence[tuple[list[int], str, BlockNames]]
-    group: EndpointGroup  # the workers of its lineage when it was admitted
+    group: EndpointGroup  # the workers of the request's lineage at its admission
     tokens: Tokens  # the tokenizer of these workers
-    serial: int  # serial number in this frontend: seeds sampling without a seed
-    # By the frontend's monotonic clock, if it was admitted by a deadline
+    serial: int  # serial number in this frontend, which seeds sampling if the client sets no seed
+    # deadline of the first token by the frontend's monotonic clock; None without admission by deadlines
     first_token_by: float | None = None
 
     @property
     def repeatable(self) -> bool:
-        """Whether any healthy worker would continue an answer with the same tokens as the worker that began it.
+        """Whether any healthy worker would continue an answer with the same tokens as the worker that began the answer.
 
-        External servers restart their random numbers, and do not count prompt tokens as output for penalties.
+        This is false for external servers unless sampling is greedy, because they restart their random numbers, and
+        do not count prompt tokens as output for penalties.
         """
         asked = self.call.parsed.sampling
         greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
         return greedy or self.group.engine != "openai"
 
     def sampling(self, prompt_tokens: int, choice: int) -> Sampling:
-        """Return the sampling parameters for an answer. Raise ApiError (400).
+        """Return the sampling parameters for the answer with this index. Raise ApiError (400) if they exceed the context.
 
-        Parameters that the client left out are set by the server behind the openai engine, otherwise by the model's folder.
+        Parameters that the client left out are set by the model's folder. With the openai engine they are left to the
+        server.
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
         asked = parsed.sampling
@@ -59,7 +62,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             defaults = {name: given[name] for name in asked.unset if name in given}
         seed = asked.seed
         if asked.temperature > 0:
-            # Holdfast's own engines: the random numbers continue after a migration
+            # with Holdfast's own engines, a seed lets the random numbers continue after a migration
             if seed is None and not external:
                 seed = self.serial * 2_654_435_761 & (1 << SEED_BITS) - 1
             seed = None if seed is None else seed + choice
@@ -75,14 +78,15 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """A client's request: its answers, and the response built from the answers."""
+    """A client's request with its answers, and the response that is built from the answers."""
 
     def __init__(
         self, admitted: AdmittedRequest, stream: SseStream | None, priority: int, migration_limit: int
     ) -> None:
-        """Create the answers without sending any.
+        """Create the answers without sending them to workers.
 
-        `stream` is None for a response that is not streamed. `priority` applies at the worker. Raise ApiError (400).
+        `stream` is None for a response that is not streamed. `priority` is the priority at the worker. Raise ApiError
+        (400) if the request exceeds the context.
         """
         call = admitted.call
         self._parsed = parsed = call.parsed
@@ -120,7 +124,7 @@ class Completion:
             stream.answers = self.answers
 
     def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer. `accepted`: its token list."""
+        """Return the writer of the next answer. `accepted` is the list of the answer's tokens, which grows."""
         format, wanted, context = self._format, self._parsed.details, writers.PLAIN
         if wanted != NO_DETAILS:
             echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
@@ -132,13 +136,16 @@ class Completion:
 
     @property
     def _silent(self) -> bool:
-        """Whether only the prompt is wanted: tokens generated for its logprobs are not shown."""
+        """Whether the client wants only the prompt.
+
+        Tokens that are generated only for the prompt's logprobs are not shown.
+        """
         return self._parsed.max_tokens == 0
 
     # --- the end ------------------------------------------------------------------------------------------
 
     def ended(self, answer: Choice) -> None:
-        """Record the end of one answer. The response ends with the last answer, or with the first that fails."""
+        """Record that one answer has ended. The response ends with the last answer, or with the first answer that fails."""
         self._left -= 1
         if answer.error is not None:
             self.finish(answer.error)
@@ -146,7 +153,7 @@ class Completion:
             self.finish(None)
 
     def finish(self, error: ApiError | None) -> None:
-        """End the response, with an error or successfully."""
+        """End the response: with this error, or successfully if `error` is None."""
         if self.over.done():
             return
         self.over.set_result(error)
@@ -163,13 +170,14 @@ class Completion:
             stream.end(DONE)
 
     def usage(self) -> dict[str, object]:
-        """Return the usage: the client's own prompts, and all accepted tokens, over all attempts."""
+        """Return the token usage: the prompt tokens, and the accepted tokens of all answers, over all attempts."""
         made = read = cached = (
             0  # plain loops: this runs with every flush, and generators take four times as long
         )
         for answer in self.answers:
             made += len(answer.accepted)
-        for answer in self.answers[:: self._parsed.n]:  # the choices of a prompt share it
+        # choices of one prompt share its tokens, so each prompt is counted once
+        for answer in self.answers[:: self._parsed.n]:
             read += len(answer.request.prompt)
             cached += answer.cached_tokens or 0
         total = writers.usage(read, 0 if self._silent else made)
@@ -189,9 +197,10 @@ class Completion:
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
-    """Return the maximum number of tokens of the answer to a prompt.
+    """Return the maximum number of tokens of the answer to a prompt of this length.
 
-    Raise ApiError (400) if no worker of the group has enough context for the request, or the request asks for too many tokens.
+    Raise ApiError (400) if no worker of the group has enough context for the request, or if the limits in the request
+    contradict each other.
     """
     context, wanted = group.context_tokens, parsed.max_tokens
     room = context - prompt_tokens
@@ -211,11 +220,14 @@ def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGrou
     least = parsed.sampling.min_tokens
     if least > wanted:
         raise invalid(f"min_tokens {least} is more than max_tokens {wanted}", "min_tokens")
-    return max(1, wanted) if echoed else wanted  # the prompt's logprobs arrive with a token
+    # at least one token must be generated, because the prompt's logprobs arrive with a token
+    return max(1, wanted) if echoed else wanted
 
 
 def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
-    """Raise ApiError (400) if the workers do not support a rare option: constrained answers, logprobs, token ids."""
+    """Raise ApiError (400) if the workers do not support an option of the request: constrained answers, logprobs or
+    token ids.
+    """
     if parsed.guided and group.engine != "openai":
         why = f"the {group.engine} engine does not support constrained answers"
         raise unsupported(next(iter(parsed.guided)), why)

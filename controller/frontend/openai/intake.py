@@ -1,8 +1,9 @@
 """Limits the cost of reading and tokenizing a request before it is known to be valid.
 
-    bytes ──▶ decompressed, within the limits of one body and of all ──▶ counted (`BodyScan`) ──▶ parsed ──▶ tokenized
+bytes ──▶ decompressed, within the limits of one body and of all bodies ──▶ counted (`BodyScan`) ──▶ parsed ──▶
+tokenized
 
-Each limit is a setting, and each refusal is counted by the limit's name.
+Each limit is a setting, and each refusal is counted by the name of its limit.
 """
 
 import asyncio
@@ -28,39 +29,41 @@ from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 MIB = 2**20
-YIELD_BYTES = 2**16  # scanned before other tasks run: takes a millisecond
-PIECE_BYTES = 2**18  # decompressed, or written to a process, at a time: other threads and tasks can run
+YIELD_BYTES = 2**16  # bytes scanned before other tasks run, which takes a millisecond
+# bytes decompressed, or written to a process, in one step; other threads and tasks can run between steps
+PIECE_BYTES = 2**18
 RATIO_MAX = 1032  # maximum compression ratio of deflate: 258 bytes in two bits
-SMALL_BYTES = 2**18  # output that takes a millisecond to decompress
+SMALL_BYTES = 2**18  # size of output that takes a millisecond to decompress
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever its content
-SLICE_BYTES = 2**14  # maximum bytes per call of `feed`: takes under a millisecond
-# A body within all of these limits is parsed on the event loop, in 5 ms at most.
+SLICE_BYTES = 2**14  # maximum bytes per call of `feed`, which then takes less than a millisecond
+# A body within all of these limits is parsed on the event loop, which takes at most 5 ms.
 CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
 CHEAP_NESTED = 2**10
 CHEAP_VALUES = 2**15
-HUGE_BYTES = 4 * MIB  # of a body that has its own parser process
+HUGE_BYTES = 4 * MIB  # size of a body from which a separate process parses it
 COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 
 log = structlog.get_logger(__name__)
 
 
 class BodyScan:
-    """Counts the structural elements of a JSON body, a slice at a time, before any object is built.
+    """Counts the structural elements of a JSON body, slice by slice, before any object is built.
 
-        bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
+    bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
 
-    Decoding cannot be interrupted and costs up to a microsecond per value. So a body is refused as soon as a count exceeds its
-    limit, usually long before all of it has arrived. The scanner does not validate: the parser rejects invalid JSON. 10,000
-    messages of one part each are within the limits of the settings.
+    A JSON decoder cannot be interrupted and takes up to a microsecond per value. So a body is refused as soon as a
+    count exceeds its limit, usually long before the whole body has arrived. The scanner does not validate; the parser
+    rejects invalid JSON. The limits of the settings permit 10,000 messages of one part each.
     """
 
     __slots__ = ("_backslash", "_in_text", "_limits", "_quotes", "names", "nested", "size", "values")
 
     def __init__(self, limits: AdmissionSettings) -> None:
         self._limits = limits
-        self._backslash = b""  # at the end of a slice: it escapes a character of the next slice
+        # a backslash at the end of a slice, which escapes the first character of the next slice
+        self._backslash = b""
         self._in_text = False
         self._quotes = 0
         self.size = 0
@@ -70,12 +73,15 @@ class BodyScan:
 
     @property
     def cheap(self) -> bool:
-        """Whether the body can be parsed on the event loop."""
+        """Whether the body can be parsed on the event loop without blocking it for long."""
         few = self._quotes <= 2 * CHEAP_TEXTS and self.nested <= CHEAP_NESTED and self.values <= CHEAP_VALUES
         return few and self.size <= CHEAP_BYTES
 
     def feed(self, piece: bytes) -> str:
-        """Count a slice of at most `SLICE_BYTES`. Return the exceeded limit as a phrase; empty if there is none."""
+        """Count a slice of at most SLICE_BYTES.
+
+        Return the exceeded limit as a phrase, or an empty string if none is exceeded.
+        """
         limits = self._limits
         self.size += len(piece)
         if self._backslash or b"\\" in piece:
@@ -109,25 +115,26 @@ class DecompressedTooLarge(Exception):
 
 
 class Intake:
-    """The intake limits of one frontend, and how much of them is in use."""
+    """Receives, decompresses and parses the request bodies of one frontend, within limits per body and for all bodies."""
 
     def __init__(self, settings: FrontendSettings, bounds: BoundMetrics | None = None) -> None:
-        """Start without requests. `bounds` counts each refusal; None: the counts are not exposed."""
+        """Start without requests. `bounds` counts each refusal; if it is None, the counts are not exposed."""
         self.bounds = bounds or BoundMetrics(CollectorRegistry())
         self.long_texts = LongTexts(settings.tokenizing, self.bounds)
         limits = self._limits = settings.admission
         self._parsers = BodyParsers(limits, self.bounds)
-        self.body_bytes = 0  # of bodies that are being read
+        self.body_bytes = 0  # bytes of the bodies that are being received
 
     async def parsed(self, kind: str, given: bytes | web.BaseRequest) -> Any:
-        """Return the parsed body of a request of this kind (`parse_body`).
+        """Return the parsed body of a request. `kind` selects the parser (`parse_body`).
 
-        Raise ApiError: 400 for an invalid body or one with too many values, 408 after `body_s`, 413 above the request's
-        `client_max_size`, 503 above another limit.
+        Raise ApiError: 400 if the body is invalid or has too many values, 408 if it has not arrived after `body_s`,
+        413 if it is larger than the request's `client_max_size`, 503 if another limit is exceeded.
         """
         scan = BodyScan(self._limits)
         body = given if isinstance(given, bytes) else await self._received(given, scan)
-        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # not scanned while it arrived
+        # the body was not scanned while it arrived
+        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:
             await self.scan(scan, body)
         return parse_body(kind, body) if scan.cheap else await self._parsers.parse(kind, body)
 
@@ -136,7 +143,7 @@ class Intake:
         await self._parsers.close()
 
     async def scan(self, scan: BodyScan, piece: bytes) -> None:
-        """Count a piece of a body. Raise ApiError (400) if the body exceeds a limit of its structure."""
+        """Count the elements in a piece of a body. Raise ApiError (400) if the body exceeds a limit of its structure."""
         for at in range(0, len(piece), SLICE_BYTES):
             if too_much := scan.feed(piece[at : at + SLICE_BYTES]):
                 self.bounds.count("body_values")
@@ -145,7 +152,7 @@ class Intake:
                 await asyncio.sleep(0)
 
     async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned as it arrives."""
+        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned while it arrives."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # otherwise curl waits a second
         most = request.client_max_size
@@ -155,7 +162,8 @@ class Intake:
             encoding = request.headers.get("Content-Encoding", "").lower()
             plain = encoding in ("", "identity")
             if request.content.is_eof():
-                body = request.content.read_nowait()  # it arrived with its head, the common case
+                # the common case: the body arrived together with its head
+                body = request.content.read_nowait()
             else:
                 async with asyncio.timeout(self._limits.body_s):
                     body = await self._gathered(request.content, most, scan if plain else None)
@@ -170,7 +178,10 @@ class Intake:
             raise ApiError(408, why, code="body_timeout") from error
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
-        """Decompress a body, a large one in a thread. Raise ValueError if it is invalid, ApiError above a limit."""
+        """Decompress a body, in a thread if it is large.
+
+        Raise ValueError if it is invalid, ApiError if it exceeds a limit.
+        """
         with suppress(DecompressedTooLarge):
             return inflated(body, encoding, min(most, SMALL_BYTES))
         try:
@@ -179,7 +190,10 @@ class Intake:
             raise self._too_large() from error
 
     async def _gathered(self, content: StreamReader, most: int, scan: BodyScan | None) -> bytes:
-        """Return a body that is still arriving. `scan` checks each piece at once, so that an excessive body is refused early."""
+        """Return a body that is still arriving.
+
+        `scan` checks each piece at once, so that an excessive body is refused early.
+        """
         gathered = bytearray()  # not copied to bytes: that would take 20 ms for 45 MB
         size, all_most = 0, self._limits.bodies_mb_max * MIB
         try:
@@ -197,7 +211,7 @@ class Intake:
                     await self.scan(scan, piece)
         finally:
             self.body_bytes -= size
-        return cast(bytes, gathered)  # readers accept a bytearray
+        return cast(bytes, gathered)  # readers accept a bytearray as bytes
 
     def _too_large(self) -> ApiError:
         self.bounds.count("body_bytes")
@@ -206,9 +220,10 @@ class Intake:
 
 
 def inflated(data: bytes, encoding: str, most: int) -> bytes:
-    """Decompress a body of at most `most` bytes: gzip, or deflate with or without zlib's header.
+    """Decompress a body to at most `most` bytes: gzip, or deflate with or without zlib's header.
 
-    Raise DecompressedTooLarge above that size; ValueError if it is invalid.
+    Raise DecompressedTooLarge if the result is larger. Raise ValueError if the data is invalid or the encoding is
+    unknown.
     """
     if encoding not in _WINDOW:
         raise ValueError(
@@ -217,7 +232,8 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
     bare = encoding == "deflate" and data[:1] and data[0] & 0xF != 8  # many clients omit the zlib header
     window = -zlib.MAX_WBITS if bare else _WINDOW[encoding]
     if window > zlib.MAX_WBITS and most < int.from_bytes(data[-4:], "little") <= RATIO_MAX * len(data):
-        # gzip ends with its decompressed size (RFC 1952 §2.3.1), trusted if that size is possible
+        # gzip data ends with its decompressed size (RFC 1952 §2.3.1), which is trusted if the compression ratio is
+        # possible
         raise DecompressedTooLarge
     found: list[bytes] = []
     left, stream = most, zlib.decompressobj(window)
@@ -242,10 +258,10 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
 async def read_prompts(
     parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
 ) -> list[tuple[list[int], str]]:
-    """Return each prompt as tokens, and also as text if it was given as text.
+    """Return each prompt as tokens, and also as text if the client gave text.
 
-    `context` is the model's context length in tokens; a prompt must be shorter. Raise ApiError: 400, or 503 if too much text
-    waits to be tokenized; or BadTemplate.
+    `context` is the model's context length in tokens; a prompt must be shorter. Raise ApiError: 400 if a prompt is
+    invalid, 503 if too much text waits to be tokenized. Raise BadTemplate if the chat template refuses the messages.
     """
     bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
     if bias and (highest := max(bias)) >= tokens.size:
@@ -254,7 +270,8 @@ async def read_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
-    # A salted request shares no cached text either: its tokenization time would reveal whether the text was seen before.
+    # A request with a cache salt does not share cached text, because its tokenization time would reveal whether the
+    # text was seen before.
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -268,7 +285,7 @@ async def read_prompts(
 
 
 def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return a chat rendered by the model's template. Raise ApiError (400) or BadTemplate."""
+    """Return a chat rendered by the model's template. Raise ApiError (400) if the model has none, or BadTemplate."""
     if template is None:
         message = "this model has no chat template; use /v1/completions"
         raise invalid(message, "messages", "no_chat_template")
@@ -278,7 +295,10 @@ def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
-    """Refuse a text that cannot fit before it is tokenized, which takes a second per megabyte. Raise ApiError (400)."""
+    """Refuse a text that certainly exceeds the context, because tokenizing takes a second per megabyte.
+
+    Raise ApiError (400).
+    """
     if len(text) < context:  # the common case: a token has at least one character
         return
     least = tokens.tokens_min(text, context - 1)
@@ -288,7 +308,11 @@ def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param
 
 
 def _token_ids(given: list[int], size: int, context: int) -> list[int]:
-    """Return a prompt of token ids. One that is too long is refused unchecked: checking millions would block the event loop."""
+    """Return a valid prompt of token ids. Raise ApiError (400) otherwise.
+
+    A prompt that is too long is refused before its ids are checked, because checking millions would block the event
+    loop.
+    """
     if len(given) >= context:
         raise too_long(len(given), context, "prompt")
     if not all(type(token) is int for token in given):
@@ -301,11 +325,11 @@ def _token_ids(given: list[int], size: int, context: int) -> list[int]:
 class BodyParsers:
     """Parses request bodies that are too large for the event loop, in processes that can be killed.
 
-        up to 4 MiB ──▶ one process
-        more ─────────▶ another process, so that long prompts do not wait for huge bodies
+    up to 4 MiB ──▶ one process
+    more ─────────▶ another process, so that long prompts do not wait for huge bodies
 
-    A thread would not help: the decoder holds the interpreter lock until it has finished. Each process is started for the first
-    body that needs it, and restarted after it was killed or has failed.
+    A thread would not help, because the decoder holds the interpreter lock until it has finished. Each process is
+    started for the first body that needs it. After it was killed or has failed, it is started again.
     """
 
     def __init__(self, settings: AdmissionSettings, bounds: BoundMetrics) -> None:
@@ -313,10 +337,13 @@ class BodyParsers:
         self._settings = settings
         self._bounds = bounds
         self._processes = (_ParserProcess(), _ParserProcess())
-        self.waiting_bytes = 0  # of bodies that are being parsed or wait for a process
+        self.waiting_bytes = 0  # bytes of bodies that are being parsed or wait for a process
 
     async def parse(self, name: str, body: bytes) -> Any:
-        """Return the result of the named parser for a body. Raise ApiError: 400 if it is invalid, 503 above a limit."""
+        """Return the result of the parser with this name for a body.
+
+        Raise ApiError: 400 if it is invalid, 503 above a limit.
+        """
         most, size = self._settings.bodies_mb_max * MIB, len(body)
         if self.waiting_bytes and self.waiting_bytes + size > most:
             why = f"{self.waiting_bytes // MIB} MB of requests' bodies are waiting to be parsed"
@@ -356,14 +383,17 @@ class BodyParsers:
 
 
 class _ParserProcess:
-    """A process that parses one body at a time."""
+    """A child process that parses one body at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self._process: Process | None = None
 
     async def parse(self, name: str, body: bytes) -> bytes:
-        """Return the encoded outcome. Kill the process if the caller gives up. Raise OSError, IncompleteReadError."""
+        """Return the encoded outcome of parsing a body. The process is killed if the caller is cancelled.
+
+        Raise OSError or IncompleteReadError if the process has ended.
+        """
         try:
             process = await self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -377,7 +407,8 @@ class _ParserProcess:
         except RuntimeError as error:  # raised by uvloop for a pipe that it has already closed
             await self.end()
             raise BrokenPipeError(str(error)) from error
-        except BaseException:  # a late outcome must not be read as that of the next body
+        # the process is killed, so that a late outcome is not read as the outcome of the next body
+        except BaseException:
             await self.end()
             raise
 
@@ -390,7 +421,7 @@ class _ParserProcess:
         return self._process
 
     async def end(self) -> None:
-        """Kill the process, if there is one, and wait for its end."""
+        """Kill the process if it runs, and wait for its end."""
         process, self._process = self._process, None
         if process is None:
             return

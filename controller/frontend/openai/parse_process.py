@@ -1,8 +1,9 @@
 """A process that parses large request bodies, so that they do not block a frontend's event loop.
 
-    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or its 400
+stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or
+its 400
 
-It exits at the end of its input. The frontend kills it if one body takes too long.
+The process exits at the end of its input. The frontend kills the process if one body takes too long.
 """
 
 import os
@@ -22,7 +23,7 @@ NICENESS = 5  # lower priority than the frontend, so that running streams have p
 
 
 def parse(name: str, body: bytes) -> bytes:
-    """Return the encoded outcome of one body: the parsed request, or its rejection."""
+    """Parse one body. Return the encoded outcome: the parsed request, or its rejection."""
     result, rejection = None, None
     try:
         result = parse_body(name, body)
@@ -36,7 +37,7 @@ def parse(name: str, body: bytes) -> bytes:
 
 
 def outcome(name: str, encoded: bytes) -> Any:
-    """Return the parsed request from an encoded outcome. Raise ApiError (400)."""
+    """Return the parsed request of an encoded outcome. Raise ApiError (400) if the outcome is a rejection."""
     rejected = tuple[str, str, str | None]  # the 400 of an invalid body: message, code, param
     result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, rejected | None])
     if rejection is not None:

@@ -5,10 +5,11 @@ requests are admitted by deadlines:
 
     X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from the request's arrival to its first token
     X-Holdfast-Queue-TTL-Ms, x-llm-d-inference-ttl (1.5s)        the longest wait in the queue
-    X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: those of a tier share workers fairly
+    X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: the clients of a tier share workers fairly
     X-Stainless-Retry-Count                                      previous attempts of OpenAI's client
 
-Of two headers with the same meaning, Holdfast's own has precedence. An invalid header is refused rather than silently ignored.
+If two headers with the same meaning are given, Holdfast's own has precedence. An invalid header is refused, not
+silently ignored.
 """
 
 import asyncio
@@ -39,14 +40,14 @@ from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
 
 ENDPOINTS = {"/v1/chat/completions": "chat_completions", "/v1/completions": "completions"}
-KEPT_MAX = 256
-READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; it receives no body here
+KEPT_MAX = 256  # number of heads in the cache
+READ_AHEAD = 2**16  # read-ahead limit that aiohttp's parser requires; the parser receives no body here
 REQUEST_ID_MAX = 128
 SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
-ID_BYTES = 16  # random bytes; an id is their hex digits
+ID_BYTES = 16  # random bytes of a generated id, which consists of their hex digits
 SUSPECT = "X-Holdfast-Suspect"
-EXPLAINED_MAX = 8  # candidates in a header: many clients accept at most 8 KB of headers
+EXPLAINED_MAX = 8  # number of candidates in a header, because many clients accept at most 8 KB of headers
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MS_MAX = 86_400_000.0
 CLIENT_CHARS_MAX = 128
@@ -58,14 +59,17 @@ _PARTS = re.compile(f"(?:{_PART.pattern})+")
 class AdmissionHeaders(msgspec.Struct, frozen=True):
     """The admission headers of a request. Times are in seconds."""
 
-    header: str = ""  # the client, as named by its header
+    header: str = ""  # the client's name in its header
     api_key: str = ""  # a digest of the client's API key
     deadline_s: float | None = None
     line_s: float | None = None
     retries: int = 0
 
     def client(self, by: Iterable[FairnessKey], user: str) -> str:
-        """Return the client of a request: the first of these keys that the request has. Requests without keys share a client."""
+        """Return the client of a request for fair queueing: the first of these keys that the request has.
+
+        Return an empty string without any of these keys, so that such requests share one client.
+        """
         given: Mapping[FairnessKey, str] = {"header": self.header, "api_key": self.api_key, "user": user}
         return next((f"{kind}:{given[kind]}" for kind in by if given[kind]), "")
 
@@ -74,39 +78,39 @@ NOTHING = AdmissionHeaders()
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The parsed head of a request."""
+    """The parsed head of a completion request."""
 
     endpoint: str  # one of the values of ENDPOINTS
-    id: str  # as given by the client; empty: none, or not usable
+    id: str  # the client's request id; empty if none was given, or if it is not usable
     tier: str
-    warning: str  # value of the Warning header; empty: none
-    trace: str  # a traceparent; empty: none
+    warning: str  # value of the Warning header of the response; empty if there is no warning
+    trace: str  # the request's trace as a traceparent; empty if there is none
     version: tuple[int, int] = (1, 1)
     keep: bool = True  # keep the connection open after the response
-    chunked: bool = True  # the response stream may be chunked
+    chunked: bool = True  # whether the response stream may be chunked
     overrides: RoutingOverrides = NO_OVERRIDES
     credentials: str = ""  # the header Authorization
     origin: str = ""  # the header Origin
-    asked: AdmissionHeaders = NOTHING  # with admission by deadlines
+    asked: AdmissionHeaders = NOTHING  # empty without admission by deadlines
     end: int = 0  # number of bytes of the head, including the empty line
     whole: int = 0  # number of bytes of head and body
 
 
 class Call(msgspec.Struct):
-    """A parsed completion request."""
+    """A parsed completion request: head, body, and the data for its response."""
 
-    id: str  # given by the client, or generated
+    id: str  # request id: the client's, or generated
     head: Head
     parsed: ParsedRequest
-    headers: dict[str, str]  # of every response to it
+    headers: dict[str, str]  # headers of every response to this request
     arrived: float  # by the frontend's monotonic clock
-    transport: asyncio.Transport | None  # None: its client has disconnected
+    transport: asyncio.Transport | None  # None if the client has disconnected
 
 
 def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
-    """Return the parts of a head that cannot be invalid: without overrides and admission headers."""
+    """Parse the parts of a head that cannot be invalid. Overrides and admission headers are left at their defaults."""
     priority = headers.get("X-Priority")
     tier, known = tiers.asked(priority)
     warning = "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
@@ -118,16 +122,19 @@ def read_head(
 
 
 class HeadCache:
-    """Caches the last `KEPT_MAX` heads by their bytes: a lookup takes 0.06 µs, parsing takes 20."""
+    """Caches the last KEPT_MAX heads by their bytes. A lookup takes 0.06 µs, parsing a head takes 20 µs."""
 
     def __init__(self, ours: RouterSettings, table: EndpointTable, *, by_deadline: bool = False) -> None:
-        """Start empty. The cache is cleared when the table's tiers change."""
+        """Start empty. The cache is cleared when the tiers of the table change."""
         self._table = table
         self._tiers: Tiers | None = None
         self._read_plain = partial(read_plain, ours, by_deadline)
 
     def read(self, raw: bytes) -> Head | None:
-        """Return the result of `read_plain`, from the cache if possible."""
+        """Return the parsed head of a plain request from the cache or `read_plain`.
+
+        Return None if the request is not plain.
+        """
         if self._table.tiers is not self._tiers:
             self._tiers = self._table.tiers
             self._read = lru_cache(KEPT_MAX)(partial(self._read_plain, self._tiers))
@@ -135,7 +142,7 @@ class HeadCache:
 
 
 def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes) -> Head | None:
-    """Parse a head up to its empty line. Return None if anything about the request is unusual or invalid."""
+    """Parse a head that ends with its empty line. Return None if anything about the request is unusual or invalid."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
         return None  # parsers disagree on where such a head ends
     parser = HttpRequestParser(None, None, READ_AHEAD, response_with_body=False)
@@ -164,7 +171,7 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
 
 
 def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
-    """Return the parsed admission headers. Raise ApiError (400), naming the header."""
+    """Return the parsed admission headers. Raise ApiError (400) that names the first invalid header."""
     found: dict[str, str] = {}
     for raw, value in headers:
         name = _SHOWN.get(raw.decode("latin-1").lower(), "")
@@ -230,7 +237,7 @@ _SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
 
 
 def go_duration(text: str) -> float | None:
-    """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`); None if it is invalid."""
+    """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`), or None if it is invalid."""
     if text == "0":
         return 0.0
     if not _PARTS.fullmatch(text):
@@ -239,7 +246,7 @@ def go_duration(text: str) -> float | None:
 
 
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
-    """Return the response headers about the worker of a request's answers, and about its choice."""
+    """Return the response headers that name the worker of a request's answers, and explain its choice if requested."""
     endpoint = answers[0].endpoint if answers else None
     headers = {"X-Holdfast-Worker": _of_worker(endpoint.worker)} if endpoint is not None else {}
     for answer in answers:
@@ -254,7 +261,7 @@ def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
 
 
 def _of_worker(name: str) -> str:
-    """Return a worker's name in a form valid in a header: workers may register any name."""
+    """Return a worker's name in a form that is valid in a header, because workers may register any name."""
     return name if name.isprintable() else ascii(name)
 
 
@@ -266,7 +273,7 @@ def id_header(request: web.BaseRequest) -> dict[str, str]:
 def traceparent(headers: "CIMultiDictProxy[str]") -> str:
     """Return the request's trace as a version 00 traceparent (W3C Trace Context).
 
-    Empty without the header, or if it is malformed (§3.2.2: such a header is ignored).
+    Return an empty string without the header, or if the header is malformed (§3.2.2: such a header is ignored).
     """
     given = headers.getall("traceparent", ())
     found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
@@ -279,7 +286,7 @@ def traceparent(headers: "CIMultiDictProxy[str]") -> str:
 
 
 def unknown_fields(names: Sequence[str]) -> str:
-    """Return the warning (RFC 9111 §5.5, as a header's value) that these fields of a body are unknown."""
+    """Return the value of a Warning header (RFC 9111 §5.5) that lists these unknown fields of a body."""
     shown = [printable for name in names[:SHOWN_MAX] if (printable := _printable(name))]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f'299 - "unknown fields, ignored: {", ".join(shown)}{more}"'
@@ -290,7 +297,7 @@ def _printable(name: str) -> str:
 
 
 def own_id(given: str | None) -> str:
-    """Return the client's request id if it is usable, otherwise an empty text."""
+    """Return the client's request id if it is usable, otherwise an empty string."""
     if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given
     return ""

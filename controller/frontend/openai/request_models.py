@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from controller.deciders.thresholds import BusyThresholds
 
 STOPS_MAX = 16
-STOP_CHARS_MAX = 4_096  # in total: the maximum text held back from a stream
+# characters of all stop strings together, which is also the maximum text held back from a stream
+STOP_CHARS_MAX = 4_096
 N_MAX = 16
 TOP_LOGPROBS_MAX = 20
 MESSAGES_MAX = 10_000  # reading a million would block the event loop
@@ -25,8 +26,8 @@ STOP_IDS_MAX = 1_000
 LOGIT_BIAS_MAX = 1_024
 TOOLS_MAX = 128
 SALT_CHARS_MAX = 256
-TEXT_CHARS_MAX = 2**20  # of /tokenize
-TOKENS_MAX = 2**18  # of /detokenize: about four times as many characters
+TEXT_CHARS_MAX = 2**20  # characters of a text in /tokenize
+TOKENS_MAX = 2**18  # tokens in /detokenize: about four times as many characters
 
 Json = dict[str, object]
 Count = Annotated[int, Meta(ge=1)]
@@ -36,12 +37,12 @@ TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a
 
 
 def option(description: str, default: object = None, **bounds: Any) -> Any:
-    """Return an optional field."""
+    """Return an optional field with this description, default and limits."""
     return Field(default, description=description, **bounds)
 
 
 def _no_more(most: int, what: str) -> BeforeValidator:
-    """Refuse a mapping with too many entries before any entry is validated."""
+    """Return a validator that refuses a mapping with too many entries before any entry is validated."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > most:
@@ -52,7 +53,9 @@ def _no_more(most: int, what: str) -> BeforeValidator:
 
 
 def _read_later(*schemas: Json) -> WithJsonSchema:
-    """Describe a field that the parser validates later: its content must not be read before its length is checked."""
+    """Return the schema of a field that the parser validates later, because its length must be checked before its
+    content.
+    """
     return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
 
 
@@ -200,9 +203,10 @@ class PlainOptions(Struct, forbid_unknown_fields=True):
 
 
 class PlainChat(Struct, forbid_unknown_fields=True):
-    """A chat without unusual fields, as most chats are: msgspec parses it in 3.9 µs, pydantic in 18.6.
+    """A chat without unusual fields, as most chats are: msgspec parses it in 3.9 µs, pydantic in 18.6 µs.
 
-    object other body, valid or not, is parsed as `ChatBody`. A plain chat must mean the same there; a test compares both.
+    Any other body, valid or not, is parsed as `ChatBody`. A plain chat must have the same meaning in both models; a
+    test compares them.
     """
 
     model: str
@@ -260,7 +264,7 @@ class BusyThresholdBody(BaseModel):
 
     @property
     def given(self) -> BusyThresholds:
-        """The thresholds to set. Raise ValueError if one is out of range."""
+        """The thresholds to set. Raises ValueError if a value is out of range."""
         return BusyThresholds(
             self.active_decode_blocks_threshold,
             self.active_prefill_tokens_threshold,
@@ -273,7 +277,7 @@ Harmless = dict[str, tuple[object, ...]]
 
 
 def _unless(harmless: tuple[object, ...], *names: str) -> Harmless:
-    """Return fields that are refused unless their value is null or one of these."""
+    """Return a mapping of the named fields to the values with which they are accepted: null, and those in `harmless`."""
     return {name: (None, *harmless) for line in names for name in line.split()}
 
 

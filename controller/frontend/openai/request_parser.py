@@ -1,7 +1,8 @@
 """Parses request bodies: chat and completions into one `ParsedRequest`, and the small endpoints.
 
-Unknown fields are accepted with a warning, because clients send fields that are meant for other servers. Known but unsupported
-fields that would change the answer are refused (`request_models.py` has the tables).
+Chat and completion bodies are parsed into one `ParsedRequest`. Unknown fields are accepted with a warning, because
+clients send fields that are meant for other servers. Known but unsupported fields that would change the answer are
+refused (`request_models.py` has the tables).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,50 +33,51 @@ _PLAIN_UNSET = {
 
 
 class AnswerDetails(Struct, kw_only=True, frozen=True):
-    """Rarely used options of an answer besides its text."""
+    """Rarely used options that add details to an answer's text."""
 
     echo: bool = False  # return the prompt before the text
     token_ids: bool = False
-    usage: bool = False  # the usage so far, with every event
+    usage: bool = False  # include the usage so far in every event
 
 
 NO_DETAILS = AnswerDetails()
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
-    """A parsed request of either endpoint, in the common form that generations use."""
+    """A parsed chat or completion request, in one form for both endpoints."""
 
     chat: bool
     model: str
-    called: str = ""  # the alias in the client's request; empty: the model's own name
+    called: str = ""  # the alias in the client's request; empty if the request names the model itself
     stream: bool
-    include_usage: bool
+    include_usage: bool  # include the usage in the last event of a stream
     n: int = 1
-    max_tokens: int | None = None  # None: the endpoint's default
-    # Fields that the client left out have their defaults and are listed in `unset`. Fields that depend on the prompt are set
-    # later.
+    max_tokens: int | None = None  # None if the endpoint's default applies
+    # Fields that the client left out have their defaults and are listed in `unset`. Fields that depend on the prompt
+    # are set later.
     sampling: Sampling
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None  # number of top tokens shown; None: no logprobs
-    logprobs_by_id: bool = False  # tokens in logprobs are named by their ids
+    logprobs: int | None = None  # number of top tokens shown; None if no logprobs are requested
+    logprobs_by_id: bool = False  # whether tokens in logprobs are named by their ids
     details: AnswerDetails = NO_DETAILS
     guided: models.Json | None = None
     cache_salt: str = ""  # cached prefixes are shared only with requests that have the same salt
     messages: list[models.Json] | None = None  # of a chat
     template_extra: models.Json | None = None  # variables for the chat template
-    template_reads: str = ""  # a field that the chat template must read; otherwise it is refused
+    # a field that the chat template must read, because the request is refused otherwise; empty if there is none
+    template_reads: str = ""
     unknown: tuple[str, ...] = ()  # unknown fields of the body
     prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
     user: str = ""  # the end user, as named in the body
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
-    """A parsed body of /tokenize: a text, or a conversation."""
+    """A parsed body of /tokenize, which contains either a text or a conversation."""
 
     model: str | None
-    text: str | None = None  # None: messages are given
+    text: str | None = None  # None if messages are given
     messages: list[models.Json] = []
-    template_names: models.Json = {}  # for the chat template
+    template_names: models.Json = {}  # variables for the chat template
     special: bool
     token_strs: bool
     unknown: tuple[str, ...] = ()
@@ -96,18 +98,18 @@ _plain = msgspec.json.Decoder(models.PlainChat)
 
 
 def parse_body(kind: str, body: bytes) -> Any:
-    """Parse a body of this kind (a key of KINDS). Raise ApiError (400), naming the field."""
+    """Parse a body of this kind (a key of KINDS). Raise ApiError (400) that names the invalid field."""
     return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
 
 
 def read_chat(body: bytes) -> ParsedRequest:
-    """Parse a chat body. Raise ApiError (400), naming the field."""
+    """Parse a chat body. Raise ApiError (400) that names the invalid field."""
     plain = plain_chat(body)
     return _from_plain(plain) if plain is not None else parse_any_chat(read_json(body))
 
 
 def read_json(body: bytes) -> object:
-    """Decode a body. Raise ApiError (400) if it is not JSON."""
+    """Decode a JSON body. Raise ApiError (400) if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -115,7 +117,7 @@ def read_json(body: bytes) -> object:
 
 
 def parse_any_chat(data: object) -> ParsedRequest:
-    """Parse a decoded chat body with any fields. Raise ApiError (400), naming the field."""
+    """Parse a decoded chat body that may have any field. Raise ApiError (400) that names the invalid field."""
     body = validated(models.ChatBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
@@ -138,7 +140,7 @@ def parse_any_chat(data: object) -> ParsedRequest:
 
 
 def _tools(body: models.ChatBody) -> bool:
-    """Return whether there are tools for the chat template to show, none of which may be called. Raise ApiError (400)."""
+    """Return whether the chat template has tools to show. Raise ApiError (400) if one of them could be called."""
     if body.tools and body.tool_choice != "none":
         raise unsupported(
             "tools", 'tool calls are not supported; tools are accepted with tool_choice: "none"'
@@ -149,7 +151,7 @@ def _tools(body: models.ChatBody) -> bool:
 
 
 def parse_completion(data: object) -> ParsedRequest:
-    """Parse a decoded completions body. Raise ApiError (400), naming the field."""
+    """Parse a decoded completions body. Raise ApiError (400) that names the invalid field."""
     body = validated(models.CompletionBody, data)
     unknown = refuse(body.model_extra, models.REFUSED_BY_COMPLETIONS)
     if body.max_tokens == 0 and not body.echo:
@@ -192,7 +194,10 @@ def _from_plain(chat: models.PlainChat) -> ParsedRequest:
 def _parsed(
     body: models.RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any
 ) -> ParsedRequest:
-    """Build a ParsedRequest. `own`: its fields that only one of the endpoints has, or that differ. Raise ApiError (400)."""
+    """Build a ParsedRequest from a validated body. Raise ApiError (400) if fields contradict each other.
+
+    `own` contains the fields that only one of the endpoints has, or that differ between them.
+    """
     options = body.stream_options or models.StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
@@ -247,7 +252,10 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 def _guided(body: models.RequestBody) -> models.Json | None:
-    """Return the constraint on the answer's form, for engines that support one. Raise ApiError (400)."""
+    """Return the constraint on the answer's form by the name of its field, or None if there is none.
+
+    Raise ApiError (400) if more than one field constrains the answer.
+    """
     found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     wanted = body.response_format
     if wanted is not None:
@@ -264,7 +272,11 @@ def _guided(body: models.RequestBody) -> models.Json | None:
 
 
 def plain_message(place: int, message: models.ChatMessage) -> models.Json:
-    """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400)."""
+    """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400) if it is
+    invalid.
+
+    `place` is the message's index.
+    """
     extra, given, where = message.model_extra or {}, message.content, f"messages.{place}.content"
     content = [_text_part(part, where) for part in given] if isinstance(given, list) else given
     calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
@@ -281,7 +293,10 @@ def _text_part(part: models.Part, where: str) -> dict[str, str]:
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
-    """Return one or several prompts. List items are checked later, when the list is known not to exceed a context."""
+    """Return the prompts of a completion request as a list.
+
+    The items of token lists are checked later, once their number is known to fit.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
@@ -298,7 +313,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 
 def plain_chat(body: bytes) -> models.PlainChat | None:
-    """Return a body as a plain chat; None if it is not plain, or not JSON."""
+    """Return a chat body as a plain chat, or None if it has other fields or is not JSON."""
     try:
         found = _plain.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -307,7 +322,7 @@ def plain_chat(body: bytes) -> models.PlainChat | None:
 
 
 def parse_tokenize(data: object) -> TokenizeRequest:
-    """Parse a decoded body of /tokenize. Raise ApiError (400), naming the field."""
+    """Parse a decoded body of /tokenize. Raise ApiError (400) that names the invalid field."""
     given = data if isinstance(data, dict) else {}
     chat = "messages" in given
     if chat and "prompt" in given:
@@ -334,7 +349,7 @@ def parse_tokenize(data: object) -> TokenizeRequest:
 
 
 def parse_detokenize(data: object) -> DetokenizeRequest:
-    """Parse a decoded body of /detokenize. Raise ApiError (400), naming the field."""
+    """Parse a decoded body of /detokenize. Raise ApiError (400) that names the invalid field."""
     asked = validated(models.DetokenizeBody, data)
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
@@ -350,7 +365,7 @@ KINDS: dict[str, tuple[Callable[[object], object], type]] = {
 
 
 def validated(model: type[B], data: object) -> B:
-    """Validate a body with this model. Raise ApiError (400), naming the field."""
+    """Validate a decoded body with this model. Raise ApiError (400) that names the invalid field."""
     if not isinstance(data, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     try:
@@ -359,19 +374,19 @@ def validated(model: type[B], data: object) -> B:
         found = error.errors(include_url=False, include_input=False)
         place = [step for step in found[0]["loc"] if not _is_type(step)]
         same = [one for one in found if list(one["loc"][: len(place)]) == place]
-        first = same[-1]  # of a union: report the error in the list, not that it is no text
+        first = same[-1]  # of a union, the error in the list is reported, not that the value is no text
         where = [str(step) for step in first["loc"] if not _is_type(step)]
         field = quoted(".".join(where))  # names in a mapping are client input
         raise invalid(f"{field}: {first['msg']}", quoted(where[0]) if where else None) from error
 
 
 def _is_type(step: int | str) -> bool:
-    """Return whether a step of pydantic's path names a branch of a union, which means nothing to a client."""
+    """Return whether a step of pydantic's error path names a branch of a union, which is meaningless to a client."""
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
 def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tuple[str, ...]:
-    """Return the unknown fields in `extra`.
+    """Return the names of the fields in `extra` that are neither refused nor ignored.
 
     Raise ApiError (400) for the first of the `refused` fields with a value that is not harmless.
     """
@@ -383,5 +398,5 @@ def refuse(extra: Mapping[str, object] | None, refused: models.Harmless) -> tupl
 
 
 def bad_json(why: str) -> ApiError:
-    """Return the 400 for a body that is not JSON."""
+    """Return the 400 error for a body that is not JSON."""
     return invalid(f"the body is not JSON: {why}", code="invalid_json")

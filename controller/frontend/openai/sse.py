@@ -1,12 +1,13 @@
 """One HTTP response as a stream of server-sent events, written directly to the transport.
 
-All output of one turn of the event loop becomes one write; each token stays its own event.
+All output of one event-loop iteration is written at once, with one event for each token.
 
-The head is sent with the first event, so that a failure before the first token is a proper HTTP error. After `early_head_s`
-without a token it is sent anyway, also while the request is queued or tokenized; from then on errors are events of the stream.
+The response head is sent with the first event, so that a failure before the first token is a proper HTTP error. After
+`early_head_s` without a token, the head is sent anyway, even while the request is queued or tokenized. Later errors
+are events of the stream.
 
-No stream waits for its client. Data that the client does not read is buffered up to a limit and a deadline; beyond either, the
-client is disconnected.
+No stream waits for its client. Data that the client does not read is buffered up to a limit and a deadline. If either
+is exceeded, the client is disconnected.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class SseStream:
-    """The response side of one streamed request."""
+    """Writes the streamed response to one request."""
 
     __slots__ = (
         "_call", "_cut_off", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport", "_written",
@@ -43,30 +44,35 @@ class SseStream:
     def __init__(
         self, call: Call, transport: asyncio.Transport, limits: StreamSettings, cut_off: Counter
     ) -> None:
-        """Respond to a request on its connection, within these limits. `cut_off` counts clients that do not read."""
+        """Respond to a request on its connection, within `limits`.
+
+        `cut_off` counts clients disconnected because they do not read.
+        """
         self._call = call
         self._transport = transport
         self._limits = limits
         self._cut_off = cut_off
-        self.answers: Sequence[Choice] = ()  # the response head names the worker on which they run then
+        # the response head names the workers on which the answers run when the head is sent
+        self.answers: Sequence[Choice] = ()
         self._written = 0
         self._seen = 0  # bytes that had left our buffer at the last check
-        self._moved_at: float | None = None  # None: no data is waiting
+        self._moved_at: float | None = None  # time of the last progress; None while no data waits
         # Time of the request's arrival, or of the last comment before the first token.
         self._quiet_at = call.arrived
-        self._quiet_bytes = 0  # bytes written by then; no token has been written while this is unchanged
+        # bytes written by that time; while this equals `_written`, no token has been written
+        self._quiet_bytes = 0
         self.parts: list[bytes] = []
         self.started = False
         self.ended = False
 
     def end(self, last: bytes) -> None:
-        """Write the last event."""
+        """Append the last part, and write everything."""
         self.parts.append(last)
         self.ended = True
         self.flush()
 
     def flush(self) -> None:
-        """Write the collected parts as one chunk, with one system call per turn of the event loop."""
+        """Write the collected parts as one chunk, with one system call per event-loop iteration."""
         parts = self.parts
         if not parts:
             return
@@ -77,7 +83,7 @@ class SseStream:
             self.started = True
             headers = self._call.headers | worker_headers(self.answers)
             parts.insert(0, response_head(self._call.head, headers))
-        payload = b"".join(parts)  # joined only once: answers can be large
+        payload = b"".join(parts)  # joined only once, because answers can be large
         parts.clear()
         transport = self._transport
         if transport.is_closing():
@@ -88,14 +94,15 @@ class SseStream:
             self._cut("the client does not read its response")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send a comment, which clients ignore, when nothing else may be sent for a while."""
+        """Send an SSE comment, which clients ignore, when nothing else may be sent for a while."""
         self.parts.append(comment)
         self.flush()
 
     def await_token(self, now: float) -> None:
-        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy closes the connection as idle.
+        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy closes the connection as
+        idle.
 
-        `now`: monotonic seconds.
+        `now` is in monotonic seconds. The comment is repeated after each further `early_head_s` without a token.
         """
         every_s = self._limits.early_head_s
         if not every_s or self._written != self._quiet_bytes or now - self._quiet_at < every_s:
@@ -104,7 +111,10 @@ class SseStream:
         self._quiet_at, self._quiet_bytes = now, self._written
 
     def check(self, now: float) -> None:
-        """Disconnect the client if data has waited for `write_deadline_s` without progress. `now`: monotonic seconds."""
+        """Disconnect the client if data has waited for `write_deadline_s` without progress.
+
+        `now` is in monotonic seconds.
+        """
         waiting = self.waiting
         left = self._written - waiting
         if not waiting:
@@ -116,7 +126,7 @@ class SseStream:
         self._seen = left
 
     def _cut(self, why: str) -> None:
-        """Disconnect a client that does not read. That cancels its request if it is still running."""
+        """Disconnect a client that does not read. This also cancels its request if that is still running."""
         if self.answers:
             log.warning("client_cut_off", request=self._call.id, why=why)
         self._cut_off.inc()
@@ -138,12 +148,12 @@ class SseStream:
         self.answers = ()
 
     def abort(self) -> None:
-        """Drop the client's connection."""
+        """Close the client's connection at once, and discard unsent data."""
         self._transport.abort()
 
 
 class StreamedResponse(web.StreamResponse):
-    """A response that an SseStream has already written, as aiohttp expects one."""
+    """Represents for aiohttp a response that an SseStream has already written."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__()
@@ -157,7 +167,7 @@ class StreamedResponse(web.StreamResponse):
 
 
 def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
-    """Return the response head of a 200 event stream, for a request with this head."""
+    """Return the head of a response with status 200 and an event stream, for a request with this head."""
     lines = [head_beginning(head.version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if head.chunked:
@@ -168,7 +178,7 @@ def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
 
 @lru_cache(2)  # HTTP versions; formats the date only once per second
 def head_beginning(version: tuple[int, int], second: int) -> str:
-    """Return the part common to all response heads of this second since 1970 (UTC)."""
+    """Return the part that is common to all response heads of this second (seconds since 1970, UTC)."""
     return (
         f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
         "Content-Type: text/event-stream; charset=utf-8\r\n"
