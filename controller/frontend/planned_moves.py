@@ -6,13 +6,14 @@
     an operator requests holdfast move ──┘              ├─ if the cache cannot be sent: recompute (device, operator),
                                                         └─ or the request stays and ends there (drain, throttled)
 
-If recomputation is predicted to be faster than the transfer, the request is recomputed, whatever the cause. Requests move by
-priority, then age. The requests of a group of several ranks are planned together: one group with room receives them all,
-otherwise several do. Those of a single-rank worker are spread over the others.
+If recomputation is predicted to be faster than the transfer, the request is recomputed, whatever the cause. Requests
+move in order of priority, then of age. The requests of a worker with several shards (tp > 1) are planned together:
+one worker with room receives them all, or several workers do if no single one has enough room. The requests of an
+unsharded worker are spread over the other workers.
 
-A failed move costs its stream nothing: the stream stays, or is recomputed as above. If no worker has room, the stream stays,
-whatever the cause, and the move is retried with every tick. A request with a prompt still being prefilled moves after its
-first token.
+If a move fails, its stream loses nothing: the stream stays, or is recomputed as shown above. If no worker has room,
+the stream stays, whatever the cause, and the move is retried on every tick. A request that is still being prefilled
+moves after its first token.
 """
 
 import asyncio
@@ -41,51 +42,54 @@ from controller.router.trust import SourceDistrusted, TrustedSource
 from events.observations import MoveRequested
 from events.wire import Chunk, Committed, Reserved
 
-THROTTLED_BELOW = 0.5  # share of its weight that throttled devices leave to a worker
-BEGINS_MAX = 8  # per turn of the event loop: planning one takes a millisecond or two
-REFUSALS_MAX = 2  # by targets, before the request gives up on transfers
-ROOM_TOKENS = 16  # margin over what it will probably generate until it stops
+# share of its weight to which throttled devices must reduce a worker before its requests move
+THROTTLED_BELOW = 0.5
+# moves that begin per event-loop iteration, because planning one move takes a millisecond or two
+BEGINS_MAX = 8
+REFUSALS_MAX = 2  # refusals by targets after which a request is not transferred any more
+# tokens of KV cache reserved beyond the tokens that the source will probably generate during the transfer
+ROOM_TOKENS = 16
 NO_ROOM = "no other worker has room"
 # causes for which a request is recomputed if its cache cannot be sent
 INSISTS: frozenset[PlannedCause] = frozenset({"device_fault", "operator"})
 
-# method and target, if any worker can take the request
+# a placement (with the method) and a target; the target is None if no worker can take the request
 Planned: TypeAlias = tuple[Placement, Endpoint | None]
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MigrationRequest:
-    """A request that must move to another worker."""
+    """One request that a planned move must take to another worker."""
 
     live: LiveRequest
     source: Endpoint
     cause: PlannedCause
-    to: str = ""  # the only worker that it may move to; empty: any
-    planned: str = ""  # target in the plan of its group
-    without: frozenset[str] = frozenset()  # targets that refused it, or failed
+    to: str = ""  # the only worker to which the request may move; empty if any may take it
+    planned: str = ""  # target of this request in the plan of its group; empty if there is no such plan
+    without: frozenset[str] = frozenset()  # targets that refused the request, or failed
     why: str = ""  # reason of the first refusal
 
     @property
     def stale(self) -> bool:
-        """Whether it has ended or has left its source."""
+        """Whether the request has ended or has left its source."""
         return self.live.over or self.live.endpoint is not self.source
 
     @property
     def ready(self) -> bool:
-        """Whether it can move now: it produces tokens, and no transfer is under way."""
+        """Whether the request can move now, because it produces tokens and no transfer of it is under way."""
         return self.live.state.has_output and self.live.state.transfer is None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class KvMoveSink(KvMove):
-    """One KV transfer as the request plane sees it. Implements `controller.ports.TransferSink`."""
+    """Receives the frames of one KV transfer from the request plane. Implements `controller.ports.TransferSink`."""
 
     moves: "PlannedMoves"
     placer: Placer
     driver: Driver
     wanted: MigrationRequest
-    at_once: int  # transfers that share the link
+    at_once: int  # number of transfers that share the link, with this one
 
     def _advance(self, event: kv.Event) -> None:
         live = self.wanted.live
@@ -93,9 +97,9 @@ class KvMoveSink(KvMove):
             self.driver.feed(live, live.advanced(event))
 
     def reserved(self, frame: Reserved) -> None:
-        """Handle the target's reservation, which reports how many tokens it has cached.
+        """Handle the target's reservation, which contains the number of tokens that the target has cached.
 
-        The source sends the KV cache only if that is still faster than recomputing.
+        The transfer is given up if the target's cache makes recomputing faster.
         """
         live, cached, at_once = self.wanted.live, frame.cached_tokens, self.at_once
         transfer = live.state.transfer
@@ -111,17 +115,20 @@ class KvMoveSink(KvMove):
             self._advance(kv.TargetReserved())
 
     def declined(self, stream: int, why: str) -> None:
-        """Handle the source or the target declining the transfer."""
+        """Handle that the source or the target declines the transfer.
+
+        `stream` is the stream number of the declining side.
+        """
         self.target_failed = stream == self.stream
         self._advance(kv.MigrationDeclined("target" if self.target_failed else "source", why))
 
     def committed(self, frame: Committed) -> None:
-        """Handle the commit: the target decodes now."""
+        """Handle the target's commit, after which the target decodes."""
         self.commit = frame
         self._advance(kv.TargetCommitted(tuple(frame.tokens)))
 
     def take(self, chunk: Chunk) -> None:
-        """Hold the target's chunks until the source's last token has arrived."""
+        """Hold the target's output until the source's last token has arrived."""
         if chunk.error is not None:
             self.target_failed = True
             self._advance(kv.Lost(chunk.error))
@@ -131,7 +138,7 @@ class KvMoveSink(KvMove):
             self.give_up("the source's last tokens have not arrived")
 
     def flush(self) -> None:
-        """Do nothing: no chunk is for the client yet."""
+        """Do nothing, because no chunk of the target may be sent to the client yet."""
 
     def lost(self, cause: LostCause, detail: str) -> None:
         """Handle the loss of the target."""
@@ -139,17 +146,17 @@ class KvMoveSink(KvMove):
         self._advance(kv.Lost(f"target {cause}: {detail}"))
 
     def give_up(self, why: str) -> None:
-        """Abort the transfer: the stream stays at its source."""
+        """Abort the transfer, so that the stream stays at its source."""
         self._advance(kv.GivenUp(why))
 
     def ended(self, over: TransferOver) -> None:
-        """Handle the end of the transfer."""
+        """Report the outcome of the transfer to `PlannedMoves`."""
         self.moves.ended(self, over)
 
 
 @dataclass(eq=False, repr=False)
 class MovePlanner:
-    """Decides where a request moves, and by which method. It changes nothing."""
+    """Decides where a request moves, and by which method. Changes no state."""
 
     policy: MovingPolicy
     table: EndpointTable
@@ -157,9 +164,11 @@ class MovePlanner:
     placer: Placer
 
     def group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
-        """Return the target of each request of a group of several ranks: one group that has room for all, or several.
+        """Return the planned target of each request of a sharded worker. Return {} if its requests are planned
+        separately.
 
-        A spare that replaces a single-rank worker receives all of that worker's requests too.
+        One target receives all requests if it has room, otherwise several do. A spare that replaces an unsharded
+        worker also receives all requests of that worker.
         """
         spare = "" if to else replacement(source.worker, self.table.workers)
         if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
@@ -170,7 +179,9 @@ class MovePlanner:
         }
 
     def plan(self, wanted: MigrationRequest) -> Planned:
-        """Return method and target: those of its group's plan if they are still possible, otherwise a new plan."""
+        """Return method and target for a request: from the plan of its group if that is still possible, otherwise from a
+        new plan.
+        """
         if wanted.planned:
             placement, endpoint = self._plan(wanted, wanted.source, wanted.planned, wanted.without)
             if endpoint is not None and placement.method == "transfer":
@@ -178,9 +189,10 @@ class MovePlanner:
         return self._plan(wanted, wanted.source, wanted.to, wanted.without)
 
     def plan_anew(self, wanted: MigrationRequest) -> Planned:
-        """Return the worker that would recompute the request soonest, preferably not one that refused its KV cache.
+        """Return the worker that would recompute the request soonest. A worker that refused its KV cache is chosen only
+        as the last resort.
 
-        Each request is planned separately, so a group that fits no single worker is spread.
+        Each request is planned separately, so a group that fits on no single worker is spread.
         """
         source = frozenset({wanted.source.worker})
         placement, endpoint = self._plan(wanted, None, wanted.to, wanted.without | source)
@@ -195,7 +207,7 @@ class MovePlanner:
         return placement, endpoint if endpoint is not None and self.routing.takes(endpoint) else None
 
     def objection(self, placement: Placement) -> str:
-        """Return why its KV cache is not sent; empty if recomputing is simply faster."""
+        """Return why the request's KV cache is not sent. Return an empty string if recomputing is simply faster."""
         cost = placement.cost
         if cost is None:
             return NO_ROOM
@@ -207,16 +219,18 @@ class MovePlanner:
 
 @dataclass(eq=False, repr=False)
 class PlannedMoves:
-    """The planned moves of one frontend."""
+    """Starts the planned moves of one frontend, and limits how many run at once."""
 
     placer: Placer
     driver: Driver
+    # reasons to move the requests of each worker instance, at the last check
     _standing: dict[Key, frozenset[PlannedCause]] = field(default_factory=dict)
-    # in the order in which they move
+    # requests to move, by source, in the order in which they move
     _wanted: dict[Key, list[MigrationRequest]] = field(default_factory=dict)
     _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
-    _due: set[Key] = field(default_factory=set)  # sources that continue to move requests in the next turn
-    # already logged, once per incident
+    # sources from which more moves start in the next event-loop iteration
+    _due: set[Key] = field(default_factory=set)
+    # reasons for staying that were logged, so that each is logged once per incident
     _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -233,9 +247,10 @@ class PlannedMoves:
     # --- selecting the requests to move -------------------------------------------------------------------
 
     def look(self) -> None:
-        """Check each worker for a new or vanished reason to move its requests, after a change of the table or of a connection.
+        """Start or drop the moves of each worker for which a reason to move has appeared or vanished.
 
-        A worker that was resumed or repaired keeps the requests that have not moved yet.
+        Called after a change of the endpoint table or of a connection. A worker that was resumed or repaired keeps
+        the requests that have not moved yet.
         """
         before, self._standing = self._standing, {}
         for endpoint in list(self.table.endpoints.values()):
@@ -264,7 +279,10 @@ class PlannedMoves:
         return frozenset(found)
 
     def requested(self, fact: MoveRequested) -> None:
-        """Move a worker's requests at an operator's request."""
+        """Move the requests of a worker because an operator requests it.
+
+        Requests to move from an unknown worker are ignored.
+        """
         endpoint = self.table.endpoints.get((fact.worker, fact.instance))
         if endpoint is not None:
             self._want(endpoint, "operator", fact.to)
@@ -304,7 +322,7 @@ class PlannedMoves:
             self._pump(key)
 
     def _pump(self, key: Key) -> None:
-        """Start as many moves from this worker as may run at once, a few in each turn of the event loop."""
+        """Start moves from this worker until as many run as may run at once, at most BEGINS_MAX per event-loop iteration."""
         self._due.discard(key)
         ready = [wanted for wanted in self._wanted.get(key, ()) if wanted.stale or wanted.ready]
         for begun, wanted in enumerate(ready):
@@ -324,7 +342,10 @@ class PlannedMoves:
             self._pump(key)
 
     def _begin(self, wanted: MigrationRequest) -> bool:
-        """Start moving one request. Return False if it has to wait for the link or for room; it keeps decoding meanwhile."""
+        """Start to move one request. Return False if the request must wait for the link or for room at a target.
+
+        A request that waits keeps decoding at its source.
+        """
         if wanted.live.stays:
             return True
         source, limit_ms = wanted.source, self.policy.max_migration_time_ms
@@ -347,7 +368,7 @@ class PlannedMoves:
         return True
 
     def _reserve(self, wanted: MigrationRequest, target: Endpoint, at_once: int) -> None:
-        """Reserve room at the target. Raise WorkerUnreachable."""
+        """Reserve room at the target and begin the transfer. Raise WorkerUnreachable if the target is not connected."""
         live, now, within_s = wanted.live, self._now(), self.policy.max_migration_time_ms / 1000
         dispatch, accepted = live.dispatch, live.accepted
         assert dispatch is not None
@@ -374,10 +395,10 @@ class PlannedMoves:
         self.driver.feed(live, on.TransferBegun())
 
     def _not_transferred(self, wanted: MigrationRequest, why: str) -> bool:
-        """Handle a request when its KV cache is not sent: recompute it elsewhere if its cause requires that, otherwise let it
-        stay.
+        """Handle a request with a KV cache that is not sent.
 
-        Return False if it waits for room: recomputing would need the same room, and the stream would be silent meanwhile.
+        It is recomputed on another worker if its cause requires that, otherwise it stays. Return False if it waits
+        for room: recomputing would need the same room, and the stream would be silent meanwhile.
         """
         full = why.startswith((NO_ROOM, "overloaded"))
         if wanted.cause in INSISTS and not full:
@@ -398,14 +419,14 @@ class PlannedMoves:
     def _compute_again(
         self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
     ) -> None:
-        """Move it to `endpoint`, which recomputes it from its tokens."""
+        """Move a request to `endpoint`, which recomputes its KV cache from its tokens."""
         live, reason, source = wanted.live, Failure(wanted.cause, ""), wanted.source.server
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
         move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
         self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
 
     def ended(self, transfer: KvMoveSink, over: TransferOver) -> None:
-        """Decide how to continue after a transfer has ended."""
+        """Continue after a transfer has ended: recompute the request, try another target, or let the request stay."""
         wanted, cheaper = transfer.wanted, transfer.cheaper
         del self._transfers[wanted.live]
         pump = over.state == "switched" or bool(over.why) or cheaper is not None
@@ -418,4 +439,5 @@ class PlannedMoves:
             else:
                 pump = self._not_transferred(wanted, wanted.why or over.why)
         if pump:
-            self._pump(wanted.source.key)  # otherwise a tick does: the request is moving, or waits
+            # otherwise the next tick starts more moves, because this request is still moving or waits
+            self._pump(wanted.source.key)

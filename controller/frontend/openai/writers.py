@@ -1,14 +1,14 @@
 """Response writers: convert the tokens of one answer into a stream of events or one whole response.
 
-A writer accepts the tokens of a worker. It converts them to text, ends at stop strings, and adds logprobs. Without stop
-strings, logprobs and details, and with a byte-level vocabulary, an event is three byte strings: two are constant and the third
-is in a table. The events of many tokens are then one join, and no token is detokenized or encoded as JSON (`ByteTable` has the
-figures).
+A writer accepts the tokens of a worker. It converts the tokens to text, ends at stop strings, and adds logprobs. With
+a byte-level vocabulary, and without stop strings, logprobs and details, an event is three byte strings. Two of these
+are constant, and the third is in a table. The events of many tokens are then one join, and no token is detokenized or
+encoded as JSON (`ByteTable` has the timings).
 
-Few clients request more than text (`AnswerContext`). The format is vLLM's: `token_ids` in a choice; `prompt_token_ids` with the
-first event, in the choice or, for a chat, next to it; `usage` next to it. An echo is sent in one event with the first token.
-With an echo and logprobs, those of the prompt arrive before those of an attempt's first tokens, one for each prompt token. The
-first prompt token has none, because nothing precedes it.
+Few clients request more than text (`AnswerContext`). The format of details is vLLM's: `token_ids` in a choice;
+`prompt_token_ids` with the first event, in the choice or, for a chat, next to it; `usage` next to the choice. An echo
+is sent in one event with the first token. With an echo and logprobs, the prompt's logprobs precede those of an
+attempt's first tokens, one for each prompt token. The first prompt token has no logprob, because nothing precedes it.
 """
 
 import json
@@ -27,8 +27,8 @@ from controller.frontend.openai.text.detokenizer import ByteDetokenizer, Increme
 from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
-# The constant parts of all answers are built once for each index among a request's answers. Each stream would otherwise encode
-# four JSON objects instead of one (4 % of a request).
+# The constant parts of all answers are built once for each index among a request's answers. Otherwise each stream
+# would encode four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
 ROLE = {"role": "assistant", "content": ""}
 Logprobs = Sequence[Logprob] | None
@@ -36,7 +36,7 @@ ShownLogprobs = dict[str, list[object]]
 
 
 class ResponseFormat(msgspec.Struct):
-    """The immutable part shared by all answers of one response."""
+    """The part of a response that is the same for all of its answers. Immutable."""
 
     parsed: ParsedRequest
     tokens: Tokens
@@ -52,18 +52,18 @@ class ResponseFormat(msgspec.Struct):
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
 
     def response(self, kind: str, choices: Sequence[object]) -> dict[str, object]:
-        """Return a response, or one event of a stream, with these choices."""
+        """Return a response, or one event of a stream, that contains these choices."""
         parsed = self.parsed
         id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
         return {"id": id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """Return a new detokenizer for one answer, with its stop strings."""
+        """Return a new detokenizer for one answer, which stops at the request's stop strings."""
         parsed = self.parsed
         return IncrementalDetokenizer(self.tokens.detokenizer(), parsed.stop, parsed.sampling.min_tokens)
 
     def name_of(self, token: int) -> str:
-        """Return a token's name in logprobs: its text, or its id if the client asked for ids."""
+        """Return a token's name in logprobs: its text, or its id if the client requested ids."""
         return f"token_id:{token}" if self.parsed.logprobs_by_id else self.tokens.text_of(token)
 
     def characters(self, tokens: Sequence[int]) -> int:
@@ -71,20 +71,20 @@ class ResponseFormat(msgspec.Struct):
         return sum(map(len, map(self.tokens.text_of, tokens)))
 
     def total(self, usage: Mapping[str, object]) -> bytes:
-        """Return the event with the usage of the whole response."""
+        """Return the final event of a stream, with the token usage of the whole response."""
         return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
 
 
 class AnswerContext(msgspec.Struct):
-    """The optional details of one answer, and the logprobs of its prompt."""
+    """The optional details of one answer: what the client wants, the prompt, and the logprobs of the prompt."""
 
     wanted: AnswerDetails = NO_DETAILS
     prompt: list[int] = []  # prompt tokens
     prompt_text: str = ""  # the text to echo
-    silent: bool = False  # only the prompt is wanted: generated tokens are not shown
-    # the prompt's logprobs are wanted: they arrive before those of an attempt's first tokens
+    silent: bool = False  # only the prompt is wanted, so generated tokens are not shown
+    # the prompt's logprobs are wanted; they arrive before the logprobs of an attempt's first tokens
     logprobs: bool = False
-    accepted: list[int] = []  # all tokens of the answer: a list that grows with every step
+    accepted: list[int] = []  # all accepted tokens of the answer, in a list that grows with every step
     due: bool = False  # the prompt's logprobs have not arrived yet
     prompt_logprobs: list[Logprob] = []
 
@@ -92,11 +92,12 @@ class AnswerContext(msgspec.Struct):
         self.due = self.logprobs
 
     def split_logprobs(self, logprobs: Logprobs, tokens: Sequence[int]) -> Logprobs:
-        """Keep the logprobs of the prompt, if they are due, and return those of these answer tokens."""
+        """Keep the logprobs of the prompt if they have not arrived before. Return the logprobs of these answer tokens."""
         if not self.due or logprobs is None:
             return logprobs
         self.due, read = False, len(self.prompt)
-        if len(logprobs) < read + len(tokens):  # a worker of the previous release returns none
+        # a worker of the previous release returns no logprobs of the prompt
+        if len(logprobs) < read + len(tokens):
             return logprobs
         self.prompt_logprobs = list(logprobs[:read])
         return logprobs[read:]
@@ -108,9 +109,10 @@ class AnswerContext(msgspec.Struct):
     def echoed_logprobs(
         self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
     ) -> ShownLogprobs:
-        """Return the logprobs of an echo and of the tokens after it.
+        """Return the logprobs of the echoed prompt and of the answer tokens after it.
 
-        The prompt's first token has none. With a worker of a release that returns none, neither have the other prompt tokens.
+        The first prompt token has no logprob. A worker of a release without prompt logprobs returns none for the
+        other prompt tokens either.
         """
         read, prompt = len(self.prompt), self.prompt_logprobs
         silent = 1 if len(prompt) == read else read
@@ -126,7 +128,7 @@ PLAIN = AnswerContext()
 
 
 def usage(read: int, made: int) -> dict[str, object]:
-    """Return the usage for these numbers of prompt and answer tokens."""
+    """Return the `usage` object for these numbers of prompt tokens and answer tokens."""
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
@@ -142,14 +144,14 @@ def _choice(
     logprobs: ShownLogprobs | None = None,
     finish: str | None = None,
 ) -> dict[str, object]:
-    """Return one choice of an event, with `content` as its delta (chat) or as its fields."""
+    """Return one choice of an event. `content` becomes its delta in a chat, and fields of the choice in a completion."""
     part = {"delta": content} if chat else content
     return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
 
 
 @lru_cache(CHOICES_KEPT)
 def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of an event before and after a token's text, starting with its choice."""
+    """Return the bytes of an event between the common beginning and a token's text, and the bytes after the text."""
     mark = "\x00"
     choice = _choice(chat, index, {"content" if chat else "text": mark})
     before, behind = msgspec.json.encode(choice).split(json.dumps(mark).encode())
@@ -158,7 +160,10 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
-    """Return the choice that ends an answer with this reason; None: the one that starts a chat answer."""
+    """Return the choice that ends an answer with this reason.
+
+    If `reason` is None, return the choice that starts a chat answer.
+    """
     content = ROLE if reason is None else {} if chat else {"text": ""}
     return msgspec.json.encode(_choice(chat, index, content, None, reason))
 
@@ -166,10 +171,11 @@ def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
 def show_logprobs(
     format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
 ) -> ShownLogprobs:
-    """Return logprobs in the format of the endpoint. `offset`: number of characters of the answer before them.
+    """Return logprobs in the format of the endpoint. `offset` is the number of characters of the answer before these
+    tokens.
 
-    A completion's `top_logprobs` also contain the chosen token, like OpenAI's ("up to logprobs+1 elements"); with 0, only that
-    one.
+    A completion's `top_logprobs` also contain the chosen token, like OpenAI's ("up to logprobs+1 elements"). With
+    `logprobs: 0`, they contain only that token.
     """
     k, name, pairs = format.parsed.logprobs or 0, format.name_of, list(zip(tokens, logprobs, strict=False))
     if format.parsed.chat:
@@ -198,7 +204,7 @@ def _named(format: ResponseFormat, token: int, value: float) -> dict[str, object
 
 
 class StreamingWriter(ResponseWriter):
-    """Writes each token as a separate event when it arrives, with the requested details."""
+    """Writes the tokens of one answer to a stream when they arrive, each as an event, with the requested details."""
 
     __slots__ = (
         "_begun", "_bytes", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
@@ -208,11 +214,11 @@ class StreamingWriter(ResponseWriter):
     def __init__(
         self, format: ResponseFormat, stream: SseStream, index: int, context: AnswerContext = PLAIN
     ) -> None:
-        """Write the answer with this index among the request's answers."""
+        """Write the answer that has this index among the request's answers."""
         parsed = format.parsed
         self._format = format
         self._stream = stream
-        self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per turn of the loop
+        self.flush = stream.flush  # saves one call per event-loop iteration
         self._index = index
         self._begun = not parsed.chat
         self._context = context
@@ -277,7 +283,7 @@ class StreamingWriter(ResponseWriter):
         if not self._begun:
             self._begin()
         if self._bytes is not None:
-            self._bytes.flush()  # drop an incomplete character: the text contains all of it
+            self._bytes.flush()  # drop an incomplete character, because the text contains the whole character
         detokenizer = self._started_detokenizer()
         self.reached += tokens
         self._write_one(detokenizer.feed_text(text, tokens), [], ())
@@ -295,7 +301,8 @@ class StreamingWriter(ResponseWriter):
         if context is PLAIN:
             self._stream.parts += (format.before, _without_text(chat, self._index, reason), format.after)
             return
-        hidden = [] if context.silent else context.accepted[self.reached :]  # a stop token, which has no text
+        # a stop token, which has no text and was not written
+        hidden = [] if context.silent else context.accepted[self.reached :]
         self.reached += len(hidden)
         self._event({} if chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
 
@@ -307,7 +314,10 @@ class StreamingWriter(ResponseWriter):
         self._context.rewind(count)
 
     def _write_one(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
-        """Write the text of a token, if there is one, preceded by everything due before it."""
+        """Write the text of a token, preceded by the prompt if it is still due.
+
+        Write nothing if there is nothing to show.
+        """
         format, context, wanted = self._format, self._context, self._context.wanted
         shown: ShownLogprobs | None = None
         if self._prompt_due and wanted.echo:
@@ -346,7 +356,7 @@ class StreamingWriter(ResponseWriter):
 
 
 class BufferedWriter(ResponseWriter):
-    """Gathers an answer and returns it whole, with the requested details."""
+    """Collects an answer for a response that is not streamed, with the requested details."""
 
     def __init__(self, format: ResponseFormat, context: AnswerContext = PLAIN) -> None:
         self._format = format
@@ -412,7 +422,7 @@ class BufferedWriter(ResponseWriter):
 
 
 def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes] | None:
-    """Return the table entries of these tokens; None if one is missing."""
+    """Return the JSON texts of these tokens from the table, or None if one is missing."""
     try:
         if len(tokens) > 1:
             # takes a third of the time of a comprehension

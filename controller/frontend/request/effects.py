@@ -1,6 +1,6 @@
 """The effects of the request state machine: instructions to the driver about a request.
 
-The driver applies them in order. It responds to `SelectWorker` and `Judge` with an event, so these come last.
+The driver applies them in order. It responds to `SelectWorker` and `Judge` with an event, so these two come last.
 """
 
 from typing import Literal, TypeAlias
@@ -19,10 +19,10 @@ class SelectWorker(msgspec.Struct, frozen=True):
     """Choose a worker and send an attempt. The driver responds with Sent, ConnectFailed or NoWorkerFound."""
 
     planned: Key | None = None  # preferred worker
-    avoid: frozenset[Key] = frozenset()
-    fallback: frozenset[Key] = frozenset()  # avoid only these if no other worker is left
-    declined: frozenset[Key] = frozenset()  # those of `avoid` that accept no new requests for a while
-    missed: frozenset[Key] = frozenset()  # those of `fallback` that were unreachable just now
+    avoid: frozenset[Key] = frozenset()  # workers that must not be chosen
+    fallback: frozenset[Key] = frozenset()  # the only workers to avoid if all others are in `avoid`
+    declined: frozenset[Key] = frozenset()  # workers in `avoid` that accept no new requests for a while
+    missed: frozenset[Key] = frozenset()  # workers in `fallback` that were unreachable a moment ago
 
 
 class Judge(msgspec.Struct, frozen=True):
@@ -39,20 +39,20 @@ class CancelStream(msgspec.Struct, frozen=True):
 
 
 class NoteUnjudged(msgspec.Struct, frozen=True):
-    """Record that the attempt ended through no fault of its worker."""
+    """Record that the attempt ended without a fault of its worker."""
 
     has_output: bool
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Record that the worker had no room: it gets no new request until its next load report."""
+    """Record that the worker had no capacity, so that it gets no new request until its next load report."""
 
 
 class Complete(msgspec.Struct, frozen=True):
-    """End the request as served, because the current attempt completed the answer. This also ends the attempt."""
+    """End the request successfully, because the current attempt completed the answer. This also ends the attempt."""
 
     finish: str  # finish reason for the client
-    alone: bool  # no other attempt has produced any part of the answer
+    alone: bool  # whether no other attempt has produced any part of the answer
 
 
 class LeaveWorker(msgspec.Struct, frozen=True):
@@ -60,7 +60,10 @@ class LeaveWorker(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Record that the attempt has completed its prefill. `first`: its first token is also the answer's first token."""
+    """Record that the attempt has completed its prefill.
+
+    `first` states that its first token is also the answer's first token.
+    """
 
     first: bool
 
@@ -72,19 +75,20 @@ class Rewind(msgspec.Struct, frozen=True):
 
 
 class Park(msgspec.Struct, frozen=True):
-    """Park the request until a worker may accept it. `keep_room`: keep the room reserved at its admission."""
+    """Park the request until a worker may accept it. `keep_room` reserves the room of its admission again."""
 
     keep_room: bool = False
 
 
 class QueueAgain(msgspec.Struct, frozen=True):
-    """Return the request to the admission queue, ahead of all requests that were not admitted yet."""
+    """Return the request to the admission queue, before all requests that were not admitted yet."""
 
 
 class Reroute(msgspec.Struct, frozen=True):
     """Choose a new worker for the request.
 
-    `planned`: jointly with all requests that lost their workers in this turn of the event loop; otherwise separately.
+    If `planned` is true, all requests that lost their workers in this event-loop iteration are placed together.
+    Otherwise the request is routed separately.
     """
 
     planned: bool = True
@@ -107,11 +111,11 @@ class SwitchToTarget(msgspec.Struct, frozen=True):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Make the target's stream the current attempt. Its tokens also depend on the source, which computed the KV cache."""
+    """Make the target's stream the current attempt. Later tokens also depend on the source, which computed the KV cache."""
 
 
 class TransferOver(msgspec.Struct, frozen=True):
-    """End the KV transfer. `state`: its outcome; `why`: the reason if it failed."""
+    """End the KV transfer. `state` is its outcome, `why` the reason if it failed."""
 
     state: str
     why: str
@@ -120,7 +124,7 @@ class TransferOver(msgspec.Struct, frozen=True):
 class CountFailure(msgspec.Struct, frozen=True):
     """Count a failed attempt of this kind."""
 
-    kind: str  # ongoing_request or new_request
+    kind: str  # ongoing_request if the attempt had produced tokens, otherwise new_request
 
 
 class CountRestored(msgspec.Struct, frozen=True):
@@ -132,7 +136,7 @@ class CountRestored(msgspec.Struct, frozen=True):
 
 
 class ReportMigrated(msgspec.Struct, frozen=True):
-    """Report a migration. `well`: the next token has arrived; otherwise the new attempt has failed too."""
+    """Report a migration. `well` states whether the next token has arrived; if not, the new attempt has failed too."""
 
     move: Move
     well: bool
@@ -146,19 +150,19 @@ class ReportAbandoned(msgspec.Struct, frozen=True):
 
 
 class ReportExposure(msgspec.Struct, frozen=True):
-    """Record the policy applied to tokens that may be wrong."""
+    """Record which policy was applied to tokens that may be wrong."""
 
     action: Literal["continue", "restart", "error"]
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """End the request with an error that states why no worker can serve it. `abandoned`: also report the failed migration."""
+    """End the request with an error that states why no worker can serve it. `abandoned` also reports a failed migration."""
 
     abandoned: bool
 
 
 class End(msgspec.Struct, frozen=True):
-    """End the request. `finish` is the finish reason for its client, `error` the error."""
+    """End the request, with a finish reason or an error for its client."""
 
     finish: str | None = None
     error: ApiError | None = None

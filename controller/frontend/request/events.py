@@ -37,7 +37,8 @@ class NoWorkerFound(msgspec.Struct, frozen=True):
 
     code: str  # error code of the `NoWorker` exception
     stands_in: bool = False  # an unhealthy worker is about to serve, because it is the last one of the model
-    reopens_s: float = 0.0  # seconds until a closed worker accepts requests; inf: all have declined this one
+    # seconds until a closed worker accepts requests; inf if every closed worker has declined this request
+    reopens_s: float = 0.0
 
 
 @final
@@ -50,11 +51,12 @@ class Finished(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
     reason: str
-    cancel: bool = False  # cancel the stream at its worker, which does not know that the answer is complete
+    # whether to cancel the stream at its worker, which does not know that the answer is complete
+    cancel: bool = False
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """The request ends with this error: no other worker would accept it, or handling it has failed."""
+    """The request must end with this error, because no other worker would accept it, or because handling it has failed."""
 
     error: ApiError
 
@@ -68,7 +70,7 @@ class AttemptFailed(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """The driver has counted the failed attempt. `suspicion`: whether the request itself may be harmful."""
+    """The driver has counted the failed attempt. `suspicion` states whether the request itself may be harmful."""
 
     suspicion: Suspicion
 
@@ -78,25 +80,28 @@ class WorkerUnhealthy(msgspec.Struct, frozen=True):
 
     corrupt: bool  # canaries found that the worker computes wrong results
     others: Collection[Key]  # other workers that could serve the request
-    answer: AnswerProgress
+    answer: AnswerProgress  # canaries have found that the worker computes wrong results
 
 
 class Exposed(msgspec.Struct, frozen=True):
-    """A worker that produced some of the answer's tokens is convicted as corrupt: tokens from index `first` on may be wrong."""
+    """A worker that produced some of the answer's tokens is convicted as corrupt.
+
+    Tokens from index `first` on may be wrong.
+    """
 
     first: int
     key: Key  # of the convicted worker
-    carried: bool  # new tokens are still computed from the convicted worker's KV cache or tokens
+    carried: bool  # whether new tokens are still computed from the convicted worker's KV cache
     stays: bool  # the convicted worker keeps serving, as the last one of its model
     answer: AnswerProgress
 
 
 class TransferBegun(msgspec.Struct, frozen=True):
-    """A KV transfer has started: its target was requested to reserve room for the request and its KV cache."""
+    """A KV transfer has started: the target was requested to reserve room for the request and its KV cache."""
 
 
 class TransferAdvanced(msgspec.Struct, frozen=True):
-    """The KV transfer advanced. `said`: tokens accepted from the source since the transfer started."""
+    """The KV transfer has advanced. `said` contains the tokens accepted from the source since the transfer started."""
 
     event: planned_move.Event
     said: tuple[int, ...] = ()
@@ -116,10 +121,10 @@ class Switched(msgspec.Struct, frozen=True):
 
 
 class MovedOnPurpose(msgspec.Struct, frozen=True):
-    """A planned move without KV cache: the request must leave a worker that has not failed."""
+    """The request must leave a worker that has not failed, without its KV cache: a planned move, or a preemption."""
 
     move: Move
-    target: Key | None  # None: the request is preempted instead of moved
+    target: Key | None  # the new worker; None if the request is preempted
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -129,7 +134,7 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Woken(msgspec.Struct, frozen=True):
-    """A parked request may retry: a worker may have joined or may have room."""
+    """A parked request may retry, because a worker may have joined or may have capacity."""
 
 
 class NoneLeft(msgspec.Struct, frozen=True):
@@ -137,7 +142,7 @@ class NoneLeft(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Periodic check of time limits. `latency`: the model's factor on the time limits."""
+    """Periodic check of time limits. `latency` is the model's factor on the time limits."""
 
     latency: float = 1.0
 

@@ -1,8 +1,8 @@
 """Classifies failed attempts: the worker's fault, the cost of a retry, and the client's error.
 
-Migration replays the prompt and all accepted tokens on a worker on which the request has not failed yet. One budget covers all
-kinds of failure: with a limit of 3, a request is sent at most four times. A worker's first rejection of the request costs no
-budget if no work was done: there may be workers that have not been tried.
+Migration replays the prompt and all accepted tokens on a worker on which the request has not failed yet. One budget
+covers all kinds of failure: with a limit of 3, a request is sent at most four times. A worker's first rejection of
+the request costs no budget if no work was done, because other workers may not have been tried.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ class Suspicion(Enum):
 class Kind:
     """The properties of one kind of failure.
 
-    `patient`: after all workers were tried, the request waits for a new worker instead of ending. `again`: only the connection
-    failed, so the same worker may be tried again if no other is left.
+    If `patient` is true, the request waits for a new worker after all workers were tried; otherwise it ends. If
+    `again` is true, only the connection failed, so the same worker may be tried again if no other is left.
     """
 
     cause: MigrationCause | Literal["preempted"]
@@ -42,7 +42,7 @@ class Kind:
     again: bool = False
 
 
-FULL = "overloaded"  # the worker had no room; before the first token this does not count as a failure
+FULL = "overloaded"  # the worker had no capacity; before the first token this does not count as a failure
 # errors that end one request, while its worker keeps running
 ERRORS = frozenset(("engine_error", "stream_incomplete", "non_finite"))
 KINDS = {
@@ -83,12 +83,12 @@ CAUSES = sorted({kind.cause for kind in (*KINDS.values(), *PLANNED.values())})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why an attempt ended. `quoted`: `detail` is the worker's text, which clients must not receive."""
+    """Why an attempt ended. If `quoted` is true, `detail` is the worker's text, which clients must not receive."""
 
     reason: str  # a key of KINDS or PLANNED
     detail: str
     quoted: bool = False
-    one_stream: bool = False  # only this stream stopped; the connection and the worker still work
+    one_stream: bool = False  # only this stream has stopped; the connection and the worker still work
 
     @property
     def kind(self) -> Kind:
@@ -101,7 +101,7 @@ class Failure:
 
     @property
     def error(self) -> ApiError:
-        """The client's error if the request cannot continue. Its code is `no_worker` after a planned move."""
+        """The error for the client if the request cannot continue. Its code is `no_worker` after a planned move."""
         kind = self.kind
         detailed = not self.quoted and self.detail not in ("", kind.message)
         message = f"{kind.message}: {self.detail}" if detailed else kind.message
@@ -111,11 +111,11 @@ class Failure:
 
 
 def classify(error: str) -> Failure:
-    """Parse the `error` of a chunk into a failure. An unknown reason counts as an engine error."""
+    """Convert the `error` of a chunk to a failure. An unknown reason counts as an engine error."""
     reason, _, detail = error.partition(":")
     return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error, quoted=True)
 
 
 def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
-    """Return the effective limit: the smallest of the frontend's own limit and the limits of the model's workers."""
+    """Return the smallest of the frontend's own limit and the limits of the model's workers. None means no limit."""
     return min([own, *(limit for limit in workers if limit is not None)])

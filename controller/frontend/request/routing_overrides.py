@@ -1,7 +1,7 @@
 """Parses the `X-Holdfast-Router-…` headers, which override router settings for one request.
 
-Each header is named like the corresponding flag. An unknown header or an invalid value is rejected: an override that is silently
-ignored is worse than an error.
+Each header is named like the corresponding flag. An unknown header or an invalid value is rejected, because ignoring
+an override silently is worse than an error.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ OVERRIDABLE = (
     "track_prefill_tokens",
     "track_active_blocks",
     "assume_kv_reuse",
-)  # the other settings affect more than one request
+)  # the other router settings affect more than one request
 SHOWN_MAX = 40  # characters of a value quoted in a message
 _START = b"x-holdfast-"
 _ROUTER = "router-"
@@ -38,7 +38,7 @@ _EXPLAIN = "explain"
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverrides:
-    """The router settings that one request overrides."""
+    """The router settings that one request overrides, and whether its routing is explained."""
 
     router: RouterSettings | None = None  # None: the frontend's settings
     explain: bool = False  # report why the request's first worker was chosen
@@ -48,7 +48,10 @@ NO_OVERRIDES = RoutingOverrides()
 
 
 def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings) -> RoutingOverrides:
-    """Parse the overrides in a request's headers; `ours` are the frontend's settings. Raise ApiError (400), naming the header."""
+    """Parse the overrides in a request's headers.
+
+    `ours` are the frontend's settings. Raise ApiError (400) that names the header.
+    """
     found = [(name, value) for name, value in headers if name[: len(_START)].lower() == _START]
     if not found:
         return NO_OVERRIDES
@@ -72,9 +75,9 @@ def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings)
 
 @lru_cache(maxsize=256)
 def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> RouterSettings:
-    """Return the frontend's settings with these overrides applied. Raise ApiError (400), naming the header.
+    """Return the frontend's settings with these overrides applied. Raise ApiError (400) that names the invalid header.
 
-    Clients send the same few headers with every request, so the validated result is cached.
+    The validated result is cached, because clients send the same few headers with every request.
     """
     for name, _ in overrides:
         if name not in OVERRIDABLE:
@@ -88,7 +91,7 @@ def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> 
 
 
 def header(name: str) -> str:
-    """Return the name of the header that overrides this setting."""
+    """Return the name of the header that overrides the setting `name`."""
     return PREFIX + "-".join(part.capitalize() for part in name.replace("_", "-").split("-"))
 
 

@@ -1,7 +1,7 @@
-"""The state of one request: one answer in progress, on any number of workers in succession.
+"""The state of one request in the state machine: one answer in progress, on one worker after another.
 
-All types here are immutable values. Only `step` creates new states. Workers are identified by the value `Server`, so that the
-simulator's requests can use the same state machine.
+All types in this module are immutable values. Only `step` creates new states. Workers are identified by the value
+`Server`, so that the simulator's requests can use the same state machine.
 """
 
 from math import inf
@@ -19,7 +19,7 @@ from events.wire import Sampling
 
 # A frozen dataclass takes ten times as long to create.
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to the workers: the same on every attempt, except for the accepted tokens."""
+    """A request as it is sent to workers: the same on every attempt, except for the accepted tokens that are added."""
 
     id: str
     model: str
@@ -28,19 +28,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: str  # empty if token ids were given
     sampling: Sampling
     guided: dict[str, object] | None
-    # Any healthy worker returns the same tokens. This holds for greedy sampling, and for Holdfast's own engines, where seed and
-    # position determine the random numbers. External servers restart their random numbers with each request.
+    # Whether any healthy worker returns the same tokens. This holds for greedy sampling, and for Holdfast's own
+    # engines, where seed and position determine the random numbers. External servers restart their random numbers
+    # with each request.
     deterministic: bool
     names: BlockNames  # of the prompt's blocks
     tier: str = "standard"
-    # priority at the worker; 0 is the best, and the priority of every request without deadline admission
+    # priority at the worker: 0 is the best, and is used for every request without admission by deadlines
     priority: int = 0
     # arrival by the frontend's monotonic clock; None: the time when the request was first due to be sent
     arrived: float | None = None
     first_token_by: float | None = None  # deadline by the same clock; None: admitted without a deadline
     cache_salt: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
-    # the client's trace: passed on to the workers, and set on the events about this request
+    # the client's trace, passed on to the workers and set on the events about this request
     traceparent: str = ""
 
     def __repr__(self) -> str:
@@ -49,18 +50,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_max(self) -> int:
-        """Number of tokens of the prompt and the longest possible answer: they must fit into a worker's context."""
+        """Number of tokens of the prompt and the longest possible answer, which must fit into a worker's context."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 OnCorruption: TypeAlias = Literal["continue", "restart", "error"]
 Phase: TypeAlias = Literal[
     "new",  # admitted, not sent yet
-    "routing",  # the driver chooses a worker and sends the request; transient
+    "routing",  # the driver chooses a worker and sends the request; this phase ends within the same call
     "running",  # on a worker
-    "judging",  # its attempt has failed, and the driver judges the failure; transient
-    "queued",  # admitted, but no worker had room: in the admission queue again
-    "rerouting",  # waits for joint placement with all requests that lost their workers in this turn of the event loop
+    # the attempt has failed, and the driver judges the failure; this phase ends within the same call
+    "judging",
+    "queued",  # admitted, but no worker had a free slot, so it is in the admission queue again
+    # waits for joint placement with all requests that lost their workers in this event-loop iteration
+    "rerouting",
     "parked",  # waits for a worker, or until the request may be sent
     "preempted",  # paused for a more urgent request
     "done",  # finished, failed or cancelled: the only final phase
@@ -71,13 +74,13 @@ class Attempt(msgspec.Struct, frozen=True):
     """One attempt to serve the request on one worker."""
 
     server: Server
-    number: int  # starts at 1; counts attempts that were sent and not turned away
-    paid: bool  # the attempt has cost budget
+    number: int  # starts at 1; counts attempts that were sent and not rejected for lack of capacity
+    paid: bool  # whether the attempt has cost budget
     before: "Attempt | None" = None
 
 
 class Carried(NamedTuple):
-    """The KV cache that was transferred with a request."""
+    """The KV cache that was transferred with a request."""  # bytes of all shards
 
     bytes: int  # over all shards
     blocks: int
@@ -88,10 +91,11 @@ class Move(msgspec.Struct, frozen=True):
     """A migration in progress, from its start until the first token of the new attempt."""
 
     failure: Failure
-    original: Failure  # the first failure since the last token: the client's error if recovery fails
+    # the first failure since the last token, which becomes the client's error if recovery fails
+    original: Failure
     source: Server
     since: float  # when the failure was noticed
-    tokens: int  # tokens accepted by then
+    tokens: int  # number of accepted tokens at that time
     carried: Carried | None = None  # None: the KV cache is recomputed
     predicted_ms: float | None = None
     refused: str = ""  # why a requested transfer did not take place
@@ -101,15 +105,15 @@ class TokenGap(NamedTuple):
     """An outage of the answer: the time without tokens from the first failure to the next token."""
 
     since: float
-    kind: str  # ongoing_request or new_request
+    kind: str  # ongoing_request if the answer had tokens, otherwise new_request
 
 
 class AnswerProgress(NamedTuple):
-    """The progress of the answer at the time of an event."""
+    """The numbers of accepted and written tokens of an answer at the time of an event."""
 
-    accepted: int = 0  # accepted tokens, which will be replayed
+    accepted: int = 0  # number of accepted tokens, which are replayed after a move
     reached: int = 0  # number of accepted tokens that the client may have received
-    text: bool = False  # some output came as text, without token ids
+    text: bool = False  # whether some output came as text, without token ids
 
 
 class RequestTerms(msgspec.Struct, frozen=True):
@@ -117,9 +121,9 @@ class RequestTerms(msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     max_tokens: int = 1
-    migration_limit: int = 3  # attempts beyond the first that may cost budget
+    migration_limit: int = 3  # number of attempts beyond the first that may cost budget
     max_seq_len: int | None = None  # tokens of prompt and answer above which the request does not move
-    # why the request may not move once its client has a token: guided_decoding, n_over_1; empty: it may
+    # why the request may not move once its client has a token: guided_decoding, n_over_1; empty if it may move
     forbidden: str = ""
     on_corruption: OnCorruption = "continue"
     reroute_s: float = 10.0  # longest wait for a worker to continue on
@@ -134,18 +138,18 @@ class RequestState(msgspec.Struct, frozen=True):
     phase: Phase = "new"
 
     # Attempts. `attempt` is set in the phases running and judging, and only there.
-    attempt: Attempt | None = None
-    first: Attempt | None = None  # the oldest attempt that was not turned away
+    attempt: Attempt | None = None  # `attempt` is set only in the phases running and judging.
+    first: Attempt | None = None  # the oldest attempt that was not rejected for lack of capacity
     last: Attempt | None = None  # the newest such attempt; equals `attempt` if that is set
     has_output: bool = False  # the current attempt has produced a token
     begun: bool = False  # the answer has its first token; never unset
     free: bool = False  # the attempt being routed costs no budget
 
-    # Budget: `spent` never exceeds `terms.migration_limit` when an attempt that costs budget is sent.
+    # `spent` never exceeds `terms.migration_limit` when an attempt that costs budget is sent.
     spent: int = 0
     tried: frozenset[Key] = frozenset()  # workers on which the request has failed
-    failed: frozenset[Key] = frozenset()  # those of `tried` that never get the request again
-    # closed workers that turned the request away: not tried again before the first token
+    failed: frozenset[Key] = frozenset()  # workers in `tried` that never get the request again
+    # workers that rejected the request and accept none for a while: not tried again before the first token
     declined: frozenset[Key] = frozenset()
     missed: frozenset[Key] = frozenset()  # workers found unreachable during the current routing
 
@@ -153,10 +157,10 @@ class RequestState(msgspec.Struct, frozen=True):
     disturbed: bool = False  # the request has had a failure or move; never unset
     move: Move | None = None  # None once the first token after the move has arrived
     outage: TokenGap | None = None  # None once a token has arrived
-    spoilt: bool = False  # some accepted token may be wrong; never unset
+    spoilt: bool = False  # whether some accepted token may be wrong; never unset
     transfer_refused: str = ""  # why the last requested transfer of this attempt did not take place
     transfer: Transfer | None = None  # a KV transfer under way; only while running
-    failing: "Failing | None" = None  # set in the phase judging, and only there
+    failing: "Failing | None" = None  # set only in the phase judging
 
     # Waiting.
     not_before: float = 0.0  # while parked: time from which the request may be sent again
@@ -168,7 +172,8 @@ class Failing(NamedTuple):
     """A failed attempt that is being judged."""
 
     failure: Failure
-    # the earlier failure from which this attempt was to recover; None if it produced a token or was the first
+    # the earlier failure from which this attempt had to recover; None if the attempt produced a token or was the
+    # first
     replaced: Failure | None
     not_carried: str  # why a requested KV transfer did not take place
     spoilt: bool
@@ -176,7 +181,10 @@ class Failing(NamedTuple):
 
 
 def refusal(state: RequestState, answer: AnswerProgress) -> str:
-    """Return the reason why no further attempt is allowed; empty if one is. A length of exactly `max_seq_len` is allowed."""
+    """Return why no further attempt is allowed. Return an empty string if another attempt is allowed.
+
+    A length of exactly `max_seq_len` is allowed.
+    """
     terms = state.terms
     if terms.forbidden and answer.reached > 0:
         return terms.forbidden
@@ -196,21 +204,21 @@ def budget_ended(state: RequestState) -> bool:
 def stays(terms: RequestTerms, accepted: int) -> bool:
     """Return whether planned moves of a request are forbidden.
 
-    A planned move costs no budget. With a migration limit of 0, planned moves are disabled too.
+    A planned move costs no budget, but a migration limit of 0 forbids planned moves too.
     """
     return bool(terms.forbidden) or terms.migration_limit == 0 or over_cap(terms, accepted)
 
 
 def over_cap(terms: RequestTerms, accepted: int) -> bool:
-    """Return whether prompt and answer are too long to move."""
+    """Return whether prompt and answer together are too long to move."""
     return terms.max_seq_len is not None and terms.prompt_tokens + accepted > terms.max_seq_len
 
 
 def closed_to(state: RequestState) -> frozenset[Key]:
-    """Return the closed workers that declined the request and are not tried again until its first token."""
+    """Return the workers that rejected the request and are not tried again before its first token."""
     return frozenset() if state.begun else state.declined
 
 
 def may_return(state: RequestState) -> bool:
-    """Return whether a worker on which the request failed may be tried again, because only its connection failed."""
+    """Return whether a worker on which the request failed may be tried again, because only the connection to it failed."""
     return state.tried > state.failed

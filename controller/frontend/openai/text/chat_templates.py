@@ -1,9 +1,10 @@
 """Chat templates: render messages into one prompt.
 
-A template is a program in the model's files. It runs in the sandbox of `jinja_environment`, which is imported with the first
-template.
+A template is a program in the model's files. It runs in the sandbox of `jinja_environment`, which is imported with
+the first template.
 
-The API's messages differ from what templates expect. Before rendering, they are converted as in vLLM's chat endpoint:
+The API's messages differ from the messages that templates expect. Before rendering, they are converted as in vLLM's
+chat endpoint:
 
 - Text parts are joined with newlines, unless the template loops over a message's parts: then it receives the parts.
 - A tool call's arguments are JSON text in the API, and an object in a template.
@@ -18,12 +19,12 @@ from pathlib import Path
 from events.errors import HoldfastError
 
 ERROR_CHARS_MAX = 200  # characters quoted from a template's own error message
-SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000
+SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000 characters
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# text messages of these roles are the same in each format
+# text messages of these roles are the same in the API and in every template's format
 PLAIN_ROLES = frozenset({"user", "assistant", "system"})
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 Message = Mapping[str, object]
@@ -36,11 +37,11 @@ class BadTemplate(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The message format that a template expects."""
+    """The message format that a template expects, and the conversion of the API's messages to it."""
 
-    parts: bool = False  # it accepts content as a list of parts
-    strings: bool = True  # it accepts content as a string
-    developer: bool = False  # it knows the role `developer`
+    parts: bool = False  # whether content may be a list of parts
+    strings: bool = True  # whether content may be a string
+    developer: bool = False  # whether the role `developer` is known
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the API's messages in this format. The given messages are not modified."""
@@ -66,7 +67,10 @@ class MessageFormat:
 
 
 def _with_object(call: object) -> object:
-    """Return a tool call with its arguments as an object. Arguments that are not the JSON text of an object stay unchanged."""
+    """Return a tool call with its arguments as an object.
+
+    Arguments that are not the JSON text of an object stay unchanged.
+    """
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         return call
     if not isinstance(text := function.get("arguments"), str):
@@ -79,12 +83,15 @@ def _with_object(call: object) -> object:
 
 
 class ChatTemplate:
-    """A compiled template, the special tokens that it may name, and its message format."""
+    """A compiled template with the values of its special tokens and its message format."""
 
     def __init__(
         self, source: str, specials: dict[str, str], with_tools: "ChatTemplate | None" = None
     ) -> None:
-        """Compile `source`. `with_tools` is rendered instead if tools are given. Raise BadTemplate."""
+        """Compile `source`.
+
+        If tools are given, `with_tools` is rendered instead. Raise BadTemplate if the source is invalid.
+        """
         from jinja2 import TemplateError
         from jinja2.meta import find_undeclared_variables
 
@@ -101,7 +108,8 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
         self._format = MessageFormat(*jinja.format_of(tree))
         self._with_tools = with_tools
-        # All names in one dict, copied once per rendering: merging them in Jinja2 takes longer than rendering the template.
+        # All names are in one dict, copied once per rendering, because merging in Jinja2 takes longer than rendering
+        # the template.
         self._default_names = {
             **self._template.globals,
             **specials,
@@ -111,11 +119,11 @@ class ChatTemplate:
         self._template.globals = {}
 
     def reads(self, name: str) -> bool:
-        """Return whether the template reads the variable of this name."""
+        """Return whether the template reads the variable `name`."""
         return name in self._reads
 
     def render(self, messages: Sequence[Message], /, **extra: object) -> str:
-        """Return the prompt, which ends where the assistant's answer begins. Raise BadTemplate for any error.
+        """Render messages into a prompt, which ends where the assistant's answer begins. Raise BadTemplate for any error.
 
         `extra` comes from the client: it may contain any name, but cannot replace the messages.
         """
@@ -126,12 +134,15 @@ class ChatTemplate:
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except Exception as error:  # a template is a program: it may raise anything
-            why = str(error)[:ERROR_CHARS_MAX]  # it may quote the messages
+            why = str(error)[:ERROR_CHARS_MAX]  # the text may quote the messages
             raise BadTemplate(f"the chat template refused these messages: {why}") from error
 
 
 def load_template(folder: Path | None) -> ChatTemplate | None:
-    """Return the chat template of a model's folder (None: the simulated engine's); None if it has none. Raise BadTemplate."""
+    """Return the chat template of a model's folder, or None if the model has none. Raise BadTemplate if it is invalid.
+
+    Without a folder, return the template of the simulated engine.
+    """
     if folder is None:
         return ChatTemplate(SIM_TEMPLATE, {})
     config = _config(folder / "tokenizer_config.json")
@@ -164,7 +175,7 @@ def _sources(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _specials(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the named special tokens: the usual ones, and those that a model adds (`image_token`)."""
+    """Return the special tokens by name: the usual names, and the names that a model adds (`image_token`)."""
     more = config.get("extra_special_tokens")
     found = {name: config.get(name) for name in SPECIAL_NAMES} | (more if isinstance(more, dict) else {})
     names = {

@@ -1,12 +1,13 @@
 """Incremental detokenization: checks tokens, converts them to text, and finds stop strings.
 
-A detokenizer is exact and resumable: fed the same tokens in any portions, from any number of workers, it returns the same text
-as decoding them all at once. For byte-level vocabularies (Llama 3, Qwen, GPT, Holdfast's own) a token is a byte string, so
-detokenization is a table and an incremental UTF-8 decoder. For others it is the DecodeStream of `tokenizers`, which has no
-flush and is quadratic on long runs of incomplete bytes; both are handled here.
+A detokenizer is exact and resumable: for the same tokens in any portions, from any number of workers, it returns the
+same text as decoding all tokens at once. In a byte-level vocabulary (Llama 3, Qwen, GPT, Holdfast's own) a token is a
+byte string, so detokenization is a table and an incremental UTF-8 decoder. Other vocabularies use the DecodeStream of
+`tokenizers`, which has no flush and takes quadratic time on long runs of incomplete bytes. `StreamDetokenizer` works
+around both limitations.
 
-A stop string may begin in one token and end in another, on another worker. Text that may be its beginning is held back until
-that is known; no part of a stop string is ever sent.
+A stop string may begin in one token and end in another, even on another worker. Text that may be the beginning of a
+stop string is held back until the next text decides. No part of a stop string is ever sent.
 """
 
 import codecs
@@ -20,7 +21,8 @@ from tokenizers.decoders import DecodeStream
 
 from events.errors import HoldfastError
 
-INCOMPLETE_TOKENS_MAX = 64  # a run of tokens without text is cut at this length: no character is that long
+# a run of tokens without text is flushed at this length, because no character is that long
+INCOMPLETE_TOKENS_MAX = 64
 
 
 class InvalidOutput(HoldfastError):
@@ -28,10 +30,10 @@ class InvalidOutput(HoldfastError):
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
-    """Check that token ids are below `vocabulary` and not negative. Raise InvalidOutput.
+    """Check that token ids are not negative and below `vocabulary`. Raise InvalidOutput if one is not.
 
-    `GenerationOutput` checks the first tokens of an attempt. Writers check all others, because the fastest one looks tokens up
-    in a table of the vocabulary anyway.
+    The driver checks the first tokens of an attempt. Writers check all others, because the fastest writer looks
+    tokens up in a table of the vocabulary anyway.
     """
     if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
         return  # min and max of one token take four times as long
@@ -40,9 +42,10 @@ def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
 
 
 class ByteTable:
-    """The bytes of each token of a byte-level vocabulary, and its text if these are whole characters.
+    """The bytes of each token of a byte-level vocabulary, and the token's text if the bytes are whole characters.
 
-    With the JSON text precomputed, a streamed token's event takes 0.3 µs; with a detokenizer and an encoder it takes 3.5.
+    With the JSON text precomputed, the event of a streamed token takes 0.3 µs. With a detokenizer and an encoder it
+    takes 3.5 µs.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
@@ -50,7 +53,7 @@ class ByteTable:
         added = tokenizer.get_added_tokens_decoder()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size
-        self.json: dict[int, bytes] = {}  # the text, if any, as a JSON string
+        self.json: dict[int, bytes] = {}  # each non-empty text as a JSON string
         for token in range(size):
             if token in added:
                 data = b"" if added[token].special else added[token].content.encode()
@@ -67,7 +70,7 @@ class ByteTable:
 
 
 class ByteDetokenizer:
-    """Detokenizes by table. `pending` is true while bytes of an incomplete character are held back."""
+    """Converts tokens to text by table. `pending` is true while bytes of an incomplete character are held back."""
 
     __slots__ = ("_decoder", "pending", "table")
 
@@ -91,14 +94,14 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """Detokenizes with DecodeStream, with a bounded buffer and a flush."""
+    """Converts tokens to text with DecodeStream, with a limited buffer and a flush."""
 
     __slots__ = ("_held", "_shown", "_stream", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        # A few tokens before the held ones: decoding depends on the preceding tokens.
+        # a few tokens before the held tokens, because decoding depends on the preceding tokens
         self._shown: list[int] = []
         self._held: list[int] = []
 
@@ -132,22 +135,25 @@ Detokenizer = ByteDetokenizer | StreamDetokenizer
 
 
 class StopChecker:
-    """Holds back the end of a text while it may be the beginning of a stop string.
+    """Finds stop strings, and holds back the end of a text while it may be the beginning of a stop string.
 
-    Each character is compared once per stop string, however much of it has matched (Knuth, Morris and Pratt, 1977). Otherwise a
-    client that knows the answer could repeatedly match most of a stop string and make the search quadratic.
+    Each character is compared once per stop string, however much of the string has matched (Knuth, Morris and Pratt,
+    1977). Otherwise a client could repeatedly match most of a stop string and make the search quadratic.
     """
 
     __slots__ = ("_held", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Look for any of `stops`: at least one, none of them empty."""
+        """Search for `stops`: at least one string, and no empty one."""
         self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
         self.stopped = False
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Return the text that may be sent now. Not `armed` (before `min_tokens`): all text, without a stop."""
+        """Add text and return the text that may be sent now.
+
+        While `armed` is false (before `min_tokens`), stop strings are ignored.
+        """
         if not armed:
             return self.rest() + text
         whole, known = self._held + text, len(self._held)
@@ -160,7 +166,7 @@ class StopChecker:
         return whole[: len(whole) - keep]
 
     def rest(self) -> str:
-        """Return the text that is still held back. Call this when no further text follows that could complete a stop string."""
+        """Return the text that is held back. Called when no further text follows that could complete a stop string."""
         held, self._held = self._held, ""
         for stop in self._stops:
             stop.matched = 0
@@ -168,17 +174,20 @@ class StopChecker:
 
 
 class _Stop:
-    """One stop string, and the length of its beginning that the text ends with."""
+    """One stop string, and how many of its first characters the text ends with."""
 
     __slots__ = ("_back", "_stop", "matched")
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._back = _borders(stop)
-        self.matched = 0  # number of characters
+        self.matched = 0  # number of the stop string's characters that the text ends with
 
     def feed(self, text: str) -> int | None:
-        """Process more text. Return the stop string's start in it (below 0 if before it), or None if it is not complete."""
+        """Add text. Return the index in it at which the stop string starts, or None if the string is not complete.
+
+        The index is negative if the stop string starts in earlier text.
+        """
         stop, matched = self._stop, self.matched
         if not matched and stop[0] not in text:
             return None
@@ -195,7 +204,7 @@ class _Stop:
 
 @lru_cache(64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix length of `stop`, the length of the longest shorter prefix that the prefix ends with."""
+    """Return for each prefix length of `stop` the length of the longest shorter prefix with which the prefix ends."""
     back = [0, 0]
     for character in stop[1:]:
         size = back[-1]
@@ -206,12 +215,15 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class IncrementalDetokenizer:
-    """Converts the tokens of one answer to text as it grows. `tokens` is the number of tokens fed."""
+    """Converts the tokens of one answer to text as they arrive, and stops at stop strings.
+
+    `tokens` is the number of tokens so far.
+    """
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stop_checker", "tokens")
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
-        """Start an answer. `stops` apply from token number `min_tokens` on."""
+        """Start an answer. Stop strings are searched from token number `min_tokens` on."""
         self._detokenizer = detokenizer
         self._stop_checker = StopChecker(stops) if stops else None
         self._min_tokens = min_tokens
@@ -219,7 +231,7 @@ class IncrementalDetokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found: nothing more may be sent."""
+        """Whether a stop string was found, so that nothing more may be sent."""
         return self._stop_checker is not None and self._stop_checker.stopped
 
     def feed(self, token: int) -> str:
@@ -230,7 +242,8 @@ class IncrementalDetokenizer:
     def feed_text(self, text: str, tokens: int) -> str:
         """Add a text that came without tokens and counts as `tokens`. Return the text that may be sent now.
 
-        Bytes of an incomplete character from earlier tokens are dropped: the text contains the whole character.
+        Bytes of an incomplete character from earlier tokens are dropped, because the new text contains the whole
+        character.
         """
         self._detokenizer.flush()
         self.tokens += tokens
@@ -253,7 +266,9 @@ class IncrementalDetokenizer:
 
 @lru_cache(maxsize=1)
 def byte_of_char() -> dict[str, int]:
-    """Map each printable stand-in of byte-level BPE to its byte: 188 stand for themselves, 68 are shifted."""
+    """Map each printable character that stands for a byte in byte-level BPE to its byte: 188 stand for themselves, 68
+    are shifted.
+    """
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     shifted = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(shifted)}

@@ -1,18 +1,18 @@
 """The Jinja2 environment of chat templates: Hugging Face's dialect, in a sandbox with a budget.
 
-A template comes with a model's files. It is a program: without limits, ten nested loops over `range(99999)` never end, and
-`"x" * 10**9` uses all memory. So each rendering has a budget of steps and seconds:
+A template comes with a model's files, and is a program. Without limits, ten nested loops over `range(99999)` never
+end, and `"x" * 10**9` uses all memory. So each rendering has a budget of steps and seconds:
 
     a loop's body or condition, a call, a filter, an operator   1 step
     a text that is read or created                              1 step per 256 characters
     a list that is read or created                              1 step per 8 items
-    a value that is compared or converted to text               the same for all that it contains
-    slower operations (sorting, `tojson` with an indent …)      8 or 16 times as many
+    a value that is compared or converted to text               the same for all texts and lists in the value
+    slower operations (sorting, `tojson` with an indent …)      8 or 16 times as many steps
     one operation                                               at most `OPERATION_STEPS_MAX`
     an argument that sets a width or a count                    at most `WIDTH_MAX`
 
-So no operation takes long. The clock is read every 64 steps and before each large operation, and stops a rendering soon after
-its time is over.
+So no single operation takes long. The clock is read every 64 steps and before each large operation, so a rendering
+that has used up its seconds is stopped soon afterwards.
 
 The syntax tree is rewritten once, when a template is compiled. The dialect is that of transformers' `apply_chat_template`:
 trimmed blocks, loop controls, `{% generation %}`, `tojson` with `json.dumps`' arguments, `raise_exception`, `strftime_now`.
@@ -36,23 +36,24 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs.
+# Enough for 1,000 messages with 1,000 steps each, or for 256 million characters. A step takes about 0.3 µs.
 STEPS_MAX = 1_000_000
-SECONDS_MAX = 0.25  # of thread time; the largest known conversations take 50 ms
-OPERATION_STEPS_MAX = 32_768  # a text of 8 million characters: longer than any model's context
-WIDTH_MAX = 1000  # of indent, center, ljust …; the largest known is 8
+SECONDS_MAX = 0.25  # of CPU time of the thread; the largest known conversations take 50 ms
+# enough for a text of 8 million characters, which is longer than any model's context
+OPERATION_STEPS_MAX = 32_768
+WIDTH_MAX = 1000  # width of indent, center, ljust …; the largest width in known templates is 8
 JSON_INDENT_MAX = 16  # up to JSON_DEPTH_MAX indents may precede each value
 JSON_DEPTH_MAX = 100
-INTEGER_BITS_MAX = 256  # of a product: templates count, they do not compute
+INTEGER_BITS_MAX = 256  # size of a product, because templates only count
 CHARS_OF_A_STEP, ITEMS_OF_A_STEP = 256, 8
-SLOWER, INDENTED = 16, 8  # cost relative to copying
-PRINTED = 4  # printed text is kept and copied again at the end
+SLOWER, INDENTED = 16, 8  # cost of slow filters, and of `tojson` with an indent, relative to copying
+PRINTED = 4  # cost of printed text, because it is kept and copied again at the end
 STEPS_BETWEEN_CLOCK_READS = 64
 REMOVED_FILTERS = (
     "filesizeformat", "forceescape", "pprint", "random", "striptags", "sum", "urlize", "wordwrap", "xmlattr",
 )  # fmt: skip
 """Filters that are useless in a prompt and have no simple limit of their cost."""
-SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # these read at most one item
+SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # filters that read at most one item
 REFERENCE_FILTERS = {
     "attr", "batch", "items", "join", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
 }  # fmt: skip
@@ -62,12 +63,12 @@ READING_TESTS = {
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
     "upper",
 }  # fmt: skip
-TEXT_FILTERS = {"format", "indent", "replace"}  # these convert their value to text
+TEXT_FILTERS = {"format", "indent", "replace"}  # filters that convert their value to text
 WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "zfill"}
 """Filters and methods with an argument that sets a width or a count."""
 QUADRATIC = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"}
 """Filters and methods that take time proportional to the text length times the argument length."""
-# the size of their results has no simple limit
+# methods that build results without a simple limit of their size
 REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}
 
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -80,10 +81,10 @@ class OverBudget(TemplateError):
 
 
 class RenderingBudget:
-    """The remaining budget of one rendering.
+    """The remaining steps and seconds of one rendering.
 
-    The time limit starts at the first clock read, after 64 steps. This is some 10 µs late, but saves short renderings the system
-    call.
+    The time limit starts when the clock is first read, after 64 steps. The limit thus starts some 10 µs late, but
+    short renderings need no system call.
     """
 
     __slots__ = ("_deadline", "_look", "_seconds", "_steps")
@@ -95,7 +96,10 @@ class RenderingBudget:
         self._look = STEPS_BETWEEN_CLOCK_READS
 
     def spend(self, steps: int) -> None:
-        """Charge the steps of one operation to the budget, before the operation. Raise OverBudget."""
+        """Charge the steps of one operation to the budget, before the operation runs.
+
+        Raise OverBudget if the budget is exceeded.
+        """
         if steps > OPERATION_STEPS_MAX:
             raise OverBudget(f"one operation takes more than {OPERATION_STEPS_MAX:,} steps")
         self._steps -= steps
@@ -116,7 +120,7 @@ class RenderingBudget:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that charges templates for their operations. One environment renders one template at a time."""
+    """A sandbox that charges a template's operations to a budget. One environment renders one template at a time."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
@@ -124,7 +128,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
-        self.budget = RenderingBudget()  # of the current rendering, or of constant folding
+        # of the current rendering, or of constant folding while a template is compiled
+        self.budget = RenderingBudget()
         self.finalize = self._printed
         self.filters = {
             name: self._counted_filter(name, filter)
@@ -169,7 +174,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: object, /, *args: object, **kwargs: object) -> object:
-        """Call a function, a method or a macro. Raise OverBudget."""
+        """Call a function, a method or a macro. Raise OverBudget if its cost exceeds the budget."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         name = getattr(obj, "__name__", "")
         if owner is not None and name in REFUSED_METHODS:
@@ -187,9 +192,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def _spend_on_text(
         self, name: str, text: str, args: tuple[object, ...], given: tuple[object, ...]
     ) -> None:
-        """Charge what a filter or method costs beyond reading a text and its arguments. Raise OverBudget.
+        """Charge the cost of a filter or method beyond reading its text and arguments. Raise OverBudget.
 
-        `args`: the arguments given by position. `given`: all arguments.
+        `args` are the arguments given by position, and `given` are all arguments.
         """
         spend = self.budget.spend
         if name in WIDE:
@@ -212,8 +217,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             spend(len(text) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
 
     def _counted_filter(self, name: str, filter: Callable[..., object]) -> Callable[..., object]:
-        """Return a filter that charges its inputs and its result to the budget."""
-        first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # position of the value among its arguments
+        """Return a filter that works like `filter` and charges its inputs and its result to the budget."""
+        # index of the value among the filter's arguments
+        first = 1 if hasattr(filter, "jinja_pass_arg") else 0
         cost = _cost if name in REFERENCE_FILTERS else _whole_cost
         factor = SLOWER if name in SLOW_FILTERS else 1
 
@@ -240,7 +246,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _counted_test(self, test: Any) -> Callable[..., object]:
-        """Return a test that charges its inputs to the budget."""
+        """Return a test that works like `test` and charges its inputs to the budget."""
 
         @wraps(test)
         def counted(value: object, *args: object, **kwargs: object) -> object:
@@ -251,7 +257,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _printed(self, value: object) -> object:
-        """Return a value to be printed, charged with all that it contains."""
+        """Charge the cost of printing a value, with all values in it. Return the value."""
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         cost = _whole_cost(value)
@@ -260,18 +266,21 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, value: object) -> object:
-        """Return a value to be compared, charged with all that it contains."""
+        """Charge the cost of comparing a value, with all values in it. Return the value."""
         self.budget.spend(_whole_cost(value))
         return value
 
     def _searched(self, value: object) -> object:
-        """Return a container for a membership test; in a dict only one key is read."""
+        """Charge the cost of searching a container.
+
+        Return the container. In a dict only one key is read, which costs nothing extra.
+        """
         if not isinstance(value, dict):
             self.budget.spend(_whole_cost(value))
         return self._items(value) if isinstance(value, Iterator) else value
 
     def _counted_value(self, value: object) -> object:
-        """Return a charged value: at once if it has a length, per item if it is computed lazily."""
+        """Charge a value and return it. A lazily computed sequence is charged item by item, as it is read."""
         if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         if isinstance(value, Iterator):
@@ -285,7 +294,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def _parts(self, value: Any, separator: str) -> list[object]:
-        """Return the parts to join, if the result is limited. Raise OverBudget."""
+        """Return the parts of a join as a list.
+
+        Raise OverBudget if the joined text would exceed the limit of one operation.
+        """
         parts, made = [], 0
         for part in value:
             steps = 1 + _whole_cost(part) + len(separator) // CHARS_OF_A_STEP
@@ -297,12 +309,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return parts
 
     def _step(self, value: object, steps: int) -> object:
-        """Charge steps and return `value`. The rewritten tree calls this in loops and macros."""
+        """Charge `steps` and return `value`. Loops and macros of the rewritten syntax tree call this."""
         self.budget.spend(steps)
         return value
 
     def _concat(self, parts: Sequence[object]) -> str:
-        """Return the concatenation of parts: the operator `~`."""
+        """Return the concatenation of parts, as the operator `~` does, and charge its cost."""
         self.budget.spend(1 + sum(map(_whole_cost, parts)))
         texts = [str(part) for part in parts]
         self.budget.spend(sum(map(len, texts)) // CHARS_OF_A_STEP)
@@ -313,18 +325,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: marks the assistant's text for training. It renders as its content."""
+    """Parses `{% generation %} … {% endgeneration %}`, which marks the assistant's text for training.
+
+    The tags render nothing.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja2 requires)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the body."""
+        """Return the statements between the tags."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 def _rewritten(node: nodes.Node) -> nodes.Node:
-    """Return a tree that charges its operations: a step in each loop and macro; filters for `~`, slices and comparisons."""
+    """Rewrite a syntax tree so that its operations charge the budget. Return the new root.
+
+    Each loop and macro gets a step. The operator `~`, slices and comparisons become filters.
+    """
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, field, _rewritten(value))
@@ -334,7 +352,7 @@ def _rewritten(node: nodes.Node) -> nodes.Node:
 
 
 def _charged(node: nodes.Node) -> nodes.Node:
-    """Return a node that charges its own operation."""
+    """Return a node that charges its own operation to the budget, without its children."""
     match node:
         case nodes.For():
             if node.test is not None:
@@ -355,7 +373,7 @@ def _charged(node: nodes.Node) -> nodes.Node:
 
 
 def _count_in(body: list[nodes.Node]) -> None:
-    """Insert a step before a body: one, plus the cost of its constant text."""
+    """Insert the charge of a body at its start: one step, plus the cost of its constant text."""
     constant = 0
     for part in body:
         own = [part] if isinstance(part, nodes.TemplateData) else []
@@ -369,16 +387,16 @@ def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filte
 
 
 def _cost(value: object) -> int:
-    """Return the steps for reading or copying a value, without the contents of its items."""
+    """Return the steps for reading or copying a value, without the values in it."""
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
 
 
 def _whole_cost(value: object) -> int:
-    """Return the steps for reading a value and all that it contains, counting at most the limit of one operation.
+    """Return the steps for reading a value and all values in it, but little more than the limit of one operation.
 
-    Raise OverBudget if it is nested too deeply.
+    Raise OverBudget if the value is nested too deeply.
     """
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
@@ -408,7 +426,7 @@ def _whole_cost(value: object) -> int:
 
 
 def _width(values: Sequence[object]) -> int:
-    """Return the width of an indentation: the largest of its arguments, or the default without any."""
+    """Return the width of an indentation: the largest width among its arguments, or the default of 4."""
     widths = [len(value) if isinstance(value, str) else value for value in values]
     return max([4, *(width for width in widths if isinstance(width, int))])
 
@@ -456,7 +474,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON, with the arguments of `tojson` in transformers' `apply_chat_template`, in their order."""
+    """Return a value as JSON.
+
+    The arguments are those of `tojson` in transformers' `apply_chat_template`, in the same order.
+    """
     if (len(indent) if isinstance(indent, str) else indent or 0) > JSON_INDENT_MAX:
         raise OverBudget(f"it requests an indent of more than {JSON_INDENT_MAX}")
     _check_widths(separators or ())
@@ -475,7 +496,7 @@ def _strftime_now(format: str) -> str:
 
 
 def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
-    """Return a template's message format, derived from its syntax tree: the fields of `MessageFormat`."""
+    """Derive the message format that a template expects from its syntax tree: the fields of `MessageFormat`, in order."""
     parts = _loops_over_parts(tree)
     strings = not parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
@@ -483,8 +504,8 @@ def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
-    """Return whether the template loops over the content of a message."""
-    # Names, and what they refer to: messages, one message, or its content.
+    """Return whether the template loops over the content of a message, which means that it expects a list of parts."""
+    # pairs of a name and what the name refers to: "messages", "message" or "content"
     names = {("messages", "messages")}
     for _ in range(3):  # up to three levels of aliases
         for assigned in tree.find_all(nodes.Assign):
@@ -497,7 +518,7 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
 
 
 def _kinds(value: nodes.Node, names: Set[tuple[str, str]]) -> set[str]:
-    """Return what a value may refer to, through any filters and slices."""
+    """Return what a value may refer to ("messages", "message" or "content"), through any filters and slices."""
     while isinstance(value, nodes.Filter) and value.node is not None:
         value = value.node
     match value:

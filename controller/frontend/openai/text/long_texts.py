@@ -5,10 +5,11 @@
     a body that decompresses to a large size ─▶ wait for another thread ──▶ its bytes
     too many characters in total, or too long a wait ──▶ 503
 
-A tokenizer needs a second and 100 MB per megabyte: one thread per request would use all cores and all memory.
+A tokenizer needs a second and 100 MB of memory per megabyte of text. With one thread per request, tokenizing would
+use all cores and all memory.
 
-A running thread cannot be stopped. If a client disconnects while its text waits, the text is removed from the queue. If the text
-is being tokenized, the thread stays busy until the end.
+A running thread cannot be stopped. If a client disconnects while its text waits, the text leaves the queue. If the
+text is being tokenized, the thread stays busy until the end.
 """
 
 import asyncio
@@ -21,14 +22,16 @@ from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import TokenizingSettings
 
 T = TypeVar("T")
-LONG_TEXT = 16_384  # characters: takes milliseconds on the event loop
-HUGE_TEXT = 2**20  # characters: takes a second of a thread
+LONG_TEXT = 16_384  # a text of this many characters takes milliseconds on the event loop
+HUGE_TEXT = 2**20  # a text of this many characters takes a second of a thread
 MB = 1_000_000
 RETRY_AFTER_S = 1
 
 
 class LongTexts:
-    """The tokenizer threads of one frontend, and the texts that wait for them."""
+    """Runs tokenization and decompression in a few threads of one frontend, and limits the texts that wait for the
+    threads.
+    """
 
     def __init__(self, settings: TokenizingSettings, bounds: BoundMetrics) -> None:
         """Start without texts. `bounds` counts each refused text."""
@@ -36,19 +39,22 @@ class LongTexts:
         self._bounds = bounds
         self._lanes = tuple(_Lane(most) for most in (settings.long_at_once, settings.huge_at_once))
         self._inflating = _Lane(1)
-        self.chars = 0  # being tokenized or waiting
+        self.chars = 0  # total characters of the texts that are being tokenized or wait
 
     async def read(self, chars: int, work: "partial[T]") -> T:
-        """Return the result of `work`, which processes this many characters: at once if they are few, otherwise in a thread.
+        """Return the result of `work`, which processes this many characters. Work on a long text runs in a thread.
 
-        Raise ApiError (503) above a limit.
+        Raise ApiError (503) if too many characters wait, or if no thread becomes free in time.
         """
         if chars < LONG_TEXT:
             return work()
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
     async def inflate(self, size: int, work: "partial[T]") -> T:
-        """Return the result of `work`, which decompresses a body of this many bytes. Raise ApiError (503) above a limit."""
+        """Return the result of `work`, which decompresses a body to this many bytes, in a thread.
+
+        Raise ApiError (503) if too many characters wait, or if the thread does not become free in time.
+        """
         return await self._run(self._inflating, size, work)
 
     async def _run(self, lane: "_Lane", chars: int, work: "partial[T]") -> T:
@@ -82,7 +88,7 @@ class LongTexts:
 
 
 class _Lane:
-    """Threads, and a semaphore for their queue."""
+    """A group of threads, and a semaphore with one permit per thread."""
 
     def __init__(self, most: int) -> None:
         self.free = asyncio.Semaphore(most)

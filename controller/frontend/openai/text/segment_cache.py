@@ -1,17 +1,17 @@
-"""A cache of tokenized text segments, for texts that mostly repeat earlier ones.
+"""Caches tokenized text segments, because most texts repeat segments of earlier texts.
 
-The next turn of a conversation is such a text.
+The next turn of a conversation, for example, repeats all earlier turns.
 
     text ── cut at the added tokens ──▶ segments ── cached ────────────────────────▶ tokens, joined
-                                            └── others ── the tokenizer, at once ──▶ cached
+                                            └── not cached ── the tokenizer, all at once ──▶ cached
 
-A tokenizer cuts a text at its added tokens (`<|im_start|>`) before anything else, and then tokenizes each segment independently.
-So the system prompt and all earlier turns need not be tokenized again. This holds for added tokens that are matched in the
-original text (not `normalized`) and do not strip adjacent text; the `normalized` ones are matched within a segment. It does not
-hold for all tokenizers: `SegmentCache.of` decides. See `AddedVocabulary::extract_and_normalize` and
-`TokenizerImpl::post_process` of Hugging Face's tokenizers 0.23.
+A tokenizer cuts a text at its added tokens (`<|im_start|>`) before anything else, and then tokenizes each segment
+independently. So the system prompt and all earlier turns need not be tokenized again. This requires added tokens that
+are matched in the original text (not `normalized`) and that do not strip adjacent text. Added tokens that are
+`normalized` are matched within a segment. Not every tokenizer meets the requirements; `SegmentCache.of` checks them.
+See `AddedVocabulary::extract_and_normalize` and `TokenizerImpl::post_process` of Hugging Face's tokenizers 0.23.
 
-With the cache, the next turn of a conversation of 20,000 tokens takes 2.2 ms instead of 31.
+With the cache, the next turn of a conversation of 20,000 tokens takes 2.2 ms instead of 31 ms.
 """
 
 import re
@@ -26,15 +26,16 @@ from tokenizers import Tokenizer
 from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.token_count_bound import TokenizerJson, parts_of
 
-KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
-# A segment that takes more than 1/64 of that is not cached: it would evict all others.
+KEPT_BYTES = 16 * 2**20  # bytes of cached texts and tokens, per tokenizer
+# A segment that takes more than 1/64 of KEPT_BYTES is not cached, because it would evict many others.
 SEGMENT_SHARE = 64
 ENTRY_BYTES = 320  # overhead of a cached segment besides its text and tokens
-CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, plus their UTF-8
-TEXT_MAX = 262_144  # longer texts are not cut: cutting would block the event loop for milliseconds
-CUTS_MAX = 2000  # per text; the rest is one segment, which the tokenizer cuts
-ADDED_MAX = 100  # characters of an added token
-_WITHIN_A_SEGMENT = {  # these split independently of position (except one kind of Metaspace)
+CHAR_BYTES = 8  # bytes per character of a text that is not ASCII: wide characters, plus their UTF-8
+# longer texts are not cut, because cutting them would block the event loop for milliseconds
+TEXT_MAX = 262_144
+CUTS_MAX = 2000  # cuts per text; the rest of the text is one segment, which the tokenizer cuts
+ADDED_MAX = 100  # longest added token in characters
+_WITHIN_A_SEGMENT = {  # pre-tokenizers that split independently of position (except one kind of Metaspace)
     "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sequence",
     "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
 }  # fmt: skip
@@ -42,16 +43,16 @@ _AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "
 
 
 class SegmentCache:
-    """Recently tokenized segments of one tokenizer. Used only from the event loop."""
+    """Caches the tokens of recent segments for one tokenizer. Used only from the event loop."""
 
     def __init__(
         self, added: dict[str, int], tokenizer: Tokenizer, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
     ) -> None:
-        """Start empty. `added`: the tokenizer's added tokens. `kept_bytes`: size of the cache."""
+        """Start empty. `added` maps the tokenizer's added tokens to ids. `kept_bytes` is the size of the cache."""
         cut = re.compile(f"({_longest_of(added)})")
         self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
-        self.bare = bare  # the tokenizer adds nothing around a text, even with `special`
+        self.bare = bare  # whether the tokenizer adds nothing around a text, even with `special`
         self._tokenizer = tokenizer
         self._segment_bytes_max = kept_bytes // SEGMENT_SHARE
         self._kept: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
@@ -66,7 +67,9 @@ class SegmentCache:
     def of(
         cls, tokenizer: Tokenizer, config: TokenizerJson, kept_bytes: int = KEPT_BYTES
     ) -> "SegmentCache | None":
-        """Return an empty cache for a tokenizer with this JSON; None if its segments may depend on each other."""
+        """Return an empty cache for a tokenizer with this JSON, or None if the tokenizer's segments may depend on each
+        other.
+        """
         if not _reads_segments_alone(config):
             return None
         added = [one for one in config["added_tokens"] if not one["normalized"]]
@@ -79,7 +82,10 @@ class SegmentCache:
         return cls(ids, tokenizer, kept_bytes, bare=bare)
 
     async def read(self, text: str, threads: LongTexts) -> list[int]:
-        """Return the tokens of a text, without those that a tokenizer adds around it. `threads` tokenize what is not cached."""
+        """Return the tokens of a text, without tokens that a tokenizer adds around it.
+
+        `threads` tokenize segments not in the cache.
+        """
         parts = self._cut(text)
         tokens: list[int] = []
         for part in parts:
@@ -122,7 +128,7 @@ class SegmentCache:
 
 
 def _takes(segment: str, tokens: "array[int]") -> int:
-    """Return an upper limit of a cached segment's size in bytes; always the same for one segment."""
+    """Return an upper limit of the size of a cached segment in bytes, which is the same whenever the segment is measured."""
     char_bytes = 1 if segment.isascii() else CHAR_BYTES
     return ENTRY_BYTES + len(segment) * char_bytes + len(tokens) * tokens.itemsize
 
@@ -144,7 +150,7 @@ def _reads_segments_alone(config: TokenizerJson) -> bool:
 def _longest_of(words: Collection[str]) -> str:
     """Return a regular expression that matches the longest of these words.
 
-    It is a tree: an alternation of thousands of words would try each of them at every `<` of a text.
+    The expression is a tree. A plain alternation of thousands of words would try each word at every `<` of a text.
     """
     ends = "" in words
     rests: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, from its folder if that is allowed: encoding, decoding, defaults."""
+"""The tokenizer of a model: encoding, decoding, sampling defaults, and the folders that may be loaded."""
 
 import asyncio
 import json
@@ -28,13 +28,14 @@ from events.observations import IntrusionRefused, WorkerJoined
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
-# A batch of one text cannot be split among threads: it would only be moved to another thread.
+# A batch of one text cannot be split among threads, so parallelism would only move the text to another thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-MARK = "\0"  # does not merge with the following text
-REMEMBERED_MAX = 4096  # workers with a refused folder
+MARK = "\0"  # a character that does not merge with the following text
+REMEMBERED_MAX = 4096  # number of workers with a refused folder that are remembered
 DEFAULTS_FILE = "generation_config.json"
 DEFAULTS_BYTES_MAX = 1024 * 1024
-DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {  # the same as for a request's body
+# the same bounds as for the fields of a request's body
+DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-9, 1.0),
     "top_k": (-1.0, 2.0**31),
@@ -50,7 +51,7 @@ class TokenizerMissing(HoldfastError):
 
 
 class Tokens:
-    """The tokenizer and chat template of one model, and its sampling defaults."""
+    """The tokenizer, chat template and sampling defaults of one model."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Tokens:
         kept_bytes: int = KEPT_BYTES,
         defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """Wrap a tokenizer loaded from its file. `kept_bytes`: size of the cache of recent segments."""
+        """Wrap a tokenizer that was loaded from its file. `kept_bytes` is the size of the cache of recent segments."""
         self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self.template = template
@@ -67,32 +68,36 @@ class Tokens:
         config = json.loads(tokenizer.to_str())
         byte_level = (config.get("decoder") or {}).get("type") == "ByteLevel"
         self.table = ByteTable(tokenizer, self.size) if byte_level else None
-        # None: texts are always tokenized whole
+        # None if texts must always be tokenized whole
         self.segments = SegmentCache.of(tokenizer, config, kept_bytes)
         self._reach = reach_of(tokenizer, config)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of `text`; with `special`, including those that the tokenizer adds around a plain prompt."""
+        """Return the tokens of `text`. With `special`, include the tokens that the tokenizer adds around a plain prompt."""
         # Only the batch methods can skip token offsets, which take a fifth of the time and are not needed, and release the GIL.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def encode_next(self, text: str) -> list[int]:
-        """Return the tokens of a text that follows another one: without the leading space that some tokenizers add."""
+        """Return the tokens of a text that follows another text, without the leading space that some tokenizers add."""
         before, whole = self.encode(MARK, special=False), self.encode(MARK + text, special=False)
         if whole[: len(before)] == before:
             return whole[len(before) :]
         return self.encode(text, special=False)
 
     def tokens_min(self, text: str, enough: int) -> int:
-        """Return a lower limit of a text's tokens, from its length, exact enough to decide whether it exceeds `enough`."""
+        """Return a lower bound of the number of tokens of a text, exact enough to decide whether the text has more than
+        `enough`.
+
+        The bound is computed from the text's length. It is 0 if the tokenizer has no bound.
+        """
         return 0 if self._reach is None else self._reach.tokens_min(text, enough)
 
     async def encode_soon(
         self, text: str, threads: LongTexts, *, special: bool, shared: bool = True
     ) -> list[int]:
-        """Return the tokens of `text` without blocking the event loop: `threads` tokenize long texts.
+        """Return the tokens of `text` without blocking the event loop, because `threads` tokenize long texts.
 
-        `shared`: use cached segments of earlier texts, and cache those of this one.
+        `shared` permits the use of cached segments of earlier texts, and the caching of this text's segments.
         """
         segments = self.segments
         if shared and segments is not None and (segments.bare or not special) and len(text) < TEXT_MAX:
@@ -104,38 +109,41 @@ class Tokens:
         return ByteDetokenizer(self.table) if self.table is not None else StreamDetokenizer(self._tokenizer)
 
     def text_of(self, token: int) -> str:
-        """Return a token's own text, as shown in logprobs."""
+        """Return the text of a single token, as shown in logprobs."""
         if self.table is not None:
             return self.bytes_of(token).decode("utf-8", "replace")
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token's bytes; for a special token, its name."""
+        """Return the bytes of a single token. For a special token, return its name as bytes."""
         if self.table is not None and 0 <= token < len(self.table) and self.table.bytes[token]:
             return self.table.bytes[token]
         return (self._tokenizer.id_to_token(token) or "").encode()
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of `tokens`, decoded at once by the tokenizer itself: the reference for all detokenizers.
+        """Return the text of `tokens`, decoded at once by the tokenizer. All detokenizers must return the same text.
 
         With `special`, special tokens are shown by their names.
         """
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:
-        """Return the vocabulary's names of `tokens`."""
+        """Return the name of each token in the vocabulary."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
 
 async def ready_tokens(name: str) -> Tokens:
-    """Return a tokenizer. Load it in a thread if necessary: a large vocabulary takes seconds. Raise TokenizerMissing."""
+    """Return the tokenizer with this name, loaded in a thread if necessary, because a large vocabulary takes seconds.
+
+    Raise TokenizerMissing if the tokenizer cannot be loaded.
+    """
     return _loaded[name] if name in _loaded else await asyncio.to_thread(load_tokens, name)
 
 
 def load_tokens(name: str) -> Tokens:
     """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing.
 
-    Only one thread loads at a time: parallel loads would starve the event loop.
+    Only one thread loads at a time, because parallel loads would starve the event loop.
     """
     if name not in _loaded:
         with _reading:
@@ -147,7 +155,7 @@ def load_tokens(name: str) -> Tokens:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return only the tokenizer. Raise TokenizerMissing."""
+    """Return the tokenizer of `name` without the chat template. Raise TokenizerMissing if it cannot be loaded."""
     file = BUILTIN_FILE if name == BUILTIN else Path(name) / "tokenizer.json"
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -160,15 +168,14 @@ _reading = threading.Lock()
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """Return the highest id plus one: vocabularies may have gaps, so their size is not enough."""
+    """Return the highest token id plus one. This can exceed the vocabulary's size, because vocabularies may have gaps."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def read_defaults(folder: Path | None) -> dict[str, float]:
-    """Return a model's sampling defaults from `generation_config.json` in its folder, as vLLM reads it; empty without that
-    file.
+    """Return a model's sampling defaults from `generation_config.json` in its folder, as vLLM reads this file.
 
-    Values out of range are left out.
+    Return {} without that file. Values out of range are left out.
     """
     if folder is None:
         return {}
@@ -193,10 +200,11 @@ def read_defaults(folder: Path | None) -> dict[str, float]:
 
 
 class ModelFolders:
-    """The folders from which tokenizers and chat templates may be loaded, and the workers refused for registering another one.
+    """Decides from which folders tokenizers and chat templates may be loaded, and reports workers that register another
+    folder.
 
-    A worker registers the folder of its model. A chat template is a program, so a frontend loads only templates from folders
-    that the operator has configured (`--model-folders`).
+    A worker registers the folder of its model. A chat template is a program, so a frontend loads only templates from
+    folders that the operator has configured (`--model-folders`).
     """
 
     def __init__(self, folders: Iterable[str], observe: Callable[[IntrusionRefused], object]) -> None:
