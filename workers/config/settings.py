@@ -1,6 +1,7 @@
-"""The settings of a worker process, from flags or the environment; `settings_check` loads them.
+"""The settings of a worker process, which `settings_check` loads from flags and the environment.
 
-Parsed with msgspec, which the request plane needs anyway: pydantic would use a third of a simulated worker's memory.
+The settings are parsed with msgspec, which the request plane needs too, because pydantic would use a third of a simulated
+worker's memory.
 """
 
 import inspect
@@ -173,19 +174,19 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the workers in this process: w3 with a count of 2 gives w3 and w4."""
+        """The names of the workers in this process. For example, name w3 with a count of 2 gives w3 and w4."""
         return names(self.name, self.count)
 
 
 @cache
 def annotations() -> dict[str, Any]:
-    """Return every setting's name and type, with its bounds."""
+    """Return the type of every setting, with its bounds, by the setting's name."""
     return get_type_hints(WorkerSettings, include_extras=True)
 
 
 @cache
 def groups() -> dict[str, dict[str, str]]:
-    """Return every setting's description, by group and name, as the docstrings of the settings list them."""
+    """Return every setting's description by group and name, parsed from the docstrings of the settings' classes."""
     found: dict[str, dict[str, str]] = {}
     for kind in (WorkerSettings, SimulatedSettings):
         for group in re.split(r"\n(?=\S)", inspect.getdoc(kind) or "")[1:]:
@@ -197,13 +198,13 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
-    """Return the named settings that are set (not None)."""
+    """Return the values of the settings `names`, without those that are None."""
     return {name: value for name in names if (value := getattr(settings, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Identity, address and limits of one worker."""
+    """The configuration of one worker: its identity, address and limits."""
 
     name: str
     instance: str
@@ -215,13 +216,19 @@ class WorkerConfig:
     kv_transport: str = "sockets"
     connections_max: int = 512
     connections_per_address_max: int = 256
-    grace_s: float = 60.0  # seconds for a graceful shutdown, without the cleanup
-    graceful_shutdown: bool = True  # a graceful shutdown also waits for decoding streams
+    grace_s: float = 60.0  # maximum seconds of a graceful shutdown before its cleanup
+    graceful_shutdown: bool = True  # whether a graceful shutdown also waits for decoding streams
     name_check_s: float = 0.0  # seconds to listen for another worker of this name before registering; 0: off
     migration_limit: int | None = None
-    spare: bool = False  # starts as a spare
+    spare: bool = False  # whether the worker starts as a spare, without traffic
     account: str = ""  # broker account of this process; empty: the broker has no accounts
     chaos: bool = True
-    shares_process: bool = False  # with other workers: what ends this one must not end the process
-    key: FleetKey | None = None  # the fleet key; connections that do not know it are refused
-    computes_on_gpus: bool = True  # False: only a server behind it does. True: it ends with a GPU that dies
+    shares_process: bool = (
+        False  # whether other workers run in this process, which must survive this worker's end
+    )
+    key: FleetKey | None = (
+        None  # the fleet key; clients that do not know it are refused. None: all are accepted
+    )
+    computes_on_gpus: bool = (
+        True  # whether the engine computes in this process, so that the worker ends if its GPU fails
+    )

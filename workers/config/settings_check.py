@@ -1,6 +1,7 @@
 """Loads and validates a worker's settings.
 
-They come from flags, and from `HOLDFAST_WORKER_*` in the environment. Flags win.
+Settings come from flags and from the environment variables `HOLDFAST_WORKER_*`. A flag overrides the variable of the same
+setting.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|
 DYNAMO = {
     "DYN_ENGINE_REQUEST_LIMIT": "engine_request_limit",
     "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "request_queue_limit",
-}  # Dynamo's names; Holdfast's names take precedence
+}  # Dynamo's variables for settings of Holdfast, which apply only if Holdfast's own variable is not set
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 _PLAIN = SimulatedSettings()
@@ -38,9 +39,10 @@ _PLAIN = SimulatedSettings()
 def load_settings(
     flags: Mapping[str, object], environment: Mapping[str, str] | None = None, *, to_show: bool = False
 ) -> WorkerSettings:
-    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected.
+    """Return the settings of this process, from `flags` and the environment.
 
-    `to_show`: the settings are only displayed, so another worker may have the same name.
+    If `to_show` is true, the settings are only displayed, so a running worker may have the same name. Raise BadSetting with
+    the setting, its value and what is expected.
     """
     given: dict[str, object] = _from_environment(os.environ if environment is None else environment)
     given |= {name: value for name, value in flags.items() if value is not None}
@@ -63,7 +65,10 @@ def load_settings(
 
 
 def _from_environment(known: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings that variables set: the whole fleet's, then Dynamo's, then the worker's own. Raise BadSetting."""
+    """Return the settings that environment variables set, as texts. Raise BadSetting for an unknown worker variable.
+
+    The worker's own variables (`HOLDFAST_WORKER_*`) override Dynamo's, which override those of the whole fleet.
+    """
     given: dict[str, object] = {}
     for name in ("nats_url", "data", "fleet_key_file"):  # settings of the whole fleet
         if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
@@ -77,10 +82,10 @@ def _from_environment(known: Mapping[str, str]) -> dict[str, object]:
 
 
 def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
-    """Return the settings with the broker URL under which this process connects.
+    """Return the settings with the broker URL of this process's own broker account.
 
-    A process that joins a fleet of this host creates its missing key seed, which the fleet then adds to its broker. Raise
-    BadBrokerUrl or OSError.
+    If the process joins a fleet of this host and has no key seed, create the seed. The fleet then adds the account to its
+    broker. Raise BadBrokerUrl for an invalid URL, and OSError if the seed cannot be written.
     """
     name = worker_user(settings.name, settings.count)
     folder = urls.keys(settings.nats_url)
@@ -91,7 +96,7 @@ def with_broker_user(settings: WorkerSettings) -> WorkerSettings:
 
 @contextlib.contextmanager
 def _named(setting: str) -> Iterator[None]:
-    """Turn a ValueError into a BadSetting that names the setting."""
+    """Convert a ValueError from the `with` block into a BadSetting that names the setting."""
     try:
         yield
     except ValueError as error:
@@ -99,7 +104,7 @@ def _named(setting: str) -> Iterator[None]:
 
 
 def _fleet(data: Path) -> dict[str, object]:
-    """Return what the file of the fleet in this data directory says; nothing if there is none."""
+    """Return the contents of the fleet's file in the data directory `data`; empty if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads((data / "fleet.json").read_text()))
     return {}
@@ -118,9 +123,9 @@ def _check_name(settings: WorkerSettings) -> None:
 
 
 def convert_settings(given: Mapping[str, object], called: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values converted to their settings' types. Raise BadSetting with all errors.
+    """Convert the values of `given` to the types of their settings. Raise BadSetting with all errors.
 
-    `called`: the names under which the user gave some of the settings.
+    `called` maps a setting to the name under which the user set it, for the error. Other settings are named as in `given`.
     """
     values, errors = {}, []
     for name, text in given.items():
@@ -135,7 +140,7 @@ def convert_settings(given: Mapping[str, object], called: Mapping[str, str]) -> 
 
 
 def _convert_other(kind: Callable[[object], object], text: object) -> object:
-    """Build a value that msgspec cannot: a path."""
+    """Convert a value for a type that msgspec does not support, which is only Path."""
     return kind(text)
 
 
@@ -147,7 +152,7 @@ def _expected(kind: object, message: str) -> str:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Raise BadSetting, naming the setting, its value and what is wrong."""
+    """Check that the settings are consistent. Raise BadSetting with the setting, its value and the error."""
     kinds = (_gpus, _watch) if settings.watch_only else (_gpus, _network, _simulated, _openai, _transformers)
     for wrong, why in chain.from_iterable(rules(settings) for rules in kinds):
         if wrong:
@@ -239,5 +244,5 @@ def _transformers(s: WorkerSettings) -> Rules:
 
 
 def endpoints(text: str) -> list[str]:
-    """Return the ZeroMQ endpoints of a setting."""
+    """Return the ZeroMQ endpoints that a setting lists, separated by commas."""
     return [one.strip() for one in text.split(",") if one.strip()]

@@ -1,6 +1,7 @@
-"""The settings that only the simulated engine has. Part of `WorkerSettings`.
+"""The settings of the simulated engine, which are a part of `WorkerSettings`.
 
-Names are ours. `extra_engine_args` is a file with the argument names of Dynamo's mocker, and wins over flags.
+The setting `extra_engine_args` names a file with arguments of Dynamo's mocker. This module converts those arguments to
+settings of Holdfast, which override flags.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-MOST = 2**31  # of anything that is counted; as a limit it means unlimited
+MOST = 2**31  # maximum value of a count; as a limit it means unlimited
 CountOrZero = Annotated[int, Meta(ge=0, le=MOST)]
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 Factor = Annotated[float, Meta(gt=0)]
@@ -71,7 +72,7 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     disk_gb_per_s: Factor = 5.0
 
 
-# Argument names of Dynamo's mocker that differ from ours. Others have the same name, or are not simulated.
+# Arguments of Dynamo's mocker with a different name than the setting here; SAME lists those with the same name.
 MOCKER_NAMES = {
     "num_gpu_blocks": "kv_blocks",
     "block_size": "block_tokens",
@@ -87,8 +88,8 @@ SAME = ("watermark", "speedup_ratio", "decode_speedup_ratio", "dp_size", "planne
         "kv_transfer_bandwidth", "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks",
         "host_gb_per_s", "disk_gb_per_s", "perf_model")  # fmt: skip
 _OURS = {**MOCKER_NAMES, **{name: name for name in SAME}}
-# Arguments that are not simulated, each with the value that has no effect. Any value is accepted for arguments that only matter
-# between prefill and decode workers, which do not exist here.
+# Arguments that are not simulated, each with the only value that is accepted because it has no effect. For the arguments in
+# MEANINGLESS any value is accepted, because they matter only between prefill and decode workers, which do not exist here.
 NOT_SIMULATED: Mapping[str, object] = {
     "worker_type": "aggregated", "is_prefill": False, "is_decode": False, "aic_nextn": None, "aic_nextn_accept_rates": None,
 }  # fmt: skip
@@ -109,14 +110,14 @@ FLAGS = {
     "dp_size": ("--data-parallel-size",),
     "startup_s": ("--startup-time",),
     "count": ("--num-workers",),
-}  # additional flags
+}  # additional flags of some settings, with the names that engines use
 KV_TRANSFER_GB_PER_S = 64.0  # default of Dynamo's mocker
 _PREEMPTION = {"lifo": "newest", "fifo": "oldest"}
 _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 
 
 def read_extra(path: Path) -> dict[str, object]:
-    """Return the settings that a file of Dynamo's arguments stands for. Raise ValueError with the reason."""
+    """Convert a file with arguments of Dynamo's mocker to settings, by name. Raise ValueError if the file is invalid."""
     found = _arguments(path)
     settings: dict[str, object] = {"engine_type": "vllm"}
     for name, value in found.items():
@@ -134,7 +135,10 @@ def read_extra(path: Path) -> dict[str, object]:
 
 
 def _arguments(path: Path) -> dict[str, object]:
-    """Return the arguments in a file, all of which are known and simulated here. Raise ValueError."""
+    """Return the arguments in a JSON file.
+
+    Raise ValueError if the file cannot be parsed, or has an argument that is unknown or not simulated.
+    """
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -152,7 +156,7 @@ def _arguments(path: Path) -> dict[str, object]:
 
 
 def _not_simulated(found: Mapping[str, object]) -> list[str]:
-    """Return the arguments that ask for behaviour that is not simulated."""
+    """Return the names of the arguments that request behaviour that is not simulated."""
     sglang = found.get("sglang") or {}
     if not isinstance(sglang, dict):
         raise ValueError(f"sglang = {sglang!r}: expected an object")
@@ -162,12 +166,12 @@ def _not_simulated(found: Mapping[str, object]) -> list[str]:
 
 
 def their_name(name: str) -> str:
-    """Return the name that Dynamo's mocker uses for one of our settings."""
+    """Return the name that Dynamo's mocker uses for the setting `name`; `name` itself if the mocker has no such argument."""
     return next((theirs for theirs, ours in _OURS.items() if ours == name), name)
 
 
 def defaults(engine_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mocker's defaults for an engine, overridden by the `given` settings."""
+    """Return the settings that Dynamo's mocker uses by default for an engine type, overridden by those in `given`."""
     theirs: dict[str, Any] = {
         "kv_blocks": 16_384, "block_tokens": _BLOCK_TOKENS[engine_type], "batch_max": 256, "prefill_tokens_max": 8192,
         "waiting_max": MOST,
