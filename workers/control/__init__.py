@@ -1,1 +1,1 @@
-"""A worker's commands from the controller, and its membership of the fleet."""
+"""Handles the controller's commands to a worker, and the worker's registration and heartbeats."""

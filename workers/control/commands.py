@@ -1,8 +1,8 @@
-"""A worker's commands: drain, resume, batch, distrust, stop, retire and rehearsed faults.
+"""Carries out the controller's commands: drain, resume, batch, distrust, stop, retire, faults.
 
-Requests may be repeated and may be late. A running drain is not started again, and a request for an earlier instance of this
-worker is refused. A command to stop or to inject a fault is also refused if a hung worker receives it after its deadline: its
-sender has already received a timeout.
+A command may arrive more than once and may arrive late. A running drain is not started again, and a command for an earlier
+instance of this worker is refused. A command with a deadline (stop, fault injection) is also refused after that deadline,
+because its sender has already been told that the command failed.
 """
 
 import asyncio
@@ -30,9 +30,11 @@ from workers.shutdown import DRAINING, Killed, Retired, WorkerEnd, drain
 
 DEVICE_FAULTS = ("xid", "nvlink")
 PROCESS_FAULTS = ("kill", "hang", "unhang")
-FaultTarget = tuple[str, int, int]  # fault, rank or group, and the argument of a device fault (0 for others)
+FaultTarget = tuple[
+    str, int, int
+]  # name of the fault, number of the rank or group, argument of a device fault (or 0)
 KILL_AFTER_S = 0.05  # delay before the kill, so that the journal records the cause before its effect
-DRAIN_S = 60.0  # if the request has no deadline
+DRAIN_S = 60.0  # deadline of a drain in seconds, if the command contains none
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +44,10 @@ class BadRequest(HoldfastError):
 
 
 def number(body: Body, name: str, otherwise: float) -> float:
-    """Return a number of a request's body. Raise BadRequest if it is not a finite number from 0 up."""
+    """Return the number `name` of a command's body, or `otherwise` if the body lacks it.
+
+    Raise BadRequest if the value is not a finite number of at least 0.
+    """
     value = body.get(name)
     if value is None:
         return otherwise
@@ -52,7 +57,7 @@ def number(body: Body, name: str, otherwise: float) -> float:
 
 
 def share(body: Body, name: str) -> float:
-    """Return a share of a request's body, above 0 and at most 1. Raise BadRequest if it is none."""
+    """Return the share `name` of a command's body. Raise BadRequest if it is not a number above 0 and at most 1."""
     value = number(body, name, 0.0)
     if not 0 < value <= 1:
         raise BadRequest(f"{name} = {body.get(name)!r}: expected a number above 0 and at most 1")
@@ -60,9 +65,9 @@ def share(body: Body, name: str) -> float:
 
 
 class Devices(Protocol):
-    """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
+    """The interface of a worker's GPUs and their faults, which `DeviceWatch` and `SimulatedDevices` implement.
 
-    Declared here with untyped reported values, so that a single simulated rank avoids the imports.
+    The reported changes are untyped here, so that a worker without devices does not import the modules of `devices`.
     """
 
     @property
@@ -76,47 +81,47 @@ class Devices(Protocol):
     def stop(self) -> None: ...
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Simulate a fault of one rank's device; return False if that is not possible."""
+        """Inject a fault into one rank's device; return False if these devices do not support the fault."""
         ...
 
     def mend(self, fault: str, argument: float, rank: int) -> None:
-        """End a simulated fault."""
+        """End a fault that `play` has injected."""
 
 
 @dataclass(eq=False)
 class RehearsedFaults:
-    """Rehearses faults of one worker, through its engine, its server and its devices."""
+    """Injects rehearsed faults into one worker's engine, server and devices, and ends them."""
 
     config: WorkerConfig
     engine: Engine
     server: WorkerServer
     end: WorkerEnd
     devices: Devices | None
-    hung: bool = False  # the worker sends and handles nothing, like a stopped process
+    hung: bool = False  # whether the worker sends and handles nothing, like a process after SIGSTOP
     _end_timers: dict[FaultTarget, asyncio.TimerHandle] = field(
         default_factory=dict
-    )  # of faults with a duration
+    )  # timers that end the faults with a duration
     _blackhole_causes: set[str] = field(
         default_factory=set
     )  # the faults for which the server drops all traffic
 
     def stop(self) -> None:
-        """Cancel all timers that would end a fault."""
+        """Cancel the timers of all faults that have a duration."""
         for timer in self._end_timers.values():
             timer.cancel()
         self._end_timers.clear()
 
     def play(self, body: Body) -> Body | None:
-        """Rehearse a fault until it is healed, or for `duration` seconds. A fault of one rank affects its whole group.
+        """Rehearse the fault that a command describes, until a `heal` command or for the command's `duration` in seconds.
 
-        Each fault has its own duration, whatever else is rehearsed; a repeated fault replaces the first. `heal` ends all of
-        them.
+        Each fault ends after its own duration. If a fault is repeated, its new duration replaces the old one. `heal` ends all
+        faults. A fault of one rank also affects the ranks that compute together with it.
 
-        Faults that are otherwise a signal to the process (`PROCESS_FAULTS`) are rehearsed here only if the worker shares its
-        process.
+        PROCESS_FAULTS are normally signals to the process. They are rehearsed here only if the worker shares its process with
+        others, which a signal would hit too.
 
-        Return the rehearsed faults; None if the worker is hung. Raise BadRequest for a malformed body, HoldfastError for a fault
-        that cannot be rehearsed here.
+        Return the fault, its argument and its rank, or None if the worker is hung and does not answer. Raise BadRequest for a
+        malformed body, and HoldfastError for a fault that this worker cannot rehearse.
         """
         fault, argument = str(body.get("fault", "")), number(body, "argument", 0.0)
         duration_s, rank = number(body, "duration", 0.0), int(number(body, "rank", 0.0))
@@ -138,7 +143,7 @@ class RehearsedFaults:
         return {"fault": fault, "argument": argument, "rank": rank}
 
     def _schedule_end(self, fault: str, argument: float, rank: int, duration_s: float) -> None:
-        """Schedule the end of a fault that has just begun."""
+        """Start the timer that ends a fault after `duration_s` seconds; 0 starts none. `heal` cancels all timers."""
         if fault == "heal":
             self.stop()
             return
@@ -152,7 +157,10 @@ class RehearsedFaults:
             )
 
     def _target(self, fault: str, argument: float, rank: int) -> FaultTarget:
-        """Return the target of a fault: a device, a rank, the ranks that compute together with it, or the whole worker."""
+        """Return the identity of a fault, by which a repeated fault replaces the earlier one.
+
+        A fault hits a device, a rank, a group of ranks that compute together, or the whole worker, depending on its kind.
+        """
         if fault in DEVICE_FAULTS:
             return fault, rank, int(argument)
         if fault in ("unhang", "hang", "blackhole"):
@@ -160,7 +168,7 @@ class RehearsedFaults:
         return fault, rank if fault == "slow" else rank // self.engine.identity.tp, 0
 
     def _end_fault(self, target: FaultTarget, fault: str, argument: float, rank: int) -> None:
-        """End one fault after its duration. Others stay."""
+        """End one fault after its duration, and leave other faults active."""
         del self._end_timers[target]
         if fault == "hang":
             self._simulate_signal("unhang")
@@ -172,7 +180,7 @@ class RehearsedFaults:
             self.engine.heal(fault, rank)
 
     def _blackhole(self, fault: str, on: bool) -> None:
-        """Make the server drop all traffic as long as any fault requires it."""
+        """Record that `fault` does or does not need a blackhole; the server drops all traffic while any fault needs it."""
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
         connections = self.server.connections
         connections.blackhole(bool(self._blackhole_causes))
@@ -195,7 +203,10 @@ class RehearsedFaults:
         return self.engine.chaos(fault, argument, rank)
 
     def _simulate_signal(self, fault: str) -> bool:
-        """Apply the effect of a signal to this worker alone; return False if the worker does not share its process."""
+        """Apply the effect of SIGKILL, SIGSTOP or SIGCONT to this worker alone.
+
+        Return False if the worker does not share its process, because a real signal then has the effect.
+        """
         if not self.config.shares_process:
             return False
         if fault == "kill":
@@ -216,17 +227,17 @@ class HeardTooLate(HoldfastError):
 
 @dataclass(eq=False)
 class WorkerCommands:
-    """Subscribes to the controller's commands for one worker, and carries them out, through the server and the engine."""
+    """Receives the controller's commands for one worker and applies them to its server and engine."""
 
     config: WorkerConfig
     engine: Engine
     server: WorkerServer
     journal: Journal
-    bus: Bus | None  # without a bus there are no commands
+    bus: Bus | None  # None: no commands are received
     beats: FleetBeats
     end: WorkerEnd
     faults: RehearsedFaults
-    foreign: int = 0  # number of messages on its subjects that are not control messages
+    foreign: int = 0  # number of messages on the worker's subjects that are not control messages
     _drain: asyncio.Task[None] | None = None
     _subscription: Subscription | None = None
     _strangers: set[str] = field(default_factory=set)
@@ -247,22 +258,23 @@ class WorkerCommands:
         self._log = log.bind(worker=name, instance=self.config.instance)
 
     async def run(self) -> None:
-        """Subscribe to the controller's requests, as soon as the broker is connected.
+        """Subscribe to the controller's commands as soon as the broker is connected.
 
-        One subscription receives all of them: each costs a task and a queue, and a process may have a thousand workers.
+        A single subscription receives all commands, because each subscription costs a task and a queue, and a process may run
+        a thousand workers.
         """
         if self.bus is not None:
             subject = subjects.live(self.config.name)
             self._subscription = await when_connected(partial(self.bus.subscribe, subject, self._on_request))
 
     async def close(self) -> None:
-        """Unsubscribe."""
+        """End the subscription to commands."""
         if self._subscription is not None:
             await self._subscription.cancel()
 
     def _on_request(self, subject: str, body: Body) -> Answer | Awaitable[Answer]:
         handler = self._handlers.get(subject)
-        # a hung worker handles only faults, and the command to retire, which ends it as SIGKILL ends a stopped process
+        # a hung worker handles only fault commands and the retire command, as SIGCONT and SIGKILL reach a stopped process
         if handler is None or (self.faults.hung and subject not in self._while_hung):
             return None
         if handler != self._on_beat and (why := foreign(subject.split(".")[1], self.config.name, body)):
@@ -270,29 +282,29 @@ class WorkerCommands:
         return self._in_time(handler, body) if "until" in body else handler(body)
 
     def _ignore(self, subject: str, why: str) -> Answer:
-        """Log a body that no controller sent, for example an acknowledgement for another process."""
+        """Log a message that no controller sent, for example another process's acknowledgement, and return an error."""
         self.foreign += 1
         if self.foreign.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th ...
             log.error("foreign_control_message", subject=subject, why=why, times=self.foreign)
         return {"error": f"not a control message: {why}"}
 
     async def _in_time(self, handler: Callable[[Body], Answer], body: Body) -> Answer:
-        """Handle a request with a deadline, an ISO timestamp by the clock that stamps the journal.
+        """Handle a command with a deadline. The body's `until` is an ISO timestamp by the clock that stamps journal entries.
 
-        Raise HeardTooLate after the deadline, and JournalUnavailable if that clock cannot be read.
+        Raise HeardTooLate after the deadline, and JournalUnavailable if the journal's clock cannot be read.
         """
         if (await self.journal.end()).at > datetime.fromisoformat(str(body["until"])):
             raise HeardTooLate
         return handler(body)
 
     def stop(self) -> None:
-        """Cancel a running drain and all fault timers: the worker is ending now."""
+        """Cancel a running drain and all fault timers, because the worker is ending."""
         if self._drain is not None:
             self._drain.cancel()
         self.faults.stop()
 
     def on_drain(self, body: Body) -> Body:
-        """Start a drain, or return its progress. Repeating the request changes nothing."""
+        """Start a drain unless one is running, and return the number of streams that are still open."""
         self._check_instance(body)
         if not self.server.drain.draining:
             deadline_s = number(body, "deadline_s", DRAIN_S)
@@ -310,7 +322,7 @@ class WorkerCommands:
         self._log.info("drain_finished", **asdict(drained))
 
     def on_resume(self, body: Body) -> Body:
-        """Accept requests again, unless the process is shutting down."""
+        """Cancel a drain, so that the worker accepts requests again. A shutdown is not cancelled."""
         self._check_instance(body)
         if self.server.drain.refusal is DRAINING:
             if self._drain is not None:
@@ -320,21 +332,22 @@ class WorkerCommands:
         return {"draining": self.server.drain.draining, "in_flight": self.server.in_flight}
 
     def on_retire(self, body: Body) -> Body:
-        """End this process: the fleet considers this instance dead, and only a new one can rejoin."""
+        """End this worker, because the fleet considers this instance dead and only a new instance can rejoin."""
         self._check_instance(body)
         self.end.fail(Retired())
         return {"retired": True}
 
     def on_stop(self, body: Body) -> Body:
-        """Shut down gracefully, as on SIGTERM: an operator restarts this worker."""
+        """Shut down gracefully, as on SIGTERM, because an operator restarts this worker."""
         self._check_instance(body)
         self.end.stop_requested.set()
         return {"stopping": True, "in_flight": self.server.in_flight}
 
     def on_distrust(self, body: Body) -> Body:
-        """Stop shipping KV caches, and reuse no cached blocks: the fleet convicted this worker of wrong answers.
+        """Stop shipping KV caches and reusing cached blocks, because the fleet convicted this worker of wrong answers.
 
-        Without a reason, trust the worker again: blocks computed from now on may be shipped and reused.
+        If the body has no `reason`, the worker is trusted again, and blocks that it computes afterwards may be shipped and
+        reused.
         """
         self._check_instance(body)
         trust, output = self.server.moves.trust, self.server.output
@@ -348,9 +361,9 @@ class WorkerCommands:
         return {"convicted": CONVICTED in trust.doubts}
 
     def on_batch(self, body: Body) -> Body:
-        """Run at most a share of the batch at once, as set by the model's degradation level; 1: all of it.
+        """Limit the engine's batch to a share of its maximum size, as set by the model's degradation level.
 
-        Running requests are not stopped. Raise BadRequest for an invalid share.
+        A share of 1 removes the limit. Requests that run already are not stopped. Raise BadRequest for an invalid share.
         """
         self._check_instance(body)
         batch_share = share(body, "share")
@@ -368,7 +381,10 @@ class WorkerCommands:
             )
 
     def _on_beat(self, body: Body) -> None:
-        """Detect another process under this name: the fleet believes the newer one, and the operator should know."""
+        """Log an error if a heartbeat on this worker's subject comes from another instance, once for each instance.
+
+        The fleet accepts only the newer of two workers with one name, so the operator has to rename one.
+        """
         other = str(body.get("instance"))
         if other != self.config.instance and other not in self._strangers:
             self._strangers.add(other)

@@ -1,12 +1,13 @@
-"""A worker's membership of the fleet: waiting, joining, heartbeats and the check of its name.
+"""Registers a worker with the fleet, sends its heartbeats, and checks that its name is free.
 
-    engine.start … ── it waits for something ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
+    engine.start … ── the engine waits ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
 
-An engine that starts at once causes no such fact.
+While the engine waits for its server or its model, the worker records facts of the kind WorkerAwaited. An engine that starts
+at once causes none.
 
 A fleet accepts the newest instance of a name and retires the older one, so a second worker of the same name would end the
-first. The second worker therefore listens for heartbeats of the first from its start until it registers, and exits if it
-receives one. It listens that long because a third worker may have started at the same time and registered first.
+first. The second worker therefore listens for heartbeats of that name from its start until it registers, and exits if it
+receives one. One check at the start would not suffice, because a third worker may start at the same time and register first.
 """
 
 import asyncio
@@ -33,10 +34,12 @@ from workers.output import layout
 from workers.server import WorkerServer
 
 POLL_S = 0.1
-CHANGE_INTERVAL_S = 10.0  # between two reasons, so that a flapping reason causes only a few facts a minute
-REPEAT_S = 120.0  # repetition interval: a worker is no longer awaited after ten minutes without a fact
+CHANGE_INTERVAL_S = (
+    10.0  # minimum time between facts with different reasons, so that a flapping reason causes few facts
+)
+REPEAT_S = 120.0  # repetition interval of the same reason; the fleet forgets the worker after ten minutes without a fact
 BEAT_S = 1.0
-# fields of an engine's identity: what the canary key depends on, and what else the registration contains
+# the fields of an engine's identity that the canary key depends on (KIND), and the other registered ones (DESCRIBED)
 KIND = ("model", "revision", "tokenizer", "engine", "engine_version", "dtype", "tp", "device", "lineage")
 DESCRIBED = (
     "profile",
@@ -58,7 +61,7 @@ def registration(
 ) -> WorkerJoined:
     """Return the fact that registers a worker after its engine has started.
 
-    It contains where frontends reach the worker, what it serves and how fast, and its topology.
+    The fact contains the URL for frontends, the engine's identity and speed profile, and the worker's topology.
     """
     kind = {name: getattr(engine.identity, name) for name in KIND}
     more = {name: getattr(engine.identity, name) for name in DESCRIBED}
@@ -81,7 +84,7 @@ def registration(
 
 
 class WaitReport:
-    """Records what a worker waits for until it joins."""
+    """Records on the journal why a worker cannot join yet."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, journal: Journal) -> None:
         self._about = {"worker": config.name, "instance": config.instance}
@@ -92,7 +95,7 @@ class WaitReport:
 
     @contextlib.asynccontextmanager
     async def reporting(self) -> AsyncIterator[None]:
-        """Record what the engine waits for, during the block."""
+        """Poll the engine and record what it waits for, until the end of the `with` block."""
         polling = asyncio.create_task(self._poll())
         try:
             yield
@@ -107,7 +110,10 @@ class WaitReport:
             await asyncio.sleep(POLL_S)
 
     def look(self, now: float) -> None:
-        """Record what the engine waits for, if that is due. `now`: seconds of any monotonic clock."""
+        """Record what the engine waits for, if the reason is new or its last record is old. `now` is in seconds.
+
+        A new reason is recorded after CHANGE_INTERVAL_S at the earliest, and the same reason again after REPEAT_S.
+        """
         awaits = self._engine.awaits()
         if awaits is None:
             return
@@ -118,7 +124,7 @@ class WaitReport:
         self._journal.observe(WorkerAwaited(**self._about, reason=awaits.reason, model=awaits.model))
 
     def leave(self) -> None:
-        """Record that the worker is no longer awaited, because it was stopped."""
+        """Record that the fleet no longer has to wait for this worker, because it was stopped before it joined."""
         if self._reported is not None:
             self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
 
@@ -129,7 +135,7 @@ class NameTaken(HoldfastError):
 
 @dataclass(eq=False)
 class NameCheck:
-    """One worker's check of its own name. Without a broker nothing is checked."""
+    """Checks that no other live worker has this worker's name. Without a broker, nothing is checked."""
 
     config: WorkerConfig
     bus: Bus | None
@@ -137,12 +143,15 @@ class NameCheck:
     _subscription: Subscription | None = None
     _heard: asyncio.Event = field(
         default_factory=asyncio.Event
-    )  # a flag: another worker has sent a heartbeat
-    _other: str = ""  # its instance
+    )  # set once a heartbeat of another worker with this name has arrived
+    _other: str = ""  # the instance of the other worker
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for `name_check_s` and during the block. Raise NameTaken if another worker of this name is alive."""
+        """Listen for heartbeats of another worker with this name until the end of the `with` block.
+
+        If one arrives in the first `name_check_s` seconds, raise NameTaken. Later ones are reported by `again`.
+        """
         try:
             await self._first_check()
             yield
@@ -153,8 +162,10 @@ class NameCheck:
                     await subscription.cancel()
 
     async def again(self) -> None:
-        """Check again with all heartbeats received so far. Raise NameTaken. If the broker was disconnected before, listen
-        first."""
+        """Raise NameTaken if a heartbeat of another worker with this name has arrived so far.
+
+        If the broker was not connected at the first check, make that check now.
+        """
         if self._subscription is None:
             await self._first_check()
         elif self._heard.is_set():
@@ -191,7 +202,7 @@ class NameCheck:
 
 @dataclass(eq=False)
 class FleetBeats:
-    """Sends one worker's heartbeats. Without a bus there are none."""
+    """Sends one worker's heartbeats over the bus. Without a bus, no heartbeats are sent."""
 
     config: WorkerConfig
     engine: Engine
@@ -201,13 +212,13 @@ class FleetBeats:
     _sent: int = 0
 
     async def run(self) -> None:
-        """Send heartbeats forever."""
+        """Send a heartbeat every second until cancelled."""
         while True:
             await self.beat()
             await asyncio.sleep(BEAT_S)
 
     async def beat(self) -> None:
-        """Send one heartbeat, unless a rehearsal blocks it."""
+        """Send one heartbeat, unless a rehearsed blackhole drops all traffic."""
         server = self.server
         if self.bus is None or server.connections.blackholed:
             return
