@@ -1,7 +1,7 @@
 """Derives the fault changes of one GPU from its readings and Xids.
 
-Each change is reported once: a fault when it begins or when its code or weight changes, a recovery when it ends. A value that
-cannot be read changes nothing. A lost GPU keeps its other faults, because their end cannot be observed.
+Each change is reported once. A change is the begin of a fault, a new code or weight of an active fault, or the end of a fault.
+A value that cannot be read changes nothing. A GPU that is lost keeps its other faults, because their end cannot be observed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +17,8 @@ WEIGHT_MIN = 0.1  # a slow worker still gets some traffic
 class ThrottlePolicy:
     """Thresholds for reporting a throttled clock."""
 
-    hold_s: float = 10.0
-    dead_band: float = 0.1  # as a share of the full weight
+    hold_s: float = 10.0  # seconds for which a GPU must (not) be throttled before a fault begins (ends)
+    dead_band: float = 0.1  # minimum change of the weight that is reported; the full weight is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,21 @@ class Throttle:
           ▲                                    └── not throttled for hold_s ──▶ cleared ─┐
           └──────────────────────────────────────────────────────────────────────────────┘
 
-    The weight is clamp(clock / median of the peers' clocks, 0.1, 1). Short dips are normal, and a fluctuating weight would move
-    traffic back and forth: hence the hold time and the dead band.
+    The weight is the share of the worker's traffic: clamp(clock / median of the peers' clocks, 0.1, 1). Clocks are in MHz, and
+    peers are the other GPUs of the same model on this host. The hold time ignores short dips, which are normal. The dead band
+    ignores small changes of the weight, which would move traffic back and forth.
     """
 
     throttled: bool = False
     since: float = 0.0  # when `throttled` last changed
-    reported: float | None = None  # the last reported weight; None: none is active
+    reported: float | None = None  # the last reported weight; None: no throttling is reported
 
 
 def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None) -> float | None:
-    """Return the clock's ratio to its peers, or without peers to its maximum; None if unknown."""
+    """Return the ratio of a GPU's clock to the median of its peers' clocks, limited to 0.1 to 1. Clocks are in MHz.
+
+    Without peers, the reference is the maximum clock. Return None if the clock or the reference is unknown.
+    """
     reference = median(peers) if peers else clock_max
     if clock is None or not reference:
         return None
@@ -49,7 +53,7 @@ def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None)
 def evolve(
     policy: ThrottlePolicy, state: Throttle, throttled: bool, weight: float | None, now: float
 ) -> Throttle:
-    """Apply one reading."""
+    """Return the throttling state after one reading, made at the time `now`."""
     if throttled != state.throttled:
         return replace(state, throttled=throttled, since=now)
     if now - state.since < policy.hold_s:
@@ -64,7 +68,7 @@ def evolve(
     return replace(state, reported=weight)
 
 
-QUIET_S = 300.0  # a warning raised by an event ends after this many seconds without another one
+QUIET_S = 300.0  # a warning ends this many seconds after the last Xid or link error that caused it
 COOL_BY_C = 5  # °C below the slowdown limit at which a hot GPU counts as cool again
 
 THERMAL = 0x20 | 0x40  # clock-event reasons: software and hardware thermal slowdown
@@ -78,19 +82,19 @@ fault."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """One reading of one GPU. Values that it does not support are None."""
+    """The values read from one GPU at one time. A value that the GPU does not report is None."""
 
     lost: bool = False
-    ecc: int | None = None  # uncorrectable and volatile: counted since the driver was loaded
+    ecc: int | None = None  # uncorrectable volatile ECC errors, counted since the driver was loaded
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     recovery: int | None = None  # the recovery action recommended by the driver; 0: none
     reasons: int | None = None  # clock-event reasons, as bits
-    clock: int | None = None  # of the streaming multiprocessors, in MHz
-    clock_max: int | None = None
+    clock: int | None = None  # clock of the streaming multiprocessors, in MHz
+    clock_max: int | None = None  # in MHz
     temperature: int | None = None  # °C
     slowdown: int | None = None  # °C at which the GPU slows itself down
-    margin: int | None = None  # °C below that point, for GPUs that report only the margin (Ada and later)
+    margin: int | None = None  # °C below `slowdown`, for GPUs that report only this margin (Ada and later)
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     links: tuple[bool | None, ...] = ()  # state of each NVLink: up or down
@@ -98,13 +102,13 @@ class DeviceReading:
 
     @property
     def throttled(self) -> str:
-        """The cause of reduced clocks, if that is heat or power supply; otherwise empty."""
+        """The cause of reduced clocks, "thermal" or "power_brake"; empty if neither heat nor the power supply reduces them."""
         reasons = self.reasons or 0
         return "thermal" if reasons & THERMAL else "power_brake" if reasons & POWER_BRAKE else ""
 
     @property
     def until_slow(self) -> int | None:
-        """Margin in °C to the point where the GPU slows itself down."""
+        """The margin in °C until the GPU slows itself down; None if unknown."""
         if self.temperature is None or not self.slowdown:
             return self.margin
         return self.slowdown - self.temperature
@@ -117,15 +121,15 @@ class DeviceReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultChange:
-    """A fault began, has another code or weight, or is over."""
+    """One change of one fault: the fault has begun, has a new code or weight, or is over."""
 
     fault_class: str
     code: str = ""
     fatal: bool = False
-    # the share of the worker's traffic that remains; None: all of it, or none if the fault is fatal
+    # the share of traffic that the worker keeps; None: all traffic, or no traffic if the fault is fatal
     weight: float | None = None
     over: bool = False
-    found: bool = field(default=False, compare=False)  # the fault was already present when the watch began
+    found: bool = field(default=False, compare=False)  # whether the fault was present before the watch began
 
 
 OnFaultChange = Callable[[str, FaultChange], None]
@@ -133,7 +137,7 @@ OnFaultChange = Callable[[str, FaultChange], None]
 
 
 class DeviceFaults:
-    """The active faults of one GPU. `linked`: its worker has several GPUs, and needs the links between them."""
+    """Tracks the active faults of one GPU. `linked` is true if the worker has several GPUs and needs their NVLinks."""
 
     def __init__(self, linked: bool = False, policy: ThrottlePolicy | None = None) -> None:
         self.linked = linked
@@ -145,11 +149,14 @@ class DeviceFaults:
         self._ecc = 0  # errors before the watch began, or before the last repair
         self._up: set[int] = set()  # links that have ever been up
         self._grew_at = float("-inf")  # when link errors last increased
-        self._restored: set[str] = set()  # active classes known only from the previous watch
+        self._restored: set[str] = set()  # active fault classes that only the previous watch has seen
         self._unread = True  # no reading yet
 
     def restore(self, changes: Iterable[FaultChange], now: float) -> None:
-        """Start with the faults that were active when the previous watch ended. The first reading ends those that are over."""
+        """Start with `changes`, the faults that were active when the previous watch ended.
+
+        The first reading ends those that are over by then. `now` is in seconds of the watch's clock.
+        """
         for change in changes:
             self.standing[change.fault_class] = change
             self._restored.add(change.fault_class)
@@ -164,38 +171,42 @@ class DeviceFaults:
                     self._throttle = Throttle(throttled=True, since=now, reported=change.weight)
 
     def xid(self, code: int, now: float) -> list[FaultChange]:
-        """Apply an Xid."""
+        """Apply an Xid that was reported at `now`, and return the fault changes."""
         action = xid_meaning(code).action
         fault_class = XID_CLASSES[action]
         self._last_xid_at[fault_class] = now
-        if fault_class in self._restored:  # the same fault again must be reported
+        if fault_class in self._restored:  # a new Xid must be reported even if it equals the restored fault
             self._restored.discard(fault_class)
             del self.standing[fault_class]
         return list(self._fault(fault_class, action, str(code)))
 
     def repaired(self) -> list[FaultChange]:
-        """Apply the replacement or reset of the device: all its faults end."""
+        """End all faults after a replacement or reset of the device, and return the changes."""
         return [change for fault_class in list(self.standing) for change in self._over(fault_class)]
 
     def mended(self, code: int) -> list[FaultChange]:
-        """Apply the repair of one Xid. A later Xid of the same class stays active."""
+        """End the fault of the Xid `code`, and return the change. If a later Xid replaced its fault, nothing changes."""
         fault_class = XID_CLASSES[xid_meaning(code).action]
         active = self.standing.get(fault_class)
         return list(self._over(fault_class)) if active is not None and active.code == str(code) else []
 
     def read(self, reading: DeviceReading, peers: tuple[int, ...], now: float) -> list[FaultChange]:
-        """Apply a reading; `peers` are the clocks of busy GPUs of the same model that are not throttled."""
+        """Apply a reading made at `now`, and return the fault changes.
+
+        `peers` are the clocks in MHz of busy GPUs of the same model that are not throttled.
+        """
         first, first_of_watch, self._unread = self._last is None, self._unread, False
         changes = list(self._check_restored(reading)) if first_of_watch and not reading.lost else []
         changes += self._read(reading, peers, now)
-        if first_of_watch:  # restored faults that are still active are reported for this instance too
+        if first_of_watch:  # also report the restored faults that are still active, for this worker instance
             changes += [fault for name, fault in self.standing.items() if name in self._restored]
         return [replace(change, found=True) for change in changes] if first else changes
 
     def _check_restored(self, new: DeviceReading) -> Iterator[FaultChange]:
-        """End the restored faults that a reset repairs, if the driver recommends no action any more.
+        """End the restored faults that a reset repairs, if the driver no longer recommends a recovery action.
 
-        If the driver reports no recommendation, drop these faults; canaries have to detect any that remain.
+        If this driver never reports recommendations, drop these faults without a report. Canaries must then detect a GPU that
+        still computes wrongly.
         """
         for fault_class in sorted(REPAIRED_BY_RESET & self._restored):
             if new.recovery is None:
@@ -218,7 +229,7 @@ class DeviceFaults:
         return changes
 
     def _repair_seen(self, new: DeviceReading) -> bool:
-        """Return whether the GPU was reset since the last reading. The first reading only sets the baseline."""
+        """Return whether the GPU was reset since the last reading. The first reading sets the baseline of ECC errors."""
         if self._last is None:
             self._ecc = new.ecc or 0
             return "lost" in self.standing
@@ -233,7 +244,7 @@ class DeviceFaults:
             yield from self._over(fault_class)
 
     def _levels(self, new: DeviceReading, now: float) -> Iterator[tuple[str, str | None]]:
-        """Yield each readable class with its code, or with None if it has no fault."""
+        """Yield each fault class that the reading covers, with the fault's code, or with None if the GPU has no such fault."""
         if new.ecc is not None and new.ecc > self._ecc:
             yield "ecc", "volatile"
         for remap, pending in (
@@ -254,12 +265,12 @@ class DeviceFaults:
             yield "temperature", "" if hot else None
 
     def _links_down(self, links: Sequence[bool | None]) -> str:
-        """Return the numbers of the links that are down and have ever been up."""
+        """Return the comma-separated numbers of the NVLinks that are down and were up before; empty if none."""
         self._up |= {number for number, up in enumerate(links) if up}
         return ",".join(str(n) for n in sorted(self._up) if n < len(links) and links[n] is False)
 
     def _link_errors_grow(self, new: DeviceReading, now: float) -> bool:
-        """Return whether the errors of any link have increased lately."""
+        """Return whether the error count of any NVLink has increased in the last 300 s."""
         before = self._last.link_errors if self._last else ()
         counts = zip(new.link_errors, before, strict=False)
         if any(b is not None and n is not None and n > b for n, b in counts):

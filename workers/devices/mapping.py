@@ -1,4 +1,4 @@
-"""Selects a worker's GPUs: the configured ones, or those that its processes compute on."""
+"""Selects a worker's GPUs: the configured ones, or those on which the worker's processes compute."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ class UnknownGpus(HoldfastError):
 
 
 def parse(gpus: str) -> tuple[str, ...]:
-    """Parse a list of GPU indices or UUIDs like "0,1" or "GPU-5d…,GPU-81…". Raise ValueError if it is invalid."""
+    """Parse a list of GPU indices or UUIDs such as "0,1" or "GPU-5d…,GPU-81…". Raise ValueError if the list is invalid."""
     names = tuple(name.strip() for name in gpus.split(",")) if gpus.strip() else ()
     for name in names:
         if not (name.isdecimal() or name.startswith("GPU-")):
@@ -23,7 +23,10 @@ def parse(gpus: str) -> tuple[str, ...]:
 
 
 def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Return the UUIDs of the named GPUs; an unambiguous UUID prefix is enough. Raise UnknownGpus for those not found."""
+    """Return the UUIDs of the GPUs in `names`, which are indices, UUIDs or unambiguous prefixes of UUIDs.
+
+    Raise UnknownGpus if a name matches no GPU in `devices`, or more than one.
+    """
     found: list[str] = []
     missing: list[str] = []
     for name in names:
@@ -40,7 +43,7 @@ def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
 
 
 def used(users: Mapping[str, Collection[int]], own: Collection[int]) -> tuple[str, ...]:
-    """Return the GPUs on which one of the `own` processes computes."""
+    """Return the UUIDs of the GPUs on which at least one of the processes `own` computes. `users` maps UUIDs to pids."""
     return tuple(uuid for uuid, pids in users.items() if set(pids) & set(own))
 
 
@@ -50,7 +53,7 @@ def own_pids() -> frozenset[int]:
 
 
 def family(pid: int) -> frozenset[int]:
-    """Return the pids of a process and all its descendants; empty if it has ended."""
+    """Return the pids of a process and all its descendants; empty if the process `pid` does not exist."""
     import psutil
 
     try:

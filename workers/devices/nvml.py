@@ -1,10 +1,11 @@
-"""Reads GPUs through NVML, the driver's interface. A failed call yields a value: None or `lost`.
+"""Reads GPUs through NVML, the management library of the NVIDIA driver.
 
-None: the device does not report the value. `lost`: the device is gone.
+Failed calls raise no error. A value is None if the device does not report it, and a reading is `lost` if the device does not
+answer at all.
 
-The module `pynvml` (nvidia-ml-py) is imported only if the driver's library is present: it takes 4 MB and 20 ms. Drivers and
-versions of `pynvml` differ in the calls that they support. Calls are therefore looked up by name, and a missing one counts as
-a value that the device does not report.
+The module `pynvml` (nvidia-ml-py) is imported only if the driver's library is present, because the import takes 4 MB and 20 ms.
+Drivers and versions of `pynvml` differ in the calls that they support. Calls are therefore looked up by name, and a missing
+call counts as a value that the device does not report.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ UNSPECIFIC_ERRORS = (
     11,
     17,
     999,
-)  # timeout, interrupts, operating system, unknown: all that some drivers report for a lost GPU
+)  # timeout, interrupts, operating system, unknown; some drivers report only these errors for a lost GPU
 TIMEOUT = 10
 PENDING_XIDS_MAX = 64  # number of Xids kept until the next wait
 REPLAY, RECOVERY = 0, 1  # NVLink error counters
@@ -54,7 +55,7 @@ class _Lost(Exception):
 
 
 class Nvml:
-    """One session with the driver, used by one thread. Raise NoDriver if there is none."""
+    """One session with the NVIDIA driver, for use by one thread at a time. Raise NoDriver if no driver can be used."""
 
     def __init__(self) -> None:
         try:
@@ -69,7 +70,7 @@ class Nvml:
         self._events: object = None
         # Xids that arrived while no call waited for them
         self._pending_xids: deque[tuple[str, int]] = deque()
-        # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
+        # whether a call of the current reading failed with one of UNSPECIFIC_ERRORS
         self._unspecific_error = False
         self.devices: tuple[Device, ...] = ()
         try:
@@ -79,7 +80,7 @@ class Nvml:
         self._find()
 
     def _find(self) -> None:
-        """Find the devices of this host. A device without a readable UUID is not listed."""
+        """Add the devices of this host to `devices`, except those without a readable UUID. Devices found before stay listed."""
         found = []
         for index in range(self._or_none(self._api.nvmlDeviceGetCount) or 0):
             handle = self._or_none(self._api.nvmlDeviceGetHandleByIndex, index)
@@ -93,7 +94,7 @@ class Nvml:
         self.devices = (*found, *(device for device in self.devices if device.uuid not in known))
 
     def reopen(self) -> None:
-        """Open a new session with the driver: the only way to find a GPU that was reset, or a reloaded driver's GPUs."""
+        """Close the session and open a new one, so that GPUs are found that were reset or belong to a reloaded driver."""
         self.close()
         self._handles, self._names = {}, {}
         try:
@@ -103,12 +104,12 @@ class Nvml:
         self._find()
 
     def close(self) -> None:
-        """End the session."""
+        """End the session with the driver."""
         self._end_events()
         self._or_none(self._api.nvmlShutdown)
 
     def listen(self, uuids: Collection[str]) -> bool:
-        """Subscribe to the Xids of these devices only; return whether there is anything to wait for."""
+        """Subscribe to the Xids of these devices only; return whether `wait` can return an Xid."""
         events = self._or_none(self._api.nvmlEventSetCreate)
         registered = [uuid for uuid in uuids if events is not None and self._register(uuid, events)]
         self._end_events()
@@ -126,7 +127,7 @@ class Nvml:
         return True
 
     def _end_events(self) -> None:
-        """Stop waiting for Xids, after storing those that have arrived."""
+        """End the subscription to Xids. Xids that have arrived are kept for the next `wait`."""
         if self._events is None:
             return
         with contextlib.suppress(NoDriver):
@@ -136,10 +137,10 @@ class Nvml:
         self._events = None
 
     def wait(self, timeout_ms: int) -> tuple[str, int] | None:
-        """Wait for an Xid; return its device and its code, or None after `timeout_ms`.
+        """Wait for an Xid and return its device's UUID and its code; None if none arrives within `timeout_ms`.
 
-        The device is "" if the driver does not identify it. Raise NoDriver if waiting is impossible, for example
-        because one of the devices is lost.
+        The UUID is "" if the driver does not identify the device. Raise NoDriver if waiting is impossible, for example because
+        one of the devices is lost.
         """
         if self._pending_xids:
             return self._pending_xids.popleft()
@@ -158,7 +159,7 @@ class Nvml:
         return uuid or self._or_none(self._api.nvmlDeviceGetUUID, data.device) or "", int(data.eventData)
 
     def read(self, uuid: str) -> DeviceReading:
-        """Read a device."""
+        """Return the current values of a device. The reading is `lost` if the device does not answer."""
         handle = self._handles.get(uuid)
         if handle is None:
             return DeviceReading(lost=True)
@@ -168,7 +169,7 @@ class Nvml:
             return DeviceReading(lost=True)
 
     def pids(self, uuid: str) -> frozenset[int]:
-        """Return the processes that compute on a device."""
+        """Return the pids of the processes that compute on a device; empty if unknown."""
         handle = self._handles.get(uuid)
         try:
             found = self._call(PROCESSES, handle) if handle else None
@@ -214,12 +215,12 @@ class Nvml:
         for link in range(self._api.NVML_NVLINK_MAX_LINKS):
             up = self._call(("nvmlDeviceGetNvLinkState",), handle, link)
             if up is None and not any(links):
-                break  # no NVLink, or none in use: one call is enough to find out
+                break  # the device has no NVLink in use, so the other links need no call
             links.append(None if up is None else bool(up))
         return tuple(links)
 
     def _link_errors(self, handle: object, link: int, up: bool | None) -> int | None:
-        """Return the number of errors that a link has counted so far."""
+        """Return the number of errors that an NVLink has counted so far; None if it is not up or does not report errors."""
         if not up:
             return None
         counts = [
@@ -232,7 +233,7 @@ class Nvml:
         return sum(known) if known else None
 
     def _field(self, handle: object, name: str, scope: int = 0) -> int | None:
-        """Return a field's value; None if the device, the driver or `pynvml` does not support it."""
+        """Return the value of the NVML field `name`; None if the device, the driver or `pynvml` does not support the field."""
         field = getattr(self._api, name, None)
         values = field and self._call(("nvmlDeviceGetFieldValues",), handle, [(field, scope)])
         if not values or values[0].nvmlReturn != 0:
@@ -241,9 +242,9 @@ class Nvml:
         return int(value.ullVal if values[0].valueType in WIDE_TYPES else value.uiVal)
 
     def _call(self, names: tuple[str, ...], *arguments: object) -> Any:
-        """Return the result of the first of these calls that is supported; None if the device cannot report the value.
+        """Return the result of the first call in `names` that succeeds; None if none does.
 
-        Raise _Lost if the device does not answer at all.
+        Raise _Lost if an error shows that the device does not answer at all.
         """
         for name in names:
             call = getattr(self._api, name, None)

@@ -1,4 +1,4 @@
-"""Reports changes of the device watch as facts about a worker, and ends the worker with a lost GPU."""
+"""Reports the fault changes of a worker's GPUs as facts, and calls back when a GPU fails."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from workers.devices.taxonomy import meaning
 
 
 class ReportedDevices(Protocol):
-    """Devices that report changes of their faults until they are stopped."""
+    """The interface of devices that report their fault changes until they are stopped."""
 
     @property
     def stopped(self) -> bool: ...
@@ -21,7 +21,7 @@ class ReportedDevices(Protocol):
 
 
 def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:
-    """Convert a change into a fact about this worker."""
+    """Convert a fault change of `device` into a fact about the worker instance."""
     about = {"worker": worker, "instance": instance, "device": device}
     if change.over:
         return DeviceRecovered(**about, fault_class=change.fault_class, code=change.code)
@@ -39,13 +39,14 @@ def report(
     died: Callable[[str], None],
     broke: Callable[[Exception], None],
 ) -> None:
-    """Write the changes of a watch to the journal.
+    """Write the fault changes of a worker's devices to the journal, and call back for fatal faults.
 
-    `doubt` is called with the reason why the GPUs' contents cannot be trusted, and with "" when they can be trusted again.
-    `died` is called for a device that has failed under the engine. A device that had failed before is only reported: a worker
-    that restarts because of this fault would find it again. `broke` is called if the watch itself fails.
+    `doubt` is called with the reason when a fatal fault begins, and with "" when the last fatal fault is over, because GPU
+    memory cannot be trusted in between. `died` is called when a device fails while the engine uses it. `died` is not called for
+    a fault that existed before the watch began, because a restarted worker would find the same fault again and end again.
+    `broke` is called if the watch itself fails.
     """
-    standing: set[tuple[str, str]] = set()  # active fatal faults
+    standing: set[tuple[str, str]] = set()  # device and class of each active fatal fault
 
     def observe(device: str, change: FaultChange) -> None:
         journal.observe(fact(worker, instance, device, change))
@@ -66,7 +67,10 @@ def report(
 def listen(
     watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
-    """Start the watch, and call `told` with each change on the caller's event loop, until the watch is stopped."""
+    """Start the watch and call `told` with each fault change, on the caller's event loop, until the watch is stopped.
+
+    `broke` is called with the error if the watch fails.
+    """
     loop = asyncio.get_running_loop()
 
     def unless_stopped(call: Callable[..., None], *arguments: object) -> None:

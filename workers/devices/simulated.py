@@ -1,7 +1,7 @@
-"""The devices of a simulated group: one per rank, without faults until a rehearsal injects one.
+"""Simulates the GPUs of a simulated worker, one for each rank, with faults that a rehearsal injects.
 
-They report the same facts as the watch of real GPUs, from the same table. An Xid 48 of one rank's device is fatal and ends the
-worker, which is the whole group. After an NVLink fault the group gets no new requests.
+The simulated GPUs report the same fault changes as real ones, by the same table of Xids. For example, an Xid 48 of one rank's
+GPU is fatal and ends the worker with all its ranks. After an NVLink fault the worker gets no new requests.
 """
 
 import time
@@ -11,11 +11,11 @@ from workers.devices.faults import DeviceFaults, FaultChange, OnFaultChange
 XIDS = {
     "xid": 48,
     "nvlink": 74,
-}  # the faults that can be injected, and their Xids unless another one is given
+}  # the faults that can be injected, each with the Xid that it causes by default
 
 
 class SimulatedDevices:
-    """The devices of one worker's ranks. Replaces a `DeviceWatch`; called on the worker's loop only."""
+    """The simulated GPUs of one worker, used in place of a `DeviceWatch`. Call it only on the worker's event loop."""
 
     off = ""
     named = False
@@ -27,18 +27,21 @@ class SimulatedDevices:
         self._faults = {gpu: DeviceFaults(linked=tp > 1) for gpu in self.gpus}
 
     def start(self, within_s: float) -> None:
-        """Do nothing: there is no driver to open."""
+        """Do nothing, because there is no driver to open."""
 
     def begin(self, say: OnFaultChange, broke: object = None) -> None:
-        """Report faults from now on."""
+        """Report every later fault change to `say`."""
         self._say = say
 
     def stop(self) -> None:
-        """Stop reporting."""
+        """Record that the devices are stopped, so that `listen` drops their reports."""
         self.stopped = True
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Inject a fault into one rank's device (`argument`: another Xid), or `heal` all; return False for an unknown fault."""
+        """Inject a fault into one rank's device, or end all faults if `fault` is "heal". Return False for an unknown fault.
+
+        `argument` is the Xid to report; 0 selects the default Xid of the fault.
+        """
         if fault == "heal":
             for gpu, faults in self._faults.items():
                 self._report(gpu, faults.repaired())
@@ -50,7 +53,7 @@ class SimulatedDevices:
         return True
 
     def mend(self, fault: str, argument: float, rank: int) -> None:
-        """Repair the effect of this fault on one rank's device."""
+        """End the fault of one rank's device that `play` injected with the same arguments."""
         gpu = self.gpus[rank]
         self._report(gpu, self._faults[gpu].mended(int(argument) or XIDS[fault]))
 

@@ -1,18 +1,18 @@
-"""The faults that a GPU can report, with NVIDIA's meaning and the action taken.
+"""Lists the faults that a GPU can report, each with NVIDIA's meaning and the action of Holdfast.
 
-    fatal      the worker is UNHEALTHY at once; its streams must continue elsewhere
+    fatal      the worker becomes UNHEALTHY at once, and its streams continue on other workers
     nvlink     a worker with several GPUs gets no new requests until repair; a warning for a worker with one GPU
-    throttle   the worker's share of traffic shrinks to the share of its clock
-    warning    only recorded on the journal
+    throttle   the worker's share of traffic is reduced to the ratio of its clock to the normal clock
+    warning    the fault is only recorded on the journal
 
-Xids are events: the driver reports each once. Fatal and NVLink Xids stay active until a repair is detected: the GPU was lost
-and has returned, or its recovery action or volatile errors are gone. Other Xids end when none has occurred for a while. All
-other faults are levels that are read repeatedly.
+An Xid is an event, which the driver reports once. A fatal or NVLink Xid stays active until a repair is detected. A repair is
+detected when a lost GPU has returned, when the driver withdraws its recovery action, or when the count of volatile errors has
+dropped. Other Xids end after 300 s without another one. All other faults are states (LEVELS), which are read repeatedly.
 
 Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). An Xid is fatal if the catalog
 says RESET_GPU, RESTART_VM or RESTART_BM, or if it only adds details to such an Xid. RESTART_APP and IGNORE are warnings,
-because an engine that was hit reports the error itself. The exception is Xid 94: the lost memory may hold the weights, and no
-report says which memory it was.
+because an affected engine reports the error itself. Xid 94 is an exception and counts as fatal, because the lost memory may
+hold the weights, and no report identifies the memory.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Action = Literal["fatal", "nvlink", "throttle", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of one report, and the action taken."""
+    """NVIDIA's meaning of one GPU fault, and the action of Holdfast."""
 
     text: str
     action: Action
@@ -112,12 +112,12 @@ LEVELS: Mapping[str, Meaning] = {
 
 
 def xid_meaning(code: int) -> Meaning:
-    """Return the meaning of an Xid; one that is not in the table is a warning."""
+    """Return the meaning of the Xid `code`. An Xid that is not in the table counts as a warning."""
     return XIDS.get(code, UNKNOWN_XID)
 
 
 def meaning(fault_class: str, code: str) -> str:
-    """Return the description of a fault."""
+    """Return the text that describes a fault of this class and code. For an Xid, `code` is its number."""
     if fault_class in XID_CLASSES.values():
         return f"Xid {code}, {xid_meaning(int(code)).text}"
     return f"{LEVELS[fault_class].text}{f' ({code})' if code else ''}"

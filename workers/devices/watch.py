@@ -1,11 +1,12 @@
-"""The device watch: detects faults of a worker's GPUs, and their end.
+"""The device watch, which detects when faults of a worker's GPUs begin and end.
 
     open ── no driver ──▶ off, logged once
       └─▶ find the worker's GPUs ──▶ (the worker has joined) ─┬─▶ the reader: everything except Xids, every second
                                                               └─▶ the listener: waits for Xids
 
-Reader and listener are separate threads. A driver call may hang for seconds while a GPU dies, and must not block the loop
-that serves requests. It must not delay Xids either: a driver that has just reported an Xid answers all other calls slowly.
+The reader and the listener are separate threads. A driver call may hang for seconds while a GPU fails, and must not block the
+event loop that serves requests. The reader's calls must not delay Xids either, because a driver that has just reported an Xid
+answers all other calls slowly.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ from workers.devices import mapping
 from workers.devices.faults import DeviceFaults, DeviceReading, FaultChange, OnFaultChange, ThrottlePolicy
 from workers.devices.nvml import NoDriver, Nvml
 
-DRIVER_S_MAX = 5.0  # longest wait for that thread to leave the driver
+DRIVER_S_MAX = 5.0  # longest wait for the listener thread to return from the driver
 
 log = structlog.get_logger(__name__)
 
 
 class Memory:
-    """The file of one watch on the GPUs' host. It lists the active faults, and does not exist while there are none.
+    """Stores the active faults of one watch in a file on the GPUs' host. Without active faults, the file does not exist.
 
-    A GPU can be reset only while no process uses it. So the watch that reported a fault has ended by the time of the reset. The
-    next watch needs the stored fault to report that it is over.
+    A GPU can be reset only while no process uses it, so a watch that reported a fault ends before the reset. The next watch
+    reads the stored fault, so that it can report the fault's end.
     """
 
     def __init__(self, data: Path, name: str) -> None:
@@ -51,7 +52,7 @@ class Memory:
             return {}
 
     def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
-        """Store the active faults. If the disk cannot be written, the next watch does not know them."""
+        """Store the active faults, by device. If the file cannot be written, log a warning; the next watch then lacks them."""
         faults = {device: found for device, changes in standing.items() if (found := list(changes))}
         try:
             if not faults:
@@ -66,7 +67,10 @@ class Memory:
 
 
 class StandingFaults:
-    """The faults of the watched GPUs. Thread-safe: Xids arrive in one thread, readings in another."""
+    """Tracks the active faults of the watched GPUs and reports their changes.
+
+    It is thread-safe, because Xids arrive in one thread and readings in another.
+    """
 
     def __init__(self, policy: ThrottlePolicy, memory: Memory | None) -> None:
         self._policy = policy
@@ -74,8 +78,8 @@ class StandingFaults:
         self._faults: dict[str, DeviceFaults] = {}  # by UUID
         self._lock = threading.Lock()
         self._say: OnFaultChange | None = None
-        self._restored: dict[str, list[FaultChange]] = {}  # faults of GPUs that are not watched yet
-        self._stored = True  # the stored faults are up to date
+        self._restored: dict[str, list[FaultChange]] = {}  # stored faults of GPUs that are not watched yet
+        self._stored = True  # whether the stored faults are up to date
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -83,17 +87,17 @@ class StandingFaults:
         return tuple(self._faults)
 
     def recall(self) -> None:
-        """Load the stored faults, which were active when the last watch ended."""
+        """Load the stored faults, which were active when the previous watch ended."""
         if self._memory is not None:
             self._restored = self._memory.recall()
             self._stored = not self._restored
 
     def begin(self, say: OnFaultChange) -> None:
-        """Report changes from now on."""
+        """Report every later fault change to `say`."""
         self._say = say
 
     def add(self, uuids: Collection[str]) -> None:
-        """Watch these GPUs too, starting with their stored faults."""
+        """Add GPUs to the watch, each with the faults that are stored for it."""
         with self._lock:
             for uuid in uuids:
                 faults = self._faults[uuid] = DeviceFaults(policy=self._policy)
@@ -102,15 +106,18 @@ class StandingFaults:
                 faults.linked = len(self._faults) > 1
 
     def take_xid(self, uuid: str, code: int) -> None:
-        """Apply an Xid of a GPU."""
+        """Apply an Xid of a GPU and report the fault changes."""
         self._absorb(uuid, lambda faults: faults.xid(code, time.monotonic()))
 
     def take_reading(self, uuid: str, reading: DeviceReading, peers: tuple[int, ...]) -> None:
-        """Apply a reading of a GPU; `peers` are the clocks of its peers, in MHz."""
+        """Apply a reading of a GPU and report the fault changes. `peers` are the clocks of comparable GPUs, in MHz."""
         self._absorb(uuid, lambda faults: faults.read(reading, peers, time.monotonic()))
 
     def _absorb(self, uuid: str, absorb: Callable[[DeviceFaults], list[FaultChange]]) -> None:
-        """Apply a reading or an Xid to a GPU, and report the changes in the order of their detection."""
+        """Call `absorb` on the faults of a GPU, and report and log the changes that it returns. Ignore an unwatched GPU.
+
+        The lock is held while changes are reported, so that they arrive in the order of their detection.
+        """
         with self._lock:
             changes = absorb(self._faults[uuid]) if uuid in self._faults else []
             for change in changes:
@@ -125,7 +132,7 @@ class StandingFaults:
                 log.warning("device_faulted", **fields)
 
     def keep(self) -> None:
-        """Store the active faults if they have changed. The disk may hang."""
+        """Store the active faults if they have changed. The call may block as long as the disk does."""
         if self._memory is None or self._stored:
             return
         with self._lock:
@@ -135,9 +142,9 @@ class StandingFaults:
 
 
 class XidListener:
-    """Waits for the Xids of some GPUs, in a thread that leaves the driver while another thread needs exclusive access.
+    """Waits for Xids in its own thread, and can pause so that the reader thread has exclusive access to the driver.
 
-    Everything except `run` is called by the thread that reads the GPUs.
+    `run` is the listener thread. The reader thread calls all other methods.
     """
 
     def __init__(
@@ -149,26 +156,26 @@ class XidListener:
     ) -> None:
         """Build a listener that ends within `wait_ms` once `stopped` is set.
 
-        `told` is called with each Xid: the GPU's UUID ("" for all of them) and the number. `deaf` is called when the driver
-        refuses further waits.
+        `told` is called with the GPU's UUID and the number of each Xid. `deaf` is called when the driver refuses further
+        waits.
         """
         self._wait_ms = wait_ms
         self._stopped = stopped
         self._told = told
         self._deaf = deaf
-        # a flag: the session is open, and Xids of some GPUs can be waited for
+        # set while the listener thread may wait in the driver for Xids
         self._may_wait = threading.Event()
         self._waiting = threading.Lock()  # held while the thread is inside the driver
-        self.deafened = False  # the driver refused to wait any longer
-        self.gpus: frozenset[str] = frozenset()  # GPUs subscribed to
+        self.deafened = False  # whether the driver has refused to wait for Xids since the last subscription
+        self.gpus: frozenset[str] = frozenset()  # UUIDs of the GPUs that the listener has subscribed to
 
     @property
     def listens(self) -> bool:
-        """Whether it may wait for Xids."""
+        """Whether the listener thread may wait for Xids."""
         return self._may_wait.is_set()
 
     def run(self, nvml: Nvml) -> None:
-        """Wait for Xids, and report each one immediately."""
+        """Wait for Xids and report each one immediately, until `stopped` is set. An Xid without a GPU counts for all GPUs."""
         while True:
             self._may_wait.wait()
             if self._stopped.is_set():
@@ -183,7 +190,7 @@ class XidListener:
     def _wait(self, nvml: Nvml) -> tuple[str, int] | None:
         try:
             return nvml.wait(self._wait_ms)
-        except NoDriver:  # with one lost GPU, the driver reports nothing about the others either
+        except NoDriver:  # if one GPU is lost, the driver reports no Xids of the other GPUs either
             self.deafened = True
             if not self._stopped.is_set():
                 self._may_wait.clear()
@@ -191,7 +198,7 @@ class XidListener:
             return None
 
     def ask(self, nvml: Nvml, uuids: Collection[str]) -> None:
-        """Subscribe to the Xids of these GPUs. Call it only inside `kept_out`."""
+        """Subscribe to the Xids of these GPUs only. Call this method only inside `kept_out`."""
         self.gpus = frozenset(uuids)
         if nvml.listen(uuids):
             self.deafened = False
@@ -199,7 +206,10 @@ class XidListener:
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[bool]:
-        """Keep the thread out of the driver during the block; yield False if the driver hangs. `ask` ends the exclusion."""
+        """Keep the listener thread out of the driver until `ask` subscribes again. Yield False if the driver hangs.
+
+        If False is yielded, the listener thread is still inside the driver, and the caller must not use it.
+        """
         self._may_wait.clear()
         out = self._waiting.acquire(timeout=DRIVER_S_MAX)
         if self._stopped.is_set():
@@ -211,16 +221,16 @@ class XidListener:
                 self._waiting.release()
 
     def stop(self) -> None:
-        """Let the thread end, once `stopped` is set."""
+        """Wake the listener thread so that it ends. `stopped` must be set before."""
         self._may_wait.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """Intervals of the device watch."""
+    """Intervals and thresholds of the device watch."""
 
-    wait_ms: int = 200  # maximum wait for an Xid, after which the watch can be stopped
-    read_s: float = 1.0
+    wait_ms: int = 200  # maximum wait for an Xid inside the driver, and so for the watch to stop
+    read_s: float = 1.0  # interval between readings
     reopen_s: float = 10.0  # interval between searches for a lost GPU
     look_s: float = 10.0  # interval between searches for GPUs that the worker's processes have begun to use
     throttle: ThrottlePolicy = field(default_factory=ThrottlePolicy)
@@ -229,8 +239,9 @@ class WatchPolicy:
 class DeviceWatch:
     """Watches the GPUs of one worker, from `begin` until `stop`.
 
-    `gpus`: the configured ones; if empty, those used by `users`. `users` returns the processes to consider, by default this
-    one and its descendants. `memory` stores active faults for the next watch. `driver` opens a session with the driver.
+    `gpus` names the configured GPUs. If `gpus` is empty, the watch finds the GPUs on which the processes from `users` compute,
+    by default this process and its descendants. `memory` stores active faults for the next watch. `driver` opens a session with
+    the NVIDIA driver.
     """
 
     def __init__(
@@ -241,7 +252,7 @@ class DeviceWatch:
         memory: Memory | None = None,
         driver: Callable[[], Nvml] = Nvml,
     ) -> None:
-        self.off = ""  # the reason why nothing is watched
+        self.off = ""  # the reason why nothing is watched; empty while GPUs can be watched
         self._configured = gpus
         self._policy = policy or WatchPolicy()
         self._users = users
@@ -250,7 +261,9 @@ class DeviceWatch:
         self._ready = threading.Event()
         self._begun = threading.Event()
         self._stopped = threading.Event()
-        self._wake_reader = threading.Event()  # a flag: the reader must run now, before its next interval
+        self._wake_reader = (
+            threading.Event()
+        )  # set when the reader must read now instead of after its interval
         self._faults = StandingFaults(self._policy.throttle, memory)
         self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
         self._reader = self._thread("device-watch", self._read)
@@ -260,26 +273,26 @@ class DeviceWatch:
 
     @property
     def named(self) -> bool:
-        """Whether the GPUs are configured; otherwise they are found once a process computes on them."""
+        """Whether the GPUs are configured. GPUs that are not configured are found once a process computes on them."""
         return bool(self._configured)
 
     @property
     def stopped(self) -> bool:
-        """Whether the watch was stopped, so that its reports no longer matter."""
+        """Whether the watch was stopped, so that later reports are dropped."""
         return self._stopped.is_set()
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The UUIDs of the worker's GPUs found so far."""
+        """The UUIDs of the worker's GPUs that the watch has found so far."""
         return self._faults.gpus
 
     @property
     def hears(self) -> frozenset[str]:
-        """The GPUs for which the watch waits for Xids: those that are present."""
+        """The UUIDs of the GPUs that the watch waits for Xids of, which are the GPUs that are not lost."""
         return self._xids.gpus
 
     def start(self, within_s: float) -> None:
-        """Open the driver and find the worker's GPUs; return when that is done, or after `within_s` seconds.
+        """Open the driver and find the worker's GPUs in the reader thread, and wait for that for at most `within_s` seconds.
 
         Raise UnknownGpus if a configured GPU does not exist.
         """
@@ -289,27 +302,30 @@ class DeviceWatch:
             raise self._start_error
 
     def begin(self, say: OnFaultChange, broke: Callable[[Exception], None] | None = None) -> None:
-        """Report faults from now on, starting with the active ones. `broke` is called if the watch itself fails."""
+        """Start to read the GPUs and report fault changes to `say`, first those of the faults that are already active.
+
+        `broke` is called with the error if the watch itself fails.
+        """
         self._faults.begin(say)
         self._broke = broke
         self._begun.set()
 
     def stop(self) -> None:
-        """Stop watching. The threads end within their next wait; they are not joined, because the driver may hang."""
+        """Stop watching. The threads end after their current wait, and are not joined because the driver may hang."""
         self._stopped.set()
         self._begun.set()
         self._wake_reader.set()
         self._xids.stop()
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Return False: faults cannot be injected into real devices."""
+        """Return False, because faults cannot be injected into real devices."""
         return False
 
     def mend(self, fault: str, argument: float, rank: int) -> None:
-        """Do nothing: no fault was injected."""
+        """Do nothing, because no fault can have been injected."""
 
     def join(self, within_s: float) -> None:
-        """Wait for the reader thread to end."""
+        """Wait for the reader thread to end, for at most `within_s` seconds."""
         self._reader.join(within_s)
 
     # --- the threads
@@ -318,7 +334,7 @@ class DeviceWatch:
         return threading.Thread(target=self._run_guarded, args=(work,), name=name, daemon=True)
 
     def _run_guarded(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and report its failure: otherwise the missing reports would go unnoticed."""
+        """Run a thread's work and call `broke` if it raises, because missing reports would otherwise go unnoticed."""
         try:
             work()
         except Exception as error:
@@ -366,13 +382,13 @@ class DeviceWatch:
         return nvml
 
     def _used(self, nvml: Nvml) -> tuple[str, ...]:
-        """Return the unwatched GPUs on which the worker's processes compute."""
+        """Return the UUIDs of the GPUs on which the worker's processes compute and which are not watched yet."""
         self._searched_at = time.monotonic()
         users = {d.uuid: nvml.pids(d.uuid) for d in nvml.devices if d.uuid not in self.gpus}
         return mapping.used(users, self._users()) if any(users.values()) else ()
 
     def _add(self, nvml: Nvml, uuids: Collection[str]) -> bool:
-        """Add these GPUs to the watch; return False if the driver hangs."""
+        """Add these GPUs to the watch and subscribe to their Xids; return False if that failed because the driver hangs."""
         with self._xids.kept_out() as out:
             if out:
                 self._faults.add(uuids)
@@ -386,7 +402,7 @@ class DeviceWatch:
 
     def _take_xid(self, uuid: str, code: int) -> None:
         self._faults.take_xid(uuid, code)
-        self._wake_reader.set()  # read the GPU's other values now
+        self._wake_reader.set()  # a fault often shows in other values of the GPU too
 
     # --- the reader
 
@@ -394,40 +410,45 @@ class DeviceWatch:
         self._search(nvml)
         readings = {uuid: nvml.read(uuid) for uuid in self.gpus}
         present = frozenset(uuid for uuid, reading in readings.items() if not reading.lost)
-        if present - self._xids.gpus:  # a GPU that is reported as recovered must already be subscribed to
+        if present - self._xids.gpus:  # subscribe to a returned GPU before it is reported as recovered
             self._resubscribe(nvml, present)
         for uuid, reading in readings.items():
             peers = _peers(nvml, uuid, readings) if reading.throttled else ()
             self._faults.take_reading(uuid, reading, peers)
         if present != self._xids.gpus:
             self._resubscribe(nvml, present)
-            self._reopened_at = time.monotonic()  # reopening misses Xids, and the GPU does not return at once
+            self._reopened_at = (
+                time.monotonic()
+            )  # delays the next reopening, which loses Xids, until the GPU may be back
         reopen_due = time.monotonic() - self._reopened_at >= self._policy.reopen_s
         if (self._xids.deafened or len(present) < len(readings)) and reopen_due:
             self._reopened_at = time.monotonic()
             self._reopen(nvml)
 
     def _search(self, nvml: Nvml) -> None:
-        """Add the GPUs that the worker's processes have begun to use, unless its GPUs are configured."""
+        """Add the GPUs that the worker's processes have begun to use, unless the worker's GPUs are configured."""
         due = not self.gpus or time.monotonic() - self._searched_at >= self._policy.look_s
         if not self._configured and due and (used := self._used(nvml)) and self._add(nvml, used):
             self._report(nvml)
 
     def _resubscribe(self, nvml: Nvml, present: frozenset[str]) -> None:
-        """Keep listening to the GPUs that are present: with a lost one among them, the driver reports nothing."""
+        """Subscribe to the Xids of `present`, the GPUs that are not lost.
+
+        With a lost GPU in the subscription, the driver would report no Xids at all.
+        """
         with self._xids.kept_out() as out:
             if out:
                 self._xids.ask(nvml, present)
 
     def _reopen(self, nvml: Nvml) -> None:
         with self._xids.kept_out() as out:
-            if out:  # otherwise the driver hangs; try again later
+            if out:  # if the driver hangs, a later reading tries again
                 nvml.reopen()
                 self._xids.ask(nvml, [uuid for uuid in self.gpus if not nvml.read(uuid).lost])
 
 
 def _peers(nvml: Nvml, uuid: str, readings: dict[str, DeviceReading]) -> tuple[int, ...]:
-    """Return the clocks of this host's other GPUs of the same model that are busy and not throttled."""
+    """Return the clocks in MHz of this host's other GPUs of the same model that are busy and not throttled."""
     model = next((device.model for device in nvml.devices if device.uuid == uuid), "")
     others = [d.uuid for d in nvml.devices if d.model == model and d.uuid != uuid]
     peers = [readings[other] if other in readings else nvml.read(other) for other in others]
