@@ -1,1 +1,1 @@
-"""Moves the KV cache of a running request from one worker process to another: kv-transfer.md."""
+"""Transfers a running request's KV cache between two worker processes: docs/concepts/kv-transfer.md."""

@@ -1,16 +1,16 @@
-"""The reservations of a transfer's target: limits, deadlines, and the verified bytes so far.
+"""Tracks a target's reservations for KV transfers: limits, deadlines, and the bytes verified so far.
 
-A reservation states how many bytes a source may write, and its deadline.
+A reservation states how many bytes a source may write, and until when:
 
-    reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has taken it ──▶ (gone)
-                 └───────────── abort, deadline ─────────────────┴──────────────────────────────────▶ (gone)
+    reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has copied it ──▶ (gone)
+                 └───────────── abort, deadline ─────────────────┴───────────────────────────────────▶ (gone)
 
-The ledger has neither sockets nor memory, and takes the time as an argument. A refusal changes nothing; the caller that
-refuses a source aborts its reservation. Every call that ends a reservation returns it, so that the caller can free its
+The ledger has neither sockets nor memory, and its callers pass the time. A call that refuses a message changes nothing, and its
+caller must abort the reservation. Every call that ends a reservation returns that reservation, so that the caller can free its
 resources.
 
-Chunks may arrive in any order and more than once. The intervals that have arrived are kept merged: chunks that arrive in
-order leave one interval, whatever their number.
+Chunks may arrive in any order and more than once. Adjacent chunks are merged into one interval of bytes, so that chunks which
+arrive in order leave a single interval.
 """
 
 import secrets
@@ -31,16 +31,18 @@ from workers.kv_transfer.messages import (
     packed,
 )
 
-CHUNK_BYTES = 1 << 21  # with a source of two threads, 1 MiB and 4 MiB were measured a tenth slower
+CHUNK_BYTES = (
+    1 << 21
+)  # size of sent chunks; with two threads at the source, 1 MiB and 4 MiB were measured a tenth slower
 CHUNK_BYTES_MAX = 1 << 22
 CHUNKS_MAX = 1 << 16
 
 
 class Coverage:
-    """The verified chunks of one reservation."""
+    """Tracks the verified chunks of one reservation and the intervals of bytes that they cover."""
 
     def __init__(self, size: int) -> None:
-        """Expect chunks within this many bytes."""
+        """Start without chunks. `size` is the size of the region in bytes."""
         self.size = size
         self.bytes = 0
         self._chunks: dict[int, KvChunk] = {}
@@ -54,15 +56,15 @@ class Coverage:
 
     @property
     def prefix(self) -> int:
-        """Number of bytes that have arrived without a gap, from the first."""
+        """Number of bytes from the start of the region that have arrived without a gap."""
         return self._ends[0] if self._begins and self._begins[0] == 0 else 0
 
     def repeated(self, chunk: KvChunk) -> bool:
-        """Return whether exactly this chunk is already marked."""
+        """Return whether an equal chunk is already marked."""
         return self._chunks.get(chunk.number) == chunk
 
     def objection(self, chunk: KvChunk) -> str:
-        """Return why a chunk that is not a repetition must be refused; empty if it is accepted."""
+        """Return why a chunk that is not repeated must be refused; empty if it can be marked."""
         where = f"chunk {chunk.number}"
         if chunk.number in self._chunks:
             return f"{where} arrived twice with different contents"
@@ -81,7 +83,7 @@ class Coverage:
         return ""
 
     def mark(self, chunk: KvChunk) -> None:
-        """Record an accepted chunk."""
+        """Record a verified chunk that has no `objection`."""
         begin, end = chunk.offset, chunk.offset + chunk.bytes
         self._chunks[chunk.number] = chunk
         self.bytes += chunk.bytes
@@ -98,35 +100,35 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationPolicy:
-    """How many reservations to hold at once, and for how long."""
+    """Limits on the reservations of one target."""
 
-    live_max: int = 16  # of one shard
-    bytes_max: int = 4 << 30
-    lasts: timedelta = timedelta(seconds=30)
+    live_max: int = 16  # maximum number of reservations per shard
+    bytes_max: int = 4 << 30  # maximum size of all reservations
+    lasts: timedelta = timedelta(seconds=30)  # time until a reservation ends
 
 
 @dataclass(slots=True)
 class KvReservation:
-    """One reservation of one source."""
+    """One reservation: the region's size and deadline, and the progress of its transfer."""
 
     ticket: str
     size: int  # bytes
     deadline_s: float  # by the same clock as `now_s`
     coverage: Coverage
-    count: int  # number of tokens known when it was made
-    digest: bytes  # of these tokens
-    own: Description
+    count: int  # number of the request's tokens when the reservation was made
+    digest: bytes  # digest of those tokens
+    own: Description  # the format of the target's blocks
     first_block: int = 0  # the target already has the blocks before this one
-    opened: bool = False
-    ending: Ending | None = field(default=None, repr=False)
+    opened: bool = False  # whether a source has opened the reservation
+    ending: Ending | None = field(default=None, repr=False)  # None until the reservation is committed
 
     def need(self, computed: int) -> int:
-        """Return the number of bytes that must arrive for this many computed tokens."""
+        """Return the number of bytes that must arrive so that the target has the KV of `computed` tokens."""
         return max(0, self.own.blocks(computed) - self.first_block) * self.own.block_bytes
 
 
 class TransferReservations:
-    """The reservations of one target."""
+    """Makes the reservations of one target, and checks each source's messages against its reservation."""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class TransferReservations:
         policy: ReservationPolicy,
         name: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        """Accept blocks of these descriptions only, one of each shard. `name` creates unique tickets."""
+        """Accept only blocks of the descriptions in `own`, which has one for each shard. `name` creates unique tickets."""
         self._own = {one.rank: one for one in own}
         self._policy = policy
         self._name = name
@@ -145,11 +147,11 @@ class TransferReservations:
 
     @property
     def bytes(self) -> int:
-        """Number of reserved bytes."""
+        """Total size of all reservations, in bytes."""
         return sum(one.size for one in self._live.values())
 
     def get(self, ticket: str) -> KvReservation | None:
-        """Return a reservation that has not ended."""
+        """Return the reservation of this ticket; None if it has ended or never existed."""
         return self._live.get(ticket)
 
     def reserve(
@@ -160,9 +162,10 @@ class TransferReservations:
         now_s: float,
         first_block: int = 0,
     ) -> KvReservation | TransferRefused:
-        """Reserve `blocks` blocks, starting at `first_block` of the sequence, for a request.
+        """Reserve `blocks` KV blocks of one shard for a request, starting at block `first_block` of its sequence.
 
-        `tokens` are the request's tokens so far; the arriving sequence must begin with them.
+        `tokens` are the request's tokens so far, and the arriving sequence must begin with them. `now_s` is the time in
+        seconds of any monotonic clock. Return a refusal if the format differs or a limit is exceeded.
         """
         own = self._own.get(description.rank)
         if own is None:
@@ -196,7 +199,7 @@ class TransferReservations:
         return made
 
     def open(self, message: Open, now_s: float) -> KvReservation | TransferRefused:
-        """Admit the source. A reservation has one source, which opens it once."""
+        """Open a reservation for its source, and return it. A reservation can be opened only once."""
         found = self._find_open(message.ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
@@ -210,7 +213,10 @@ class TransferReservations:
         return found
 
     def check(self, ticket: str, chunk: KvChunk, now_s: float) -> bool | TransferRefused:
-        """Return whether a chunk is needed: False for a repetition, which changes nothing."""
+        """Check a chunk that arrives for the reservation `ticket`.
+
+        Return True if the chunk is needed, False if an equal chunk is already marked, or a refusal if the chunk is invalid.
+        """
         found = self._find_open(ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
@@ -222,7 +228,10 @@ class TransferReservations:
         return TransferRefused(objection) if objection else True
 
     def mark(self, ticket: str, chunk: KvChunk, xxh3: int, now_s: float) -> TransferRefused | None:
-        """Record a needed chunk; `xxh3` is the xxh3-64 of its bytes in the region."""
+        """Record a chunk after its bytes have arrived; return a refusal if the chunk is invalid or damaged, else None.
+
+        `xxh3` is the xxh3-64 of the chunk's bytes in the region. An equal chunk that is already marked changes nothing.
+        """
         needed = self.check(ticket, chunk, now_s)
         if isinstance(needed, TransferRefused):
             return needed
@@ -233,7 +242,10 @@ class TransferReservations:
         return None
 
     def commit(self, ticket: str, ending: Ending, now_s: float) -> KvReservation | TransferRefused:
-        """Commit a reservation: all its bytes have arrived, and both sides agree on the tokens."""
+        """Commit a reservation, and return it.
+
+        Return a refusal instead if bytes are missing, or if the tokens of `ending` do not continue those of the reservation.
+        """
         found = self._find_open(ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
@@ -270,11 +282,14 @@ class TransferReservations:
         return found
 
     def abort(self, ticket: str) -> KvReservation | None:
-        """End a reservation in any state. An engine that has taken the bytes ends it this way too."""
+        """End a reservation in any state, also after the engine has taken its bytes.
+
+        Return the reservation; None if it has already ended.
+        """
         return self._live.pop(ticket, None)
 
     def expire(self, now_s: float) -> list[KvReservation]:
-        """End the reservations that have expired, including committed ones."""
+        """End and return the reservations with a deadline that has passed, including committed ones."""
         ended = [one for one in self._live.values() if one.deadline_s <= now_s]
         for one in ended:
             del self._live[one.ticket]

@@ -1,14 +1,14 @@
-"""The messages between the two ends of a KV transfer, and the grant that the target issues beforehand.
+"""The messages between source and target of a KV transfer, and the grant that the target issues first.
 
     source ── Open ──▶ target                    ── Opened ──▶ source       if both know the fleet's key
     source ── Chunk, Chunk, … ──▶ target         on a socket, followed by its bytes; in shared memory, they are in place
     source ── Ending ──▶ target                  ── Accepted or Refused ──▶ source
 
-Refused may arrive at any time and ends the transfer. So does a connection that closes before Accepted.
+Refused may arrive at any time and ends the transfer. A connection that closes before Accepted ends the transfer too.
 
-A frame is four bytes of length and eight of xxh3-64 (little endian), followed by the msgpack value. A frame with a flipped
-bit is therefore refused, and a truncated one is waited for until the deadline. `TransferSocket` sends and receives frames
-over a blocking socket, all before one deadline.
+Each message is sent as a frame: the body's length (4 bytes), the body's xxh3-64 checksum (8 bytes) and the body, a msgpack
+value. Both numbers are little endian. A frame with a flipped bit is refused, and the rest of a truncated frame is awaited until
+the deadline. `TransferSocket` sends and receives frames over a blocking socket, with one deadline for all of them.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from events.errors import HoldfastError
 
 VERSION = 1
 Buffer = bytes | bytearray | memoryview
-Words = bytes  # an alias for messages with a field named `bytes`
+Words = bytes  # an alias of `bytes`, for structs that have a field with the name `bytes`
 STATE_BYTES_MAX = 1 << 20
-FRAME_BYTES_MAX = 8 << 20  # the ending carries all tokens of the request, and the state
+FRAME_BYTES_MAX = 8 << 20  # enough for an `Ending`, which carries all token ids of the request and its state
 _HEADER = struct.Struct("<IQ")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,7 +44,7 @@ class RegionTaken(HoldfastError):
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
-    """The format of KV blocks. Two workers may exchange blocks only if all fields agree. `block_bytes` is per shard."""
+    """The format of the KV blocks of one shard. Two workers may exchange blocks only if all fields are equal."""
 
     model: str
     revision: str
@@ -58,19 +58,19 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     rank: int = 0
 
     def difference(self, other: "Description") -> str:
-        """Describe the first difference of another description; empty if there is none."""
+        """Return a text with the first field that differs from `other`; empty if all fields are equal."""
         for name in self.__struct_fields__:
             if (ours := getattr(self, name)) != (theirs := getattr(other, name)):
                 return f"{name} is {theirs!r} there and {ours!r} here"
         return ""
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of blocks that the KV of this many tokens fills."""
+        """Return the number of blocks that hold the KV of `tokens` tokens. The last block may be partly filled."""
         return -(-tokens // self.block_size)
 
 
 class TransferAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Where a target listens: a Unix socket for its own host, TCP for others."""
+    """The addresses on which a target listens: a Unix socket (`path`) for sources on its host, and TCP for others."""
 
     host: str
     port: int
@@ -78,38 +78,46 @@ class TransferAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """A reservation as its source sees it. `region` is the path of the memory's file on the target's host, if any."""
+    """The target's permission for a source to write one shard's KV blocks into a reserved region of memory."""
 
     ticket: str
     endpoint: TransferAddress
-    bytes: int
-    seconds: float  # its duration
-    description: Description  # of the blocks that the target accepts
-    region: str = ""
-    # of the sequence; the target has the blocks before it, and the region begins with it
+    bytes: int  # size of the region that the source may fill
+    seconds: float  # time until the reservation ends
+    description: Description  # the format of the blocks that the target accepts
+    region: str = ""  # path of the region's file on the target's host; empty: plain memory
+    # the first block of the sequence that the source sends; the target has the earlier blocks in its cache
     first_block: int = 0
-    offer: Words = b""  # how a `Transport` writes into the region, in its own encoding
+    offer: Words = b""  # the `Transport`'s encoded offer of the region; empty: no transport can write into it
 
 
 class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
-    """A source opens its reservation. `shared`: it writes into the region itself."""
+    """The source's first message, which opens its reservation.
+
+    If `shared` is true, the source writes into the region directly, and chunks are not followed by bytes on the socket.
+    """
 
     ticket: str
     description: Description
     shared: bool
     version: int = VERSION
     nonce: bytes = b""
-    proof: bytes = b""  # of the fleet's key, over the single-use ticket and the nonce
+    proof: bytes = (
+        b""  # proves that the source knows the fleet's key; covers the single-use ticket and the nonce
+    )
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
-    """The target knows the fleet's key too, and accepts what follows. Without a key it does not answer an Open."""
+    """The target's answer to `Open`, which proves that the target knows the fleet's key. Not sent in a fleet without a key."""
 
     proof: bytes
 
 
 class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
-    """A chunk: `bytes` bytes at this offset of the region, or following on the socket, with this xxh3-64."""
+    """One chunk of KV blocks, which belongs at `offset` of the region and has the checksum `xxh3` (xxh3-64).
+
+    Its `bytes` bytes follow on the socket, unless the source has written them into the region directly.
+    """
 
     ticket: str
     number: int
@@ -119,25 +127,28 @@ class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
 
 
 class Ending(msgspec.Struct, tag="end", array_like=True, frozen=True):
-    """The source has stopped the stream and sent everything. The blocks hold the KV of the first `computed` tokens."""
+    """The source's last message, sent after it has stopped the stream and sent all blocks.
+
+    The blocks hold the KV of the first `computed` of the request's `count` tokens. `chunks` is the number of chunks sent.
+    """
 
     ticket: str
     chunks: int
     computed: int
     count: int
-    tokens: bytes  # ids, 4 bytes each, little endian
-    digest: bytes  # xxh3-128 of the tokens
-    state: bytes = b""  # sampling state, in the engine's own encoding
+    tokens: bytes  # token ids of prompt and answer, 4 bytes each, little endian
+    digest: bytes  # xxh3-128 of `tokens`
+    state: bytes = b""  # the request's state, as encoded by `migration.state`
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
-    """Every chunk has arrived and is verified, and the tokens agree: the target has committed."""
+    """The target's last message after it has committed: every chunk has arrived and is verified, and the tokens agree."""
 
     ticket: str
 
 
 class TransferRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The target refuses or aborts the transfer, and discards what it has received."""
+    """The target refuses or aborts the transfer for `reason`, and discards the bytes that it has received."""
 
     reason: str
 
@@ -154,7 +165,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def unpacked(tokens: bytes) -> list[int]:
-    """Decode what `packed` has encoded. Raise ValueError for truncated data."""
+    """Decode token ids that `packed` has encoded. Raise ValueError for truncated data."""
     ids = array("I")
     ids.frombytes(tokens)
     if sys.byteorder == "big":
@@ -163,7 +174,7 @@ def unpacked(tokens: bytes) -> list[int]:
 
 
 def digest(packed_tokens: bytes) -> bytes:
-    """Return the digest by which two workers agree on the tokens of a request."""
+    """Return the xxh3-128 digest of packed token ids, by which two workers check that a request's tokens are equal."""
     return xxhash.xxh3_128_digest(packed_tokens)
 
 
@@ -173,7 +184,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 
 
 def framed(message: Message) -> bytes:
-    """Encode a message as a frame. Raise TransferFailed if it is too long."""
+    """Encode a message as a frame. Raise TransferFailed if the message is longer than FRAME_BYTES_MAX."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise TransferFailed(f"a message of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
@@ -181,10 +192,10 @@ def framed(message: Message) -> bytes:
 
 
 class TransferSocket:
-    """A connected socket and the deadline (time.monotonic) for everything on it."""
+    """Sends and receives messages over a connected socket, until a deadline (time.monotonic)."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
-        """Take ownership of this socket."""
+        """Take ownership of the socket `connected`, which `close` closes."""
         self._socket = connected
         self.deadline_s = deadline_s
         self.kind = "unix" if connected.family == socket.AF_UNIX else "tcp"
@@ -220,7 +231,7 @@ class TransferSocket:
             raise TransferFailed(f"not a message of a KV transfer: {error}") from error
 
     def fill(self, view: memoryview) -> None:
-        """Receive exactly this many bytes into memory. Raise TransferFailed."""
+        """Receive bytes until `view` is full. Raise TransferFailed if the connection ends or the deadline passes before."""
         done = 0
         while done < len(view):
             try:
@@ -233,21 +244,25 @@ class TransferSocket:
             done += got
 
     def readable(self) -> bool:
-        """Return whether data has arrived, or the peer has closed."""
+        """Return whether data has arrived or the peer has closed the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def break_off(self, how: int = socket.SHUT_RDWR) -> None:
-        """Make the call that waits on this socket fail, from any thread.
+        """Shut the socket down, so that a call that waits on it fails. May be called from any thread.
 
-        After SHUT_RD, the reason can still be sent to the peer.
+        With SHUT_RD for `how`, a last message can still be sent to the peer.
         """
-        with contextlib.suppress(OSError):  # it is already broken
+        with contextlib.suppress(OSError):  # the connection may have ended already
             self._socket.shutdown(how)
 
     def close(self, last: Message | None = None, patience_s: float = 0.5) -> None:
-        """Close after a last message and after reading what the peer still sends: a reset would destroy that message."""
+        """Send the message `last`, if any, and close the socket.
+
+        Before that, read and discard what the peer still sends, for at most `patience_s` seconds. If unread data were left, the
+        kernel would reset the connection, and the peer might lose the last message.
+        """
         try:
             if last is not None:
                 self.deadline_s = time.monotonic() + patience_s
@@ -257,7 +272,7 @@ class TransferSocket:
                 while True:
                     self.fill(scratch)
         except (OSError, TransferFailed):
-            pass  # the peer has closed
+            pass  # the peer has closed the connection, or the time is up
         finally:
             self._socket.close()
 
@@ -273,39 +288,39 @@ def _broken(error: OSError) -> TransferFailed:
 
 
 class Remote(Protocol):
-    """A region of another worker."""
+    """Write access to a region of another worker."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write, and return when everything has arrived. Raise TransferFailed."""
+        """Write `data` at this offset of the region, and return when all of it has arrived. Raise TransferFailed."""
         ...
 
     def break_off(self) -> None:
-        """Make a running write fail soon. Callable from any thread; does not wait."""
+        """Make a running write fail soon, without waiting for that. May be called from any thread."""
         ...
 
     def close(self) -> None:
-        """Stop writing. May be called twice."""
+        """End the write access. May be called more than once."""
         ...
 
 
 class Transport(Protocol):
-    """A way to write into other workers' regions without a socket. Thread-safe.
+    """The interface of a transport, which writes KV blocks into other workers' regions without a socket. Thread-safe.
 
-    On one host the source maps the region. A transport does the same over a network or into another device's memory. The target
-    encodes an offer of its region, which the grant contains, and the source writes according to the offer. All messages and
-    checksums are unchanged: the bytes are verified by the chunk's xxh3, not by the transport.
+    On one host, a source without a transport maps the region's file. A transport writes over a network or into the memory of
+    another device. The target encodes an offer of its region in the grant, and the source uses the offer to write. Messages and
+    checksums are the same with a transport, because the target verifies the bytes by each chunk's xxh3.
     """
 
     name: str
 
     def offer(self, memory: memoryview) -> bytes:
-        """Let others write into this memory, and return the encoded offer. Raise TransferFailed."""
+        """Allow sources to write into `memory`, and return the encoded offer. Raise TransferFailed."""
         ...
 
     def withdraw(self, memory: memoryview, quiet: bool) -> None:
-        """Stop others from writing here. `quiet`: the source has already finished writing."""
+        """End the offer of `memory`. `quiet` is true if the source has finished writing, so that no late bytes can arrive."""
         ...
 
     def remote(self, offer: bytes, deadline_s: float) -> Remote:
-        """Return the region of this encoded offer. Raise TransferFailed."""
+        """Return write access to the region of this encoded offer, until `deadline_s` (time.monotonic). Raise TransferFailed."""
         ...

@@ -1,12 +1,12 @@
-"""KV transfers over NIXL: RDMA, NVLink or any other link that UCX finds between two hosts.
+"""Transfers KV caches with NIXL, over RDMA, NVLink or any other link that UCX finds between two hosts.
 
-This is the only module that uses NIXL, an optional dependency (extra `[nixl]`). Its pitfalls:
+This is the only module that uses NIXL, an optional dependency (extra `[nixl]`). The library has these pitfalls:
 
-- An agent serves one thread at a time, and no thread may wait for another's transfer.
-- Memory must be registered on both sides, so data is sent through a buffer of our own.
+- A NIXL agent serves one thread at a time, and no thread may wait for another thread's transfer.
+- Memory must be registered with NIXL at the source and at the target. The source copies data into a registered buffer first.
 - The state of a transfer must be polled.
-- An aborted transfer is not over. UCX keeps reading the source's buffer, and over TCP it writes late bytes to the target's
-  address, registered or not. If that memory were unmapped, the process would crash.
+- An aborted transfer continues for a while. UCX still reads the source's buffer, and over TCP it writes late bytes to the
+  target's address, even if that memory is no longer registered. If the memory were unmapped, the process would crash.
 """
 
 import threading
@@ -22,7 +22,7 @@ from workers.kv_transfer.ledger import CHUNK_BYTES
 from workers.kv_transfer.messages import TransferFailed
 
 POLL_S = 50e-6
-STILL_WRITABLE_MAX = 256  # each has a file descriptor
+STILL_WRITABLE_MAX = 256  # limits the number of open file descriptors, one for each region
 
 
 class NoNixl(UsageError):
@@ -30,28 +30,29 @@ class NoNixl(UsageError):
 
 
 class _Offer(msgspec.Struct, array_like=True, frozen=True):
-    agent: bytes  # NIXL's own description of the target and its registered memory
-    address: int
+    agent: bytes  # NIXL's own description of the target's agent and its registered memory
+    address: int  # of the offered memory in the target's process
 
 
 class Nixl:
-    """A `Transport`: the NIXL agent of this process."""
+    """The `Transport` that uses NIXL, with one NIXL agent for the process."""
 
     name = "nixl"
 
     def __init__(self, worker: str) -> None:
-        """Start the agent; loading the library takes seconds. Raise NoNixl."""
+        """Start the agent under the name `worker`. Loading the library takes seconds. Raise NoNixl if it is not installed."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
             raise NoNixl(f"{error}. {NoNixl.__doc__}") from error
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = nixl_agent(worker, nixl_agent_config(sync_mode=strict))
-        self._registered: dict[int, object] = {}  # by address
-        # Addresses that a source may still write to. A source that is later than this many others is assumed gone.
+        self._registered: dict[int, object] = {}  # NIXL's registrations by the address of their memory
+        # Memory of ended reservations that a source may still write to, oldest first. The oldest is unmapped when more than
+        # STILL_WRITABLE_MAX are kept, because its source has had enough time to end.
         self._still_writable: deque[memoryview] = deque(maxlen=STILL_WRITABLE_MAX)
         self._unfinished: list[NixlRemote] = []  # aborted transfers that may still read their buffers
-        self.lock = threading.RLock()  # held around every call of the library, including those of its regions
+        self.lock = threading.RLock()  # held around every call of the library, also by `NixlRemote`
 
     @property
     def unfinished(self) -> int:
@@ -59,7 +60,7 @@ class Nixl:
         return len(self._unfinished)
 
     def offer(self, memory: memoryview) -> bytes:
-        """Let sources write into this memory; return the encoded offer. Raise TransferFailed."""
+        """Register memory so that sources can write into it; return the encoded offer. Raise TransferFailed."""
         address = _address(memory)
         with self.lock, _failing():
             self._registered[address] = self.register(address, len(memory))
@@ -73,7 +74,7 @@ class Nixl:
                 self.deregister(registered)
 
     def remote(self, offer: bytes, deadline_s: float) -> "NixlRemote":
-        """Return the memory that a target offers. Raise TransferFailed."""
+        """Return write access to the memory that a target offers, until `deadline_s` (time.monotonic). Raise TransferFailed."""
         try:
             known = msgspec.msgpack.decode(offer, type=_Offer)
         except msgspec.MsgspecError as error:
@@ -84,26 +85,29 @@ class Nixl:
         return NixlRemote(self, peer, known.address, deadline_s)
 
     def _deregister_if_over(self, remote: "NixlRemote") -> bool:
-        """Deregister the buffer of an aborted transfer once that has ended; return False while it is running."""
+        """Deregister the buffer of an aborted transfer if the transfer has ended; return False if it is still running."""
         if self.state(remote.handle) == "PROC":
             return False
         self.deregister(remote.registered)
         return True
 
     def register(self, address: int, size: int) -> object:
-        """Let the library read and write this memory. Propagates the library's errors."""
+        """Register memory, so that NIXL can read and write it, and return the registration. Errors of NIXL are not converted."""
         return self._agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
 
     def deregister(self, registered: object) -> None:
-        """Undo `register`."""
+        """End a registration that `register` returned."""
         self._agent.deregister_memory(registered)
 
     def give_up(self, remote: "NixlRemote") -> None:
-        """Deregister a region's buffer later, when its transfer, which is still running, has ended."""
+        """Keep the buffer of `remote` registered until its aborted transfer, which is still running, has ended."""
         self._unfinished.append(remote)
 
     def begin_write(self, source: int, peer: object, target: int, size: int) -> object:
-        """Start a transfer to this address of that agent, and return its handle. Raise TransferFailed."""
+        """Start to write `size` bytes from the address `source` to the address `target` of the agent `peer`.
+
+        Return the handle of the transfer. Raise TransferFailed.
+        """
         with self.lock, _failing():
             ours = self._agent.get_xfer_descs([(source, size, 0)], mem_type="DRAM")
             theirs = self._agent.get_xfer_descs([(target, size, 0)], mem_type="DRAM")
@@ -112,7 +116,7 @@ class Nixl:
             return handle
 
     def state(self, handle: object) -> str:
-        """Return PROC, DONE or ERR, and release a transfer that is over."""
+        """Return the state of a transfer: PROC (running), DONE or ERR. A transfer that is over is also released."""
         with self.lock:
             try:
                 state: str = self._agent.check_xfer_state(handle)
@@ -125,10 +129,10 @@ class Nixl:
 
 
 class NixlRemote:
-    """A `Remote`: a region of another agent, written through a buffer that is registered here."""
+    """The `Remote` that uses NIXL: writes into a region of another agent, through a registered buffer of this process."""
 
     def __init__(self, nixl: Nixl, peer: object, address: int, deadline_s: float) -> None:
-        """Write at this address of that agent, until `deadline_s` (time.monotonic)."""
+        """Prepare to write to memory of the agent `peer` that starts at `address`, until `deadline_s` (time.monotonic)."""
         self._nixl = nixl
         self._peer = peer
         self._address = address
@@ -142,7 +146,7 @@ class NixlRemote:
             self.registered: object = nixl.register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write the data, and return when it has arrived. Raise TransferFailed."""
+        """Write `data` at this offset of the region, and return when it has arrived. Raise TransferFailed."""
         with self._lock:
             if self.registered is None or self.handle is not None:
                 raise TransferFailed("the transfer is not open")
@@ -164,7 +168,7 @@ class NixlRemote:
             self._lock,
             self._nixl.lock,
             _failing(),
-        ):  # the agent and its lock too: the library has one state
+        ):  # the agent's lock too, because deregistering calls the library
             registered, self.registered = self.registered, None
             if registered is None:
                 return
@@ -176,7 +180,7 @@ class NixlRemote:
 
 
 class _failing:
-    """Convert any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
+    """Context manager that converts any error of NIXL, which has no common base class, into TransferFailed."""
 
     def __enter__(self) -> None:
         pass

@@ -1,17 +1,18 @@
-"""The target's side of a KV transfer: the memory for sources, and the reception of their chunks.
+"""The target's side of a KV transfer: provides memory regions to sources and receives their chunks.
 
     /dev/shm/holdfast-kv-INSTANCE/     locked with flock by the instance while it lives
         socket                         where sources on this host connect
         0, 1, 2, …                     one file per region; a name is never reused
 
-A new file costs the kernel a page fault per 4 KiB on either side (measured: 2 to 4 GB/s, against 15 GB/s). Regions are
-therefore reused, up to `spare_bytes_max`, but only after their source has finished writing. A slow source of a reservation
-that ended must not write into memory in use, so its file is unlinked and not reused.
+Source and target map the same file of a region. A new file costs both processes a page fault per 4 KiB, which limits a transfer
+to 2 to 4 GB/s instead of 15 GB/s (measured). Regions are therefore kept for the next transfer, up to `spare_bytes_max` bytes,
+but only if their source has finished writing. If a reservation ends before that, its region is unlinked and not reused, because
+a slow source may still write into the memory.
 
-If there is no such directory, or no space in it, a region is plain memory and its bytes come over the socket.
+If /dev/shm does not exist or has no space, a region is plain memory, and its bytes arrive over the socket.
 
-One thread accepts connections, ends expired reservations and frees memory; each connection has another one. Every wait has a
-deadline: that of its reservation, or `OPEN_S` until a source has sent its ticket.
+One thread for each listening socket accepts connections, ends expired reservations and frees memory. Each connection has its
+own thread. Every wait has a deadline, which is `OPEN_S` until the source has sent its ticket, and the reservation's after that.
 """
 
 import asyncio
@@ -57,11 +58,11 @@ from workers.listen_socket import listening
 
 ROOT = Path("/dev/shm")
 PREFIX = "holdfast-kv-"
-# with the prefix and `socket`, a path stays below a Unix socket's 108 bytes
+# limits the instance's name, so that the path of its socket stays below the 108 bytes of a Unix socket's address
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLAIM_TRIES = 5
-SPARE_BYTES_MAX = 256 << 20  # kept for the next transfer
-SPARES_MAX = 16  # each has a file descriptor
+SPARE_BYTES_MAX = 256 << 20  # maximum total size of the regions that are kept for the next transfer
+SPARES_MAX = 16  # maximum number of kept regions, each of which has a file descriptor
 OPEN_S = 2.0
 TICK_S = 0.1
 STOP_S = 5.0
@@ -69,19 +70,19 @@ T = TypeVar("T")
 
 
 class Region:
-    """The memory of one reservation. `path` is empty if only this process can write to it."""
+    """The mapped memory of one reservation. `path` is the region's file; empty for memory of this process alone."""
 
     def __init__(self, mapped: mmap.mmap, path: str = "") -> None:
-        """Take ownership of this mapping."""
+        """Take ownership of the mapping `mapped`."""
         self.path = path
         self.size = len(mapped)
         self.memory = memoryview(mapped)
         self._mapped = mapped
 
     def empty(self) -> None:
-        """Return the memory to the kernel, wherever it is still mapped.
+        """Return the region's memory to the kernel, even while other processes still map it.
 
-        A gigabyte takes 0.1 to 0.3 s. Otherwise the last process that holds the mapping would spend that time.
+        This takes 0.1 to 0.3 s per gigabyte. Without this call, the process that unmaps the region last would take that time.
         """
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # not supported by every file system
@@ -89,12 +90,15 @@ class Region:
 
 
 class Regions:
-    """The regions of one instance. Only `take` and `give_back` are thread-safe."""
+    """Creates and reuses the regions of one worker instance. Only `take` and `give_back` are thread-safe."""
 
     def __init__(
         self, instance: str, root: Path | None = ROOT, spare_bytes_max: int = SPARE_BYTES_MAX
     ) -> None:
-        """Claim the instance's directory below `root`. Raise RegionTaken if a live process has it, OSError without access."""
+        """Create and lock the instance's directory below `root`. If `root` is None, all regions are plain memory.
+
+        Raise RegionTaken if a live process has locked the directory, and OSError if it cannot be created.
+        """
         if not NAME.fullmatch(instance):
             raise ValueError(
                 f"invalid instance name {instance!r}: expected 1 to 64 letters, digits, dots, dashes, underscores"
@@ -110,30 +114,30 @@ class Regions:
 
     @property
     def socket(self) -> str:
-        """Where to listen for sources of this host; empty without a directory."""
+        """Path of the Unix socket for sources of this host; empty if the instance has no directory."""
         return str(self.folder / "socket") if self.folder else ""
 
     @property
     def kept(self) -> list[str]:
-        """The paths of the regions kept for the next transfer."""
+        """The paths of the regions that are kept for the next transfer."""
         return [spare.path for spare in self._spares]
 
     def take(self, size: int) -> Region:
-        """Return a region of at least this many bytes. Raise OSError if there is no memory."""
+        """Return a kept or new region of at least `size` bytes. Raise OSError if no memory can be allocated."""
         for spare in sorted(self._spares, key=lambda one: one.size):
             if size <= spare.size <= 2 * size:
-                with contextlib.suppress(ValueError):  # another thread was faster
+                with contextlib.suppress(ValueError):  # another thread has removed this region first
                     self._spares.remove(spare)
                     return spare
         if self.folder is not None and self._held is not None:
-            with contextlib.suppress(OSError):  # full, or small as in containers: plain memory works too
+            with contextlib.suppress(OSError):  # no space left, as in containers with a small /dev/shm
                 return self._create_region(self.folder / str(next(self._numbers)), size)
         return Region(mmap.mmap(-1, size))
 
     def _create_region(self, path: Path, size: int) -> Region:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # otherwise a full /dev/shm would cause SIGBUS at the first write
+            # allocates all pages now, because a full /dev/shm would otherwise cause SIGBUS at a write
             os.posix_fallocate(held, 0, size)
             return Region(mmap.mmap(held, size), str(path))
         except BaseException:
@@ -141,13 +145,16 @@ class Regions:
             raise
         finally:
             os.close(held)
-            if self._held is None:  # closed meanwhile, when the directory was not empty
+            if (
+                self._held is None
+            ):  # `close` ran meanwhile and may have left the directory because of this file
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def give_back(self, region: Region, quiet: bool) -> Region | None:
-        """Free a region. Return it if it is not kept, so that the caller empties it.
+        """Keep a region for the next transfer, or unlink it if it cannot be reused.
 
-        `quiet`: its source writes no more, and nothing here reads it.
+        `quiet` is true if the source has finished writing and this process no longer reads the region. Return the region that
+        the caller must `empty`, which may be an older one; None if all regions are kept.
         """
         kept = sum(one.size for one in self._spares)
         if quiet and region.path and kept + region.size <= self._spare_bytes_max and self._held is not None:
@@ -160,7 +167,7 @@ class Regions:
         return region
 
     def close(self) -> None:
-        """Unlink everything. Regions that are still mapped remain as memory until they are unmapped."""
+        """Remove the instance's directory with all its files. Mapped regions keep their memory until they are unmapped."""
         self._spares.clear()
         held, self._held = self._held, None  # first, because another thread may close at the same time
         if self.folder is not None and held is not None:
@@ -169,7 +176,10 @@ class Regions:
 
 
 def _claim(folder: Path) -> int:
-    """Create the directory and lock it. If a sweep removes it between the two, try again."""
+    """Create the directory, lock it, and return the descriptor that holds the lock.
+
+    If another process sweeps the directory before it is locked, try again. Raise RegionTaken if a live process has locked it.
+    """
     for _ in range(CLAIM_TRIES):
         _sweep(folder)
         try:
@@ -188,7 +198,7 @@ def _claim(folder: Path) -> int:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Lock a directory without waiting; return None if a live process holds it."""
+    """Lock a directory without waiting, and return the descriptor; None if it does not exist or is already locked."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -212,64 +222,73 @@ def _sweep(folder: Path) -> bool:
 
 
 def sweep(root: Path = ROOT) -> list[str]:
-    """Remove the directories of dead instances, and return their names. The kernel releases a dead owner's lock."""
+    """Remove the region directories of dead instances, and return the instances' names.
+
+    An instance is dead if its directory is not locked, because the kernel releases the lock of a process that ends.
+    """
     found = sorted(root.glob(f"{PREFIX}*")) if root.is_dir() else []
     return [folder.name.removeprefix(PREFIX) for folder in found if _sweep(folder)]
 
 
 class ArrivalProgress:
-    """A flag of the running loop: more of a transfer has arrived. The receiver's threads set it."""
+    """An event on the running loop that the receiver's threads set when more bytes of a transfer have arrived."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
 
     def set(self) -> None:
-        """Set the flag, from any thread."""
+        """Set the event. May be called from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._more.set)
 
     def settled(self, _: object) -> None:
-        """Set the flag, on the loop, once the transfer is over."""
+        """Set the event once the transfer is over. Called on the loop, as a callback of a future."""
         self._more.set()
 
     async def wait(self) -> None:
-        """Wait until the flag is set."""
+        """Wait until the event is set."""
         await self._more.wait()
 
     def clear(self) -> None:
-        """Clear the flag."""
+        """Clear the event."""
         self._more.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A committed transfer. `memory` holds the blocks in order and belongs to the engine until it calls `release`."""
+    """The result of a committed transfer.
+
+    `memory` holds the blocks in the order of the sequence. It stays valid until `Receiver.release` or the deadline.
+    """
 
     ticket: str
-    computed: int  # number of tokens with their KV in the blocks
-    tokens: list[int]
-    state: bytes
+    computed: int  # number of tokens that have their KV in the blocks
+    tokens: list[int]  # the request's token ids so far
+    state: bytes  # the request's state, as encoded by `migration.state`
     memory: memoryview
-    link: str = ""  # how the bytes came: shm, unix, tcp
+    link: str = ""  # the link over which the bytes arrived: shm, unix or tcp
 
 
 @dataclass(slots=True)
 class _ReservedRoom:
-    """The memory region, connection and progress of a live reservation. The ledger has the reservation's limits and deadline."""
+    """The region, the connection and the result of a live reservation. Its limits and deadline are in the ledger."""
 
     ticket: str
     region: Region
     arrival: "Future[Arrived | TransferRefused]"
     connection: TransferSocket | None = None
-    shared: bool = False  # its source writes into the region itself
-    quiet: bool = False  # the source has finished writing; it may have begun before its Open is read
+    shared: bool = False  # whether the source writes into the region directly
+    quiet: bool = False  # whether the source has finished writing; it may begin even before its Open is read
     why: str = ""  # the reason why the reservation ended
-    progress: ArrivalProgress | None = None
+    progress: ArrivalProgress | None = None  # set whenever more bytes are verified
 
 
 class Receiver:
-    """Receives transfers from sources. All methods may be called from any thread; `reserve` may take 0.3 s per gigabyte."""
+    """Receives KV transfers from sources.
+
+    All methods may be called from any thread. `reserve` may block for 0.3 s per gigabyte.
+    """
 
     def __init__(
         self,
@@ -282,10 +301,12 @@ class Receiver:
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Accept blocks of these descriptions, one of each shard. Raise OSError if the address cannot be bound.
+        """Start to listen for sources. Raise OSError if an address cannot be bound.
 
-        Listens on this address, and on a Unix socket for the own host. Sources connect to `advertise` (by default `host`).
-        Sources that also have `transport` write through it. `key`: the fleet key, which sources must know too.
+        `own` has the description of the accepted blocks for each shard. The receiver listens on `host` and `port`, and on a
+        Unix socket for sources of this host. Sources on other hosts connect to `advertise` (default: `host`). A source that has
+        the same kind of `transport` writes through it. `key` is the fleet key that sources must know; None: any source may
+        connect.
         """
         policy = policy or ReservationPolicy()
         self.regions = regions
@@ -293,7 +314,9 @@ class Receiver:
         self._key = key
         self._ledger = TransferReservations(own, policy)
         self._rooms: dict[str, _ReservedRoom] = {}
-        self._lock = threading.RLock()  # reentrant: a waiter may call back when its arrival is settled
+        self._lock = (
+            threading.RLock()
+        )  # reentrant, because a callback of an arrival may call this object again
         self._connection_slots = threading.BoundedSemaphore(2 * policy.live_max * len(own))
         self._connections: set[TransferSocket] = set()
         self._to_empty: deque[Region] = deque()
@@ -322,16 +345,16 @@ class Receiver:
 
     @property
     def live(self) -> int:
-        """Number of reservations that still hold resources."""
+        """Number of reservations that have not ended or still hold memory."""
         with self._lock:
             return max(len(self._ledger), len(self._rooms))
 
     def reserve(
         self, description: Description, blocks: int, tokens: Sequence[int] = (), first_block: int = 0
     ) -> Grant | TransferRefused:
-        """Reserve blocks, starting at `first_block` of the sequence, for a request with these tokens so far; or refuse.
+        """Reserve memory for `blocks` KV blocks of a request, starting at block `first_block` of its sequence.
 
-        No byte has moved yet.
+        `tokens` are the request's tokens so far. Return the grant for the source, or a refusal with its reason.
         """
         with self._lock:
             self._expire()
@@ -354,14 +377,14 @@ class Receiver:
                 self._give_back(region, quiet=True)
                 return TransferRefused("the reservation's deadline has passed")
             self._rooms[made.ticket] = room = _ReservedRoom(made.ticket, region, Future())
-            room.arrival.set_running_or_notify_cancel()  # not cancellable: it completes even if its waiter has gone
+            room.arrival.set_running_or_notify_cancel()  # from now on, the future cannot be cancelled
         left_s = made.deadline_s - time.monotonic()
         return Grant(
             made.ticket, self.endpoint, made.size, left_s, description, region.path, made.first_block, offer
         )
 
     def arrival(self, ticket: str) -> "Future[Arrived | TransferRefused]":
-        """Return the future result of a reservation. It always completes, soon after the deadline at the latest."""
+        """Return the future of a reservation's result. The future completes soon after the reservation's deadline or before."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 return room.arrival
@@ -370,29 +393,32 @@ class Receiver:
         return gone
 
     def received(self, ticket: str) -> memoryview:
-        """Return the verified bytes so far, without a gap from the first block: an engine may already take them."""
+        """Return the verified bytes from the first block up to the first gap, which an engine may already copy.
+
+        The result is empty if the reservation has ended.
+        """
         with self._lock:
             found, room = self._ledger.get(ticket), self._rooms.get(ticket)
             return room.region.memory[: found.coverage.prefix] if found and room else memoryview(b"")
 
     def watch(self, ticket: str, progress: ArrivalProgress) -> None:
-        """Set `progress`, in the transfer's thread, whenever more bytes are verified; earlier bytes do not count."""
+        """Set `progress` whenever more bytes of a reservation are verified after this call."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 room.progress = progress
 
     def abort(self, ticket: str, why: str = "the target aborted the transfer") -> None:
-        """End a reservation in any state and free its memory. Does nothing if it has already ended."""
+        """End a reservation in any state and free its memory. A reservation that has ended is ignored."""
         with self._lock:
             self._free(self._ledger.abort(ticket), why, read=True)
 
     def release(self, ticket: str) -> None:
-        """Free a committed reservation: the engine has taken its bytes and no longer reads its memory."""
+        """End a committed reservation after the engine has copied its bytes, so that its memory can be reused."""
         with self._lock:
             self._free(self._ledger.abort(ticket), "the target has released the reservation", read=False)
 
     def close(self, within_s: float = STOP_S) -> None:
-        """End everything, and wait for the threads for up to this many seconds."""
+        """End all reservations and connections, stop listening, and wait for the threads for at most `within_s` seconds."""
         self._stopped.set()
         with self._lock:
             for ticket in list(self._rooms):
@@ -408,7 +434,10 @@ class Receiver:
         self.regions.close()
 
     def _free(self, ended: KvReservation | None, why: str, read: bool) -> None:
-        """Free the resources of a reservation that the ledger has ended. `read`: its memory may still be read."""
+        """Free the resources of a reservation that the ledger has ended. None is ignored.
+
+        `read` is true if an engine may still read the reservation's memory, which must then not be reused.
+        """
         room = self._rooms.pop(ended.ticket, None) if ended else None
         if room is None or ended is None:
             return
@@ -425,7 +454,7 @@ class Receiver:
             self._to_empty.append(gone)
 
     def _empty(self) -> None:
-        """Return the memory of ended reservations to the kernel; not under the lock, for which an event loop may wait."""
+        """Return the memory of unlinked regions to the kernel. Call this without the lock, for which an event loop may wait."""
         with contextlib.suppress(IndexError):
             while True:
                 self._to_empty.popleft().empty()
@@ -449,7 +478,7 @@ class Receiver:
                 connected, _ = at.accept()
             except TimeoutError:
                 continue
-            except OSError:  # out of file descriptors: one may be freed soon
+            except OSError:  # no free file descriptor: try again soon
                 self._stopped.wait(TICK_S)
                 continue
             if not self._connection_slots.acquire(blocking=False):

@@ -1,7 +1,7 @@
-"""The source's side of a KV transfer: ships a request's blocks while it decodes, then the rest.
+"""The source's side of a KV transfer: sends a request's blocks while it decodes, then the rest.
 
-`Sender` blocks, and needs a thread; `Shipment` runs it in one, for an event loop. Each call returns when the bytes have left
-the caller's memory. Any failure, including a refusal, is TransferFailed and ends the transfer.
+`Sender` has blocking calls. `Shipment` runs a `Sender` in a thread for an event loop. Each call returns when the caller's memory
+is no longer read. Any failure or refusal raises TransferFailed and ends the transfer.
 """
 
 import asyncio
@@ -45,22 +45,22 @@ from workers.kv_transfer.receiver import PREFIX, SPARE_BYTES_MAX
 
 Bytes = npt.NDArray[np.uint8]
 CONNECT_S = 2.0
-REASON_S = 0.5  # to receive the reason why the target closed the connection
+REASON_S = 0.5  # how long to wait for the target's reason after the target has closed the connection
 MAPPINGS_MAX = 4
-# threads that hash and copy into shared memory: one takes a third longer, if processors are free
+# threads that hash chunks and copy them into shared memory; a single thread takes a third longer if processors are free
 SHIPPERS = 2
-QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
+QUIET_S = 2.0  # how long to wait until a cancelled thread stops reading; a chunk takes about a millisecond
 
 
 class Mapped:
-    """A region on this host, written through a mapping."""
+    """The `Remote` for a region on this host, which is written through a memory mapping."""
 
     def __init__(self, memory: Bytes) -> None:
-        """`memory`: the mapping to write into."""
+        """Write into the mapping `memory`."""
         self._memory = memory
 
     def write(self, offset: int, data: memoryview) -> None:
-        # numpy copies without the GIL, a memoryview does not
+        # numpy releases the GIL while it copies; a memoryview does not
         self._memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def break_off(self) -> None:
@@ -71,10 +71,10 @@ class Mapped:
 
 
 class Mappings:
-    """Mapped regions of other workers: a first mapping costs 0.1 s per gigabyte. Thread-safe.
+    """A cache of mapped regions of other workers, because a new mapping costs 0.1 s per gigabyte. Thread-safe.
 
-    A mapping keeps its memory allocated even if the owner has unlinked it or is dead. So only as many bytes are kept mapped as
-    a target keeps for its next transfer: a larger region is never reused.
+    A mapping keeps its memory allocated even if the target has unlinked the file or is dead. The total size of the cached
+    mappings is therefore limited to the bytes that a target keeps for reuse, because a larger region is never reused.
     """
 
     def __init__(self, bytes_max: int = SPARE_BYTES_MAX) -> None:
@@ -85,11 +85,14 @@ class Mappings:
 
     @property
     def kept(self) -> int:
-        """Number of regions kept mapped for reuse."""
+        """Number of regions that are kept mapped for reuse."""
         return len(self._mapped)
 
     def get(self, path: str, size: int) -> Bytes | None:
-        """Return the memory of a region of at least this many bytes; None if it is not on this host."""
+        """Map the region at `path` and return its memory.
+
+        Return None if the region is not a file on this host or has less than `size` bytes.
+        """
         if not path or not Path(path).parent.name.startswith(PREFIX):
             return None
         try:
@@ -112,7 +115,7 @@ class Mappings:
         memory = self._mapped.pop(key, None)
         if memory is None:
             self._mapped = {one: kept for one, kept in self._mapped.items() if Path(one[0]).exists()}
-            # populating page by page, at the first write, takes twice as long
+            # MAP_POPULATE maps all pages at once; page faults at the first write would take twice as long
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = np.frombuffer(mmap.mmap(held, found.st_size, flags=flags), np.uint8)
         if len(memory) <= self._bytes_max:
@@ -123,7 +126,10 @@ class Mappings:
 
 
 class Sender:
-    """One transfer. Calls must not overlap, except `cancel`, which may be called at any time from any thread."""
+    """Sends one KV transfer with blocking calls.
+
+    Calls must not overlap, except `cancel`, which may be called at any time from any thread.
+    """
 
     def __init__(
         self,
@@ -133,10 +139,10 @@ class Sender:
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Prepare to use a grant; its time runs from now.
+        """Prepare a transfer that uses `grant`. The grant's time starts now.
 
-        If the target offers its memory to this `transport`, the bytes are written through it. `key`: the fleet key, which the
-        target must prove to know before it is sent anything.
+        If the grant contains an offer for a transport, the bytes are written through `transport`. `key` is the fleet key, and
+        the target must prove that it knows the key before it receives a chunk.
         """
         self.grant = grant
         self._key = key
@@ -149,17 +155,17 @@ class Sender:
         self._cancelled = False
         self._failure = ""  # the reason why the transfer has ended
         self._lock = threading.Lock()  # serialises messages
-        self._offset = 0
-        self._number = 0
+        self._offset = 0  # bytes sent so far
+        self._number = 0  # chunks sent so far
 
     @property
     def shared(self) -> bool:
-        """Whether this process writes into the target's memory itself. Known once the transfer is open."""
+        """Whether this process writes into the target's memory directly. Known once the transfer is open."""
         return self._remote is not None
 
     @property
     def way(self) -> str:
-        """How the bytes travel: shm, socket, or the transport's name. Known once the transfer is open."""
+        """The link that carries the bytes: "shm", "socket" or the transport's name. Known once the transfer is open."""
         if self._remote is None:
             return "socket"
         return "shm" if isinstance(self._remote, Mapped) or self._transport is None else self._transport.name
@@ -195,7 +201,10 @@ class Sender:
         return None if region is None else Mapped(region)
 
     def send(self, blocks: Buffer) -> None:
-        """Ship whole blocks that follow the previous ones. They must not change until this returns. Raise TransferFailed."""
+        """Send whole blocks that follow the previous ones in the sequence. Raise TransferFailed.
+
+        The buffer must not change until the call returns.
+        """
         view = memoryview(blocks).cast("B")
         if self._offset + len(view) > self.grant.bytes:
             self.close()
@@ -212,9 +221,9 @@ class Sender:
             list(threads.map(self._ship, [parts[n::SHIPPERS] for n in range(SHIPPERS)]))
 
     def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Ship the last blocks (the last one may be partly filled) and the state; return when the target has committed.
+        """Send the last blocks and the request's state, and return when the target has committed. Raise TransferFailed.
 
-        Raise TransferFailed.
+        The last block of `tail` may be partly filled. `computed` is the number of `tokens` that have their KV in the blocks.
         """
         self.send(tail)
         ids = packed(tokens)
@@ -231,7 +240,7 @@ class Sender:
             raise TransferFailed(f"the KV cache could not be transferred: {_reason(answer)}")
 
     def cancel(self) -> None:
-        """Abort the transfer: the running call fails, and the target frees what it has reserved."""
+        """Abort the transfer, so that a running call fails and the target frees the reservation."""
         self._cancelled = True
         if (connection := self._connection) is not None:
             connection.break_off()
@@ -239,7 +248,7 @@ class Sender:
             remote.break_off()
 
     def close(self) -> None:
-        """Close the connection. Before the target has committed, this ends the transfer."""
+        """Close the connection. If the target has not committed yet, the transfer fails."""
         if (connection := self._connection) is not None:
             connection.close()
         self._connection = None
@@ -271,28 +280,29 @@ class Sender:
             try:
                 if self._connection is None or self._cancelled:
                     raise TransferFailed("the transfer is not open")
-                if self._connection.readable():  # before the ending, only a refusal can arrive
+                if self._connection.readable():  # before the `Ending`, the target sends only refusals
                     raise TransferFailed("the connection was closed")
                 self._connection.send(message, payload)
             except TransferFailed as error:
                 raise self._failed(error) from error
 
     def _failed(self, error: TransferFailed) -> TransferFailed:
-        """End the transfer, and return the error with the target's reason, if it sent one.
+        """End the transfer after `error`, and return the error to raise.
 
-        Only text is kept: an exception would keep its frames alive, and with them all data that was to be sent.
+        The returned error has the target's reason if the target sent one. Only the text is kept for later calls, because an
+        exception would keep its stack frames alive, and with them the data that was to be sent.
         """
         if self._failure:
             return TransferFailed(self._failure)
         reason = str(error)
         if self._connection is not None and not self._cancelled:
             self._connection.deadline_s = time.monotonic() + REASON_S
-            with contextlib.suppress(TransferFailed):  # there may be none
+            with contextlib.suppress(TransferFailed):  # the target may not have sent a reason
                 reason = _reason(self._connection.receive())
         return self._ended(reason)
 
     def _ended(self, reason: str) -> TransferFailed:
-        """Close the transfer, for this reason."""
+        """Close the transfer because of `reason`, and return the error to raise."""
         if self._cancelled:
             reason = "the transfer was cancelled"
         self.close()
@@ -309,7 +319,7 @@ def _reason(answer: object) -> str:
 
 
 def _connect(endpoint: TransferAddress) -> socket.socket:
-    """Connect over the Unix socket if the target is on this host, else over TCP. Raise TransferFailed."""
+    """Connect to the target's Unix socket if it exists on this host, otherwise over TCP. Raise TransferFailed."""
     if endpoint.path and Path(endpoint.path).exists():
         unix = socket.socket(socket.AF_UNIX)
         try:
@@ -325,14 +335,14 @@ def _connect(endpoint: TransferAddress) -> socket.socket:
 
 
 class Shipment:
-    """One transfer from this worker.
+    """Runs one transfer from this worker in a thread, for an event loop.
 
         async with Shipment(grant, description, mappings, threads) as shipment:
             await shipment.send(blocks)
             await shipment.finish(tail, tokens, computed, state)
 
-    Cancelling an await cancels the transfer, and returns when the caller's memory is no longer read. A shipment uses one of
-    `threads` at a time, until its target answers or its grant expires: provide one thread per shipment.
+    If an await is cancelled, the transfer is cancelled too, and the await ends when the caller's memory is no longer read. A
+    shipment may occupy one thread until its target answers or its grant expires, so `threads` needs one thread per shipment.
     """
 
     def __init__(
@@ -344,15 +354,17 @@ class Shipment:
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Prepare to use a grant; its time runs from now. Without `threads`, the shipment creates one."""
+        """Prepare a transfer that uses `grant`. The grant's time starts now. Without `threads`, the shipment starts a thread."""
         self._sender = Sender(grant, description, mappings, transport, key)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
         self._threads = threads or self._own
-        self._turn = threading.Lock()  # serialises calls: a socket is not closed while it is in use
+        self._turn = (
+            threading.Lock()
+        )  # serialises calls, so that the socket is not closed while another call uses it
 
     @property
     def way(self) -> str:
-        """How the bytes travel: shm, socket, or the transport's name. Known once the transfer is open."""
+        """The link that carries the bytes: "shm", "socket" or the transport's name. Known once the transfer is open."""
         return self._sender.way
 
     async def __aenter__(self) -> "Shipment":
@@ -367,30 +379,30 @@ class Shipment:
         self.close()
 
     async def open(self) -> None:
-        """Connect to the target. Raise TransferFailed. The caller must call `close`, also after a failure."""
+        """Connect to the target and open the reservation. Raise TransferFailed. The caller must call `close` even then."""
         await self._run(self._sender.open)
 
     def close(self) -> None:
-        """Close the connection. Before the target has committed, this ends the transfer."""
+        """Close the connection. If the target has not committed yet, the transfer fails."""
         self._sender.cancel()
         assert self._threads is not None
         try:
             self._threads.submit(self._in_turn, self._sender.close)
-        except RuntimeError:  # the threads have ended, so none uses the connection
+        except RuntimeError:  # the thread pool is shut down, so no thread uses the connection
             self._sender.close()
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     async def send(self, blocks: Buffer) -> None:
-        """Ship whole blocks that follow the previous ones. Raise TransferFailed."""
+        """Send whole blocks that follow the previous ones in the sequence. Raise TransferFailed."""
         await self._run(lambda: self._sender.send(blocks))
 
     async def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Ship the last blocks and the state; return when the target has committed. Raise TransferFailed."""
+        """Send the last blocks and the request's state, and return when the target has committed. Raise TransferFailed."""
         await self._run(lambda: self._sender.finish(tail, tokens, computed, state))
 
     def cancel(self) -> None:
-        """Abort the transfer: the running await fails with TransferFailed."""
+        """Abort the transfer, so that a running await fails with TransferFailed."""
         self._sender.cancel()
 
     async def _run(self, call: Callable[[], None]) -> None:
@@ -401,10 +413,10 @@ class Shipment:
             self._sender.cancel()
             await asyncio.wait([running], timeout=QUIET_S)
             if running.done():
-                running.exception()  # retrieve the error: the await was cancelled, so no other caller does
+                running.exception()  # marks the error as retrieved, because the cancelled await does not raise it
             raise
         finally:
-            # otherwise it and its error would keep each other alive, and all data that was to be sent
+            # breaks the reference cycle of the future and its error, which keeps the data alive that was to be sent
             del running
 
     def _in_turn(self, call: Callable[[], None]) -> None:
