@@ -1,1 +1,1 @@
-"""Publishes a worker's KV cache events to routers."""
+"""Publishes the KV events of a worker's engine to the routers of frontends."""

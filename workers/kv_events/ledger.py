@@ -1,14 +1,18 @@
-"""The numbered KV events of one rank and the blocks it holds; answers frontends' requests.
+"""Numbers the KV events of one rank, tracks its cached KV blocks, and answers frontends' requests.
 
     events of a step ──▶ numbered, and encoded once ──▶ published, and kept in a ring of recent ones
                    └──▶ the rank's own index ──▶ a dump, in parts
 
-Events that frontends would refuse are refused here, before they get a number: blocks after a block that the rank does not
-hold, or a block at two positions. So a frontend's index that has applied every event holds exactly the same blocks.
+A frontend that has missed events fetches them from the ring. If the ring no longer has them, the frontend fetches a dump, which
+is a list of events that creates the rank's current blocks in an empty index.
 
-The index maps each block to the one before it, in order of arrival. A dump therefore needs no search: every block comes after
-the one before it. A block that is removed while blocks after it are still held leaves a hole. The later blocks need its name,
-so a dump stores it and removes it at the end.
+Events that frontends would refuse are refused before they get a number. An event is refused if its parent block is not in the
+cache, or if it stores a block after two different parents. So a frontend that has applied every event has exactly the same
+blocks as the rank.
+
+The index maps each block to its parent, the block before it in a sequence, in the order of arrival. A dump in this order needs
+no search, because every block comes after its parent. A block that is removed while its children are still cached leaves a
+hole. The dump needs a hole as the parent of other blocks, so it stores the hole and removes it at the end.
 """
 
 from collections import deque
@@ -26,36 +30,38 @@ _HELD = 1 << Tier.DEVICE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerBounds:
-    """Limits on what is published at once and on what is kept."""
+    """Limits on the size of published messages, the ring of recent events, and dumps."""
 
-    event_blocks: int = 4096  # a longer event is split
+    event_blocks: int = 4096  # maximum number of blocks in an event; a longer event is split
     part_bytes: int = 64 * 1024  # maximum size of a message; a longer one would delay other workers' messages
     part_blocks: int = 4096  # blocks per part of a dump
     ring_bytes: int = 128 * 1024  # size of the ring of recent events; for older events a dump is cheaper
     dumps: int = 4  # maximum number of dumps that are being fetched
-    dump_s: float = 10.0  # seconds for which each of them is kept
-    shared_s: float = 1.0  # seconds for which a dump is shared with other frontends
-    holes: int = 1024  # holes beyond the number of blocks, before unneeded ones are searched
+    dump_s: float = 10.0  # seconds for which a dump is kept
+    shared_s: float = (
+        1.0  # maximum age in seconds of a dump that is sent to another frontend instead of a new one
+    )
+    holes: int = 1024  # number of additional holes after which unneeded holes are searched and removed
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The blocks that a rank held after all events before `next`."""
+    """A dump: the blocks that a rank had after all events with an id below `next`."""
 
     next: int
-    at: float
-    blocks: list[int]
-    parents: list[int | None]
-    tiers: dict[int, int]  # of the blocks not on the device alone: one bit per tier
+    at: float  # loop time of its creation, in seconds
+    blocks: list[int]  # cached blocks and holes, each after its parent
+    parents: list[int | None]  # the parent of each block
+    tiers: dict[int, int]  # tiers of a block, one bit per tier; blocks on the device alone are not listed
     holes: list[int]
-    part_blocks: int
+    part_blocks: int  # maximum number of blocks in a part
 
     @property
     def parts(self) -> int:
         return max(1, -(-len(self.blocks) // self.part_blocks) + -(-len(self.holes) // self.part_blocks))
 
     def part(self, number: int) -> bytes:
-        """Return one part of the dump, encoded."""
+        """Return the encoded part `number` of the dump."""
         whole = -(-len(self.blocks) // self.part_blocks)
         if number < whole:
             events = list(self._stored(number * self.part_blocks))
@@ -65,7 +71,10 @@ class _Snapshot:
         return kv.encode(kv.Dump(self.next, number, self.parts, events))
 
     def _stored(self, first: int) -> Iterator[KvEvent]:
-        """Yield runs of consecutive blocks on the same tiers."""
+        """Yield events that store up to `part_blocks` blocks, starting at index `first`.
+
+        Consecutive blocks of a sequence on the same tiers are in one event per tier.
+        """
         blocks, parents = self.blocks, self.parents
         end = min(first + self.part_blocks, len(blocks))
         while first < end:
@@ -78,31 +87,33 @@ class _Snapshot:
             first = last
 
     def _tiers(self, index: int) -> int:
-        return self.tiers.get(self.blocks[index], _HELD) or _HELD  # a hole is stored first
+        return (
+            self.tiers.get(self.blocks[index], _HELD) or _HELD
+        )  # a hole is on no tier, and is dumped as stored
 
 
 class KvEventLedger:
-    """The KV events of one rank of one instance of a worker."""
+    """Numbers and keeps the KV events of one rank of a worker instance, and answers frontends' requests for them."""
 
     def __init__(self, bounds: LedgerBounds | None = None) -> None:
         self._bounds = bounds or LedgerBounds()
         self.next = 0  # the id of the next event
-        self.refused = 0  # events that contradict earlier ones
+        self.refused = 0  # number of events that were refused because they contradict earlier ones
         self._ring: deque[bytes] = deque()  # the most recent events, encoded
         self._bytes = 0  # size of the ring
-        self._parents: dict[int, int | None] = {}  # the block before each block that is held or is a hole
-        self._tiers: dict[int, int] = {}  # of the blocks not on the device alone; a hole is on no tier
+        self._parents: dict[int, int | None] = {}  # the parent of each cached block and each hole
+        self._tiers: dict[int, int] = {}  # tiers of blocks that are not on the device alone; 0 for a hole
         self._holes = 0
         self._holes_max = self._bounds.holes
         self._snapshots: dict[int, _Snapshot] = {}
 
     def __len__(self) -> int:
-        """Return the number of blocks that the rank holds."""
+        """Return the number of blocks in the rank's cache, without holes."""
         return len(self._parents) - self._holes
 
     @property
     def held(self) -> list[int]:
-        """The blocks that the rank holds, each after the one before it."""
+        """The blocks in the rank's cache, each after its parent."""
         return [block for block in self._parents if self._tiers_of(block)]
 
     @property
@@ -112,18 +123,22 @@ class KvEventLedger:
 
     @property
     def holes(self) -> int:
-        """Number of known blocks that are not held, but are needed by blocks after them."""
+        """Number of removed blocks that are still known because they may be parents of cached blocks."""
         return self._holes
 
     @property
     def dumps(self) -> int:
-        """Number of dumps kept because some of their parts have not been fetched."""
+        """Number of dumps that are kept so that frontends can fetch their further parts."""
         return len(self._snapshots)
 
     # --- events from the engine
 
     def say(self, events: Sequence[KvEvent]) -> tuple[int, list[bytes]]:
-        """Apply a step's events. Return the id of the first published event, and all of them encoded."""
+        """Apply the events of an engine step.
+
+        Return the id of the first event to publish and the encoded events, which are numbered consecutively from that id. The
+        list is empty if no event changes the rank's blocks.
+        """
         first, encoded = self.next, []
         for event in events:
             for one in self._apply(event):
@@ -133,7 +148,7 @@ class KvEventLedger:
         return first, encoded
 
     def _apply(self, event: KvEvent) -> Iterator[KvEvent]:
-        """Apply one event. Yield the events to publish: none if nothing has changed."""
+        """Apply one event, and yield the events to publish. An event that is refused or changes nothing yields none."""
         if isinstance(event, Cleared):
             self._parents, self._tiers = {}, {}
             self._holes, self._holes_max = 0, self._bounds.holes
@@ -159,11 +174,15 @@ class KvEventLedger:
                 parent = blocks[min(index + most, len(blocks)) - 1]
 
     def _tiers_of(self, block: int) -> int:
-        """Return the tiers of a block, one bit each."""
+        """Return the tiers that hold a block, one bit per tier; 0 if no tier holds it."""
         return self._tiers.get(block, _HELD) if block in self._parents else 0
 
     def _fit(self, blocks: Sequence[int], parent: int | None) -> bool:
-        """Return whether blocks fit after this parent: the parent is held, and known blocks already follow it."""
+        """Return whether consecutive blocks can be stored after `parent`.
+
+        They can if the parent is in the cache, or None for the start of a sequence, and if no block is known after another
+        parent.
+        """
         if (parent is not None and not self._tiers_of(parent)) or len(set(blocks)) < len(blocks):
             return False
         for block in blocks:
@@ -173,7 +192,7 @@ class KvEventLedger:
         return True
 
     def _store(self, blocks: Sequence[int], parent: int | None, bit: int) -> bool:
-        """Add blocks. Return whether any of them is new."""
+        """Add consecutive blocks after `parent` to the tier `bit`. Return whether any of them was not on that tier before."""
         changed = False
         for block in blocks:
             before = self._tiers_of(block)
@@ -200,7 +219,7 @@ class KvEventLedger:
             self._tiers[block] = tiers
 
     def _prune(self) -> None:
-        """Remove the holes that are no longer needed: no block after them is held."""
+        """Remove the holes that are no longer needed, because no cached block descends from them."""
         if not self._holes:
             return
         parents, tiers = self._parents, self._tiers
@@ -225,11 +244,14 @@ class KvEventLedger:
 
     @property
     def _oldest(self) -> int:
-        """The id of the oldest kept event, or of the next one if none is kept."""
+        """The id of the oldest event in the ring; the id of the next event if the ring is empty."""
         return self.next - len(self._ring)
 
     def answer(self, ask: KvRequest, now: float) -> bytes:
-        """Return the encoded answer to a frontend's request."""
+        """Return the encoded answer to a frontend's request for events or for a part of a dump.
+
+        If the requested events are no longer in the ring, the answer is the first part of a dump. `now` is the loop time.
+        """
         if ask.dump is not None:
             snapshot = self._snapshots.get(ask.dump)
             if snapshot is None or not 0 <= ask.part < snapshot.parts:
@@ -246,7 +268,10 @@ class KvEventLedger:
         return kv.encode(["events", ask.first, self._range(ask.first, ask.last)])
 
     def _range(self, first: int, last: int | None) -> list[msgspec.Raw]:
-        """Return kept events starting at `first`: as many as fit into a message, at least one."""
+        """Return the encoded events from `first` to `last` in the ring; None for `last` means up to the newest.
+
+        If they exceed the maximum size of a message, return fewer, but at least one.
+        """
         found: list[msgspec.Raw] = []
         size, oldest = 0, self._oldest
         end = self.next if last is None else min(last + 1, self.next)
@@ -258,7 +283,7 @@ class KvEventLedger:
         return found
 
     def _dump(self, now: float) -> bytes:
-        """Return the first part of a dump; the other parts are fetched later."""
+        """Return the encoded first part of a recent or new dump. Frontends fetch the other parts with further requests."""
         self.tidy(now)
         for snapshot in self._snapshots.values():
             if now - snapshot.at < self._bounds.shared_s and snapshot.next >= self._oldest:
@@ -275,6 +300,6 @@ class KvEventLedger:
         return new.part(0)
 
     def tidy(self, now: float) -> None:
-        """Drop dumps that are no longer fetched."""
+        """Drop the dumps that are older than `dump_s` at the loop time `now`."""
         oldest = now - self._bounds.dump_s
         self._snapshots = {number: one for number, one in self._snapshots.items() if one.at >= oldest}

@@ -1,8 +1,8 @@
 """Publishes the KV blocks that a worker's engine stores and removes, and lets frontends catch up.
 
-The changes of a few milliseconds form one message per rank, on the worker's connection to the broker. Publishing never waits.
-If the broker is disconnected or does not accept messages, events are dropped, and frontends detect the gap in the ids. Every
-rank also publishes its next id regularly, so that a gap is detected even if no event follows.
+The events of 5 ms form one message per rank, which is sent over the worker's connection to the broker. Publishing never waits.
+If the broker is disconnected or too slow, events are dropped, and frontends detect the gap in the event ids. Every rank also
+publishes its next event id every 5 s, so that a gap is detected even if no further event is published.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from workers.kv_events.ledger import KvEventLedger, LedgerBounds
 
 FLUSH_S = 0.005  # how long events wait to be sent together with others
 NEXT_EVERY_S = 5.0  # how often a rank publishes its next id
-SLOT_S = 0.1  # workers of one process publish the next id in the same turn of the loop, with one write
+SLOT_S = 0.1  # next ids are published at multiples of this, so that workers of one process share a write to the broker
 RANKS_MAX = 1024
-UNSENT_BYTES_MAX = 4 * 1024 * 1024  # bytes not yet accepted by the broker; beyond that, events are dropped
+UNSENT_BYTES_MAX = 4 * 1024 * 1024  # if more bytes wait to be sent to the broker, events are dropped
 RETRY_S = 0.2
 CLOSE_S = 0.5
 
@@ -31,7 +31,10 @@ log = structlog.get_logger(__name__)
 
 
 class KvPublisher:
-    """The KV events of one instance of a worker, for all ranks. `announce` may be called from any thread."""
+    """Publishes the KV events of a worker instance, for all ranks, and answers frontends' requests for missed events.
+
+    `announce` may be called from any thread, all other methods only on the event loop.
+    """
 
     def __init__(
         self,
@@ -42,19 +45,19 @@ class KvPublisher:
         *,
         next_every_s: float = NEXT_EVERY_S,
     ) -> None:
-        """Publish for this instance of a worker, on this connection to the broker.
+        """Build a publisher for a worker instance, which publishes on `connection` after `start`.
 
-        `bounds` apply to each rank; `next_every_s`: seconds between two publications of the next id.
+        `bounds` apply to each rank. `next_every_s` is the interval in seconds at which ranks publish their next event id.
         """
         self.worker, self.instance = worker, instance
-        self.published = 0  # events published to the broker
-        self.dropped = 0  # events not published: the broker was disconnected, or did not accept them
+        self.published = 0  # number of events published to the broker
+        self.dropped = 0  # number of events not published because the broker was disconnected or too slow, or a fault muted them
         self._bounds = bounds or LedgerBounds()
         self._muted: Callable[[], bool] = _never
         self._connection = connection
         self._client = connection.client
         self._ledgers: dict[int, KvEventLedger] = {}
-        # by rank: the first id, and the events starting there
+        # events that wait for the next message: by rank, the id of the first event and the encoded events
         self._waiting: dict[int, tuple[int, list[bytes]]] = {}
         self._ranks = 1
         self._next_every_s = next_every_s
@@ -62,34 +65,36 @@ class KvPublisher:
         self._route = f"{subjects.kv_events(worker)} ".encode()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._heard: Interest | None = None  # the subscription to frontends' requests
+        self._heard: Interest | None = (
+            None  # the subscription to frontends' requests; None until the broker is connected
+        )
         self._flush_timer: asyncio.TimerHandle | None = None
         self._next_timer: asyncio.TimerHandle | None = None
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that the engine holds, over all ranks."""
+        """Number of blocks in the engine's cache, over all ranks."""
         return sum(map(len, self._ledgers.values()))
 
     @property
     def dumps(self) -> int:
-        """Number of dumps kept because some of their parts have not been fetched, over all ranks."""
+        """Number of dumps that are kept so that frontends can fetch their further parts, over all ranks."""
         return sum(ledger.dumps for ledger in self._ledgers.values())
 
     @property
     def refused(self) -> int:
-        """Number of events that contradicted earlier ones of the engine and were not published."""
+        """Number of the engine's events that were not published because they contradicted earlier ones."""
         return sum(ledger.refused for ledger in self._ledgers.values())
 
     def start(self, ranks: int, muted: Callable[[], bool] | None = None) -> None:
-        """Publish for this number of ranks from now on. `muted` returns whether a rehearsed fault suppresses all messages."""
+        """Start to publish for ranks 0 to `ranks` - 1. `muted` returns whether a rehearsed fault suppresses all messages."""
         self._ranks = ranks
         self._muted = muted or _never
         self._connection.listen(self._changed)
         self.tell()
 
     async def hear(self) -> None:
-        """Answer requests from now on, or as soon as the broker is connected."""
+        """Subscribe to frontends' requests, to answer them. Wait for the broker if it is not connected."""
         subject = subjects.kv_ask(self.worker, self.instance)
         while True:
             try:
@@ -99,7 +104,7 @@ class KvPublisher:
                 await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Stop publishing and answering: a worker that has left holds no blocks."""
+        """Stop publishing and answering, because frontends drop the blocks of a worker that has left."""
         self._closed = True
         self._connection.unlisten(self._changed)
         for timer in (self._flush_timer, self._next_timer):
@@ -113,7 +118,7 @@ class KvPublisher:
     # --- events from the engine
 
     def announce(self, rank: int, events: Sequence[KvEvent]) -> None:
-        """Publish what a step has changed."""
+        """Publish the KV events of an engine step of one rank, within 5 ms."""
         if threading.get_ident() == self._thread:
             self._publish_later(rank, events)
         else:
@@ -122,7 +127,7 @@ class KvPublisher:
     def _publish_later(self, rank: int, events: Sequence[KvEvent]) -> None:
         if self._closed:
             return
-        if not 0 <= rank < RANKS_MAX:  # an upstream may send any number
+        if not 0 <= rank < RANKS_MAX:  # the number may come from an upstream, which may send anything
             self.dropped += len(events)
             return
         first, published = self._ledger(rank).say(events)
@@ -138,7 +143,7 @@ class KvPublisher:
         return self._ledgers[rank]
 
     def flush(self) -> None:
-        """Publish at once the events that wait to be sent together."""
+        """Publish the waiting events at once, in messages of at most `part_bytes`."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -161,7 +166,10 @@ class KvPublisher:
             self.dropped += len(events)
 
     def _write(self) -> None:
-        """Write the posted messages at the end of this turn of the loop, because a thousand workers share the connection."""
+        """Schedule the write of posted messages to the broker.
+
+        The write follows the other callbacks that are ready, because a thousand workers may share the connection.
+        """
         self._loop.call_soon(self._client.write)
 
     def _full(self) -> bool:
@@ -170,7 +178,7 @@ class KvPublisher:
     # --- gap detection by frontends
 
     def tell(self) -> None:
-        """Publish the next id of each rank, now and regularly from now on."""
+        """Publish the next event id of each rank, and schedule the next publication in `next_every_s` seconds."""
         if self._next_timer is not None:
             self._next_timer.cancel()
         now = self._loop.time()
@@ -198,7 +206,7 @@ class KvPublisher:
         self._write()
 
     def answer(self, ask: KvRequest) -> bytes:
-        """Return the encoded answer to a frontend's request."""
+        """Return the encoded answer to a frontend's request. The answer is a refusal if the rank does not exist."""
         if not 0 <= ask.rank < self._ranks:
             return kv.encode(KvRefused(f"rank {ask.rank} does not exist: this worker has {self._ranks}"))
         return self._ledger(ask.rank).answer(ask, self._loop.time())
