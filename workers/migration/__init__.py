@@ -1,1 +1,1 @@
-"""Moves a running request to or from another worker with its KV cache: docs/concepts/kv-transfer.md."""
+"""Moves running requests between workers with their KV cache: docs/concepts/kv-transfer.md."""

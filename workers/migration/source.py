@@ -1,16 +1,19 @@
-"""The source's side of a planned move: ships a stream's KV cache, mostly while it decodes.
+"""The source's side of a planned move: ships a stream's KV cache to another worker.
 
-Then it stops the stream and ships the rest.
+The source ships full KV blocks while the stream decodes. Then it stops the stream and ships the rest.
 
     decoding ── Ship ──▶ shipping ── little is left ──▶ stopped ── all shards accepted ──▶ shipped ── Cancel ──▶ gone
        ▲                    │                              │                                  │
        └──── Stay, failure ─┴──────────────────────────────┴──── Stay, failure, 2 s ──────────┘
 
-The pause does not depend on the stream's length: only a block or two, filled since the last check, are shipped after the stop.
-No shard sends its ending before all shards have sent all their blocks.
+The frontend sends Ship to start a move, Stay to abort it, and Cancel when the stream decodes at the target.
 
-After any failure, the stream continues here unchanged. If the frontend did not request that, it receives the reason. Two
-attempts may then decode at once, here and at the target: the frontend accepts the tokens of only one.
+The pause does not depend on the stream's length, because only the one or two blocks that were filled since the last check are
+shipped after the stop. No shard sends its `Ending` before all shards have sent all their blocks.
+
+After any failure, the stream continues on this worker unchanged. Unless the frontend has requested that with Stay, the frontend
+receives the reason. The stream may then decode on the source and the target at once, and the frontend accepts the tokens of
+only one of them.
 """
 
 import asyncio
@@ -32,18 +35,22 @@ from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
 
-STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to send Cancel or Stay
-STOP_S_MAX = 10.0  # an engine's step; longer is a hang
-SETTLE_S_MAX = 0.05  # for the target to copy what was sent, before the stream stops
+STOPPED_S_MAX = (
+    2.0  # from the stop until the frontend sends Cancel or Stay, including the transfer of the last blocks
+)
+STOP_S_MAX = (
+    10.0  # for the engine to stop the stream at the end of its step; an engine that needs longer hangs
+)
+SETTLE_S_MAX = 0.05  # for the target to copy the blocks sent so far, before the next ones or the stop
 _grants = msgspec.msgpack.Decoder(Grant)
 
 log = structlog.get_logger(__name__)
 
 
 async def run_concurrently(works: Iterable[Awaitable[None]]) -> None:
-    """Run all of these concurrently. The first failure cancels the others, and is raised when they have ended.
+    """Run all of `works` concurrently. The first failure cancels the others, and is raised when all have ended.
 
-    Not a TaskGroup: in Python 3.11 it swallows a cancellation that coincides with a failure.
+    A TaskGroup is not used because in Python 3.11 it swallows a cancellation that coincides with a failure.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -56,11 +63,11 @@ async def run_concurrently(works: Iterable[Awaitable[None]]) -> None:
             await asyncio.wait(ending)
             for one in ending:
                 if not one.cancelled():
-                    one.exception()  # only the first failure counts
+                    one.exception()  # marks a later error as retrieved, because only the first is raised
     try:
         for one in failed or tasks:
             one.result()
-    finally:  # otherwise tasks and errors would keep each other alive, and what they worked on
+    finally:  # breaks the reference cycle of tasks and errors, which keeps their data alive
         del one, tasks, failed, ending
 
 
@@ -79,17 +86,17 @@ class OutgoingStream:
     grants: list[Grant]
     task: "asyncio.Task[None] | None" = None
     stopping: "asyncio.Future[Stopped] | None" = None
-    handed_over: bool = False  # everything was sent, and the target may already decode
-    bytes: int = 0
-    over: bool = False  # the frontend no longer needs an answer
+    handed_over: bool = False  # whether all blocks have been sent, so that the target may already decode
+    bytes: int = 0  # number of bytes sent so far
+    over: bool = False  # whether the move has ended, so that the frontend needs no further answer
     shipments: list[OutgoingShipment] = field(default_factory=list)
 
 
 class OutgoingMigrations:
-    """All streams of one worker that are moving to other workers."""
+    """Runs the moves of one worker's streams to other workers."""
 
     def __init__(self, engine: Engine, trust: Trust, counters: WorkerCounters, piece_bytes: int) -> None:
-        """Manage the moves of one engine; `piece_bytes` are copied out of the engine at once, per shard."""
+        """Start without moves. `piece_bytes` is the maximum number of bytes copied out of the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._counters = counters
@@ -104,7 +111,10 @@ class OutgoingMigrations:
 
     @staticmethod
     def at_once(shards: int) -> int:
-        """Return how many streams may move at once: each shard of each stream has a thread."""
+        """Return how many streams of an engine with this number of shards may move at once.
+
+        The number is limited because each shard of each moving stream occupies a thread.
+        """
         return max(1, min(MOVES_MAX, THREADS_MAX // max(1, shards)))
 
     def under_way(self) -> list[OutgoingStream]:
@@ -112,7 +122,10 @@ class OutgoingMigrations:
         return list(self._leaving.values())
 
     def begin(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream | None:
-        """Return a stream for `ship`. If it cannot be shipped, notify its frontend of the reason and return None."""
+        """Prepare the shipment of the stream `key`, which `ship` then runs.
+
+        If the stream cannot be shipped, send its frontend the reason and return None.
+        """
         try:
             leaving = self._prepare(key, stream, grants)
         except HoldfastError as refusal:
@@ -125,7 +138,7 @@ class OutgoingMigrations:
         return leaving
 
     def _prepare(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream:
-        """Return a stream that is ready to be shipped. Raise HoldfastError."""
+        """Check that a stream can be shipped, and export it from the engine. Raise HoldfastError if it cannot be shipped."""
         if not self._engine.kv:
             raise CannotShip("this engine cannot send its KV cache")
         trusted = TrustedSender(self._trust)
@@ -144,7 +157,10 @@ class OutgoingMigrations:
         return OutgoingStream(key, stream, export, trusted, read)
 
     def _decode_grants(self, grants: Sequence[bytes]) -> list[Grant]:
-        """Decode the grants for all shards of this engine, in the order of the ranks. Raise CannotShip."""
+        """Decode the grants, one for each shard of the engine in the order of the ranks.
+
+        Raise CannotShip if a grant is invalid or does not fit its shard.
+        """
         own = self._engine.kv
         try:
             read = [_grants.decode(one) for one in grants]
@@ -164,14 +180,14 @@ class OutgoingMigrations:
     # --- how a shipment ends
 
     def stay(self, key: int) -> None:
-        """Abort a stream's shipment and let the stream continue here, even if it has stopped."""
+        """Abort the shipment of the stream `key`, so that the stream continues on this worker, even if it was stopped."""
         if (leaving := self._remove(key)) is not None:
             self._counters.moved("out", "failed")
             log.info("ship_given_up", request=leaving.stream.asked.request)
             self._release(leaving, continues=True)
 
     def forget(self, key: int) -> bool:
-        """Release a stream that has ended here; return whether it has moved."""
+        """End the shipment of a stream that has ended on this worker; return whether the stream has moved to the target."""
         leaving = self._remove(key)
         if leaving is None:
             return False
@@ -180,13 +196,16 @@ class OutgoingMigrations:
         return leaving.handed_over
 
     def close(self) -> None:
-        """Cancel all moves, so that their streams continue here, and close the trust."""
+        """Cancel all moves, so that their streams continue on this worker, and close the threads of shipments."""
         for key in list(self._leaving):
             self.stay(key)
         self._trust.close()
 
     def decline(self, leaving: OutgoingStream, reason: str) -> bool:
-        """Let a stream continue here, and notify its frontend of the reason. Return False if the stream no longer moves."""
+        """Abort a shipment, so that the stream continues on this worker, and send its frontend the reason.
+
+        Return False if the move has already ended.
+        """
         if self._remove(leaving.key) is None:
             return False
         self._counters.moved("out", "failed")
@@ -202,7 +221,11 @@ class OutgoingMigrations:
         return leaving
 
     def _release(self, leaving: OutgoingStream, continues: bool) -> None:
-        """Release a stream's blocks. If the engine has yet to carry out a stop, wait for it, then undo it."""
+        """Cancel the shipment and release the stream's exported blocks.
+
+        If `continues` is true, a stopped stream resumes decoding. If the engine has not carried out the stop yet, both follow
+        when it has.
+        """
         if leaving.task is not None and leaving.task is not asyncio.current_task():
             leaving.task.cancel()
         for one in leaving.shipments:
@@ -222,7 +245,11 @@ class OutgoingMigrations:
     # --- how a shipment runs
 
     async def ship(self, leaving: OutgoingStream) -> bool:
-        """Ship a stream that `begin` returned, until the shipment ends; return whether the stream stays here."""
+        """Ship a stream that `begin` returned.
+
+        Return True if the move failed, so that the stream stays on this worker. If the stream has moved or the frontend has
+        aborted the move, the task is cancelled or False is returned.
+        """
         reason, grants = "", leaving.grants
         try:
             async with asyncio.timeout(min(grant.seconds for grant in grants)) as timer:
@@ -249,7 +276,10 @@ class OutgoingMigrations:
         await run_concurrently(one.open() for one in leaving.shipments)
 
     async def _ship_full(self, leaving: OutgoingStream, first: int) -> int:
-        """Ship full blocks while the stream decodes, until almost none is left; return how many the target then has."""
+        """Ship full blocks while the stream decodes, until the number of unsent blocks no longer falls.
+
+        `first` is the number of the sequence's blocks that the target has already. Return that number after the shipment.
+        """
         sent, before = first, 0
         while (missing := leaving.export.full_blocks() - sent) > 0:
             if before and (missing == 1 or missing >= before):
@@ -257,12 +287,12 @@ class OutgoingMigrations:
             began = time.monotonic()
             await self._send(leaving, sent, missing)
             sent, before = sent + missing, missing
-            # The target needs about as long to verify and copy: what is unfinished at the stop would lengthen the pause.
+            # The target needs about as long to verify and copy the blocks. Unfinished copies at the stop lengthen the pause.
             await asyncio.sleep(min(time.monotonic() - began, SETTLE_S_MAX))
         return sent
 
     async def _ship_rest(self, leaving: OutgoingStream, sent: int, timer: asyncio.Timeout) -> None:
-        """Stop the stream, and ship the rest of it."""
+        """Stop the stream and ship its remaining blocks. `sent` is the number of blocks that the target has already."""
         loop = asyncio.get_running_loop()
         leaving.stopping = asyncio.ensure_future(leaving.export.stop())
         async with asyncio.timeout(STOP_S_MAX):
@@ -278,13 +308,13 @@ class OutgoingMigrations:
         await run_concurrently(one.finish(b"", tokens, computed, state) for one in leaving.shipments)
 
     async def _send(self, leaving: OutgoingStream, first: int, count: int) -> None:
-        """Send `count` blocks of every shard."""
+        """Send `count` blocks of every shard, starting at block `first` of the sequence."""
         if count > 0:
             shards = range(len(leaving.shipments))
             await run_concurrently(self._send_shard(leaving, shard, first, count) for shard in shards)
 
     async def _send_shard(self, leaving: OutgoingStream, shard: int, first: int, count: int) -> None:
-        """Send `count` blocks of a shard, piece by piece; while one is sent, the next is copied out of the engine."""
+        """Send `count` blocks of a shard in pieces. While a piece is sent, the next one is copied out of the engine."""
         limit, end = max(1, self._piece_bytes // self._engine.kv[shard].block_bytes), first + count
 
         def copy(at: int) -> asyncio.Future[Buffer]:
@@ -301,7 +331,9 @@ class OutgoingMigrations:
         finally:
             copying.cancel()
             copying.add_done_callback(_retrieve_error)
-            del copying  # otherwise it and its error would keep each other alive, and the last piece
+            del (
+                copying
+            )  # breaks the reference cycle of the task and its error, which keeps the last piece alive
 
 
 def _retrieve_error(copying: "asyncio.Future[Buffer]") -> None:

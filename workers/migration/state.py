@@ -1,9 +1,9 @@
-"""The state of a request that a move transfers besides tokens and KV cache, as a check for the target.
+"""Encodes and checks the state of a request that moves with its KV cache to another worker.
 
-The first design document lists a request's state. Of that, token ids travel separately (`Ending.tokens`), and blocks arrive in
-the order of the sequence instead of with block ids. The target does not need this state to continue: the frontend has sent it
-the request, and random numbers are keyed by (seed, position). The state
-shows that both sides mean the same request.
+The fields are those of the first design document, without two: token ids are sent separately (`Ending.tokens`), and blocks need
+no ids because they arrive in the order of the sequence. The target does not need this state to continue the request, because
+the frontend has sent it the request and random numbers depend only on (seed, position). The target compares the state with the
+request that it has reserved for, so that a wrong request is detected.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from workers.kv_transfer.messages import STATE_BYTES_MAX
 
 
 class SamplingState(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are sampled. No random state is kept: random numbers follow from the seed and the position."""
+    """The sampling parameters of a request.
+
+    There is no state of a random generator, because random numbers depend only on the seed and the token's position.
+    """
 
     seed: int | None
     temperature: float
@@ -31,25 +34,25 @@ class SamplingState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StopCriteria(msgspec.Struct, array_like=True, frozen=True):
-    """When a request ends."""
+    """The conditions that end a request's answer."""
 
-    max_tokens: int  # of the whole answer
+    max_tokens: int  # maximum length of the whole answer
     ignore_eos: bool
     stop_token_ids: list[int]
 
 
 class RequestMigrationState(msgspec.Struct, array_like=True, frozen=True):
-    """A request in the middle of its answer, as its source hands it over."""
+    """The state of a request with a part of its answer, as the source sends it to the target."""
 
     request_id: str
     prompt_tokens: int
     generated_tokens: int
-    num_computed_tokens: int
+    num_computed_tokens: int  # tokens that have their KV in the shipped blocks
     sampling_state: SamplingState
     stop_criteria: StopCriteria
-    sequence_position: int  # of the next token to sample
-    stopped_ms: float = 0.0  # time since it stopped at the source
-    link: str = ""  # how its blocks travelled: shm, socket, or a transport's name
+    sequence_position: int  # position of the next token to sample
+    stopped_ms: float = 0.0  # time since the source stopped the request
+    link: str = ""  # the link that carried the blocks: shm, socket, or a transport's name
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -57,7 +60,7 @@ _decoder = msgspec.msgpack.Decoder(RequestMigrationState)
 
 
 def sampling_state(s: Sampling) -> SamplingState:
-    """Return the part of the sampling parameters that determines a request's tokens."""
+    """Return the sampling parameters that determine a request's tokens."""
     penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
     return SamplingState(
         s.seed, s.temperature, s.top_p, s.top_k, *penalties, s.logprobs, s.min_p, s.logit_bias
@@ -65,13 +68,16 @@ def sampling_state(s: Sampling) -> SamplingState:
 
 
 def stop_criteria(origin: RequestOrigin) -> StopCriteria:
-    """Return a request's stop criteria, counted from its first token: each replay arrives with a smaller `max_tokens`."""
+    """Return a request's stop criteria, for its whole answer.
+
+    A request that is replayed with a part of its answer has a smaller `max_tokens`, so that part is added.
+    """
     s = origin.sampling
     return StopCriteria(s.max_tokens + origin.replayed, s.ignore_eos, sorted(s.stop_token_ids))
 
 
 def packed_state(origin: RequestOrigin, tokens: int, computed: int, stopped_ms: float, link: str) -> bytes:
-    """Encode the state of a request that now has this many tokens."""
+    """Encode the state of a request that has `tokens` tokens of prompt and answer, `computed` of them with their KV."""
     return _encoder.encode(
         RequestMigrationState(
             origin.request,
@@ -88,7 +94,7 @@ def packed_state(origin: RequestOrigin, tokens: int, computed: int, stopped_ms: 
 
 
 def unpacked_state(data: bytes) -> RequestMigrationState:
-    """Decode a state that arrived. Raise ValueError if it is invalid."""
+    """Decode a state that `packed_state` has encoded. Raise ValueError if `data` is invalid or too long."""
     if len(data) > STATE_BYTES_MAX:
         raise ValueError(f"the state has {len(data)} bytes, more than {STATE_BYTES_MAX}")
     try:
@@ -100,7 +106,10 @@ def unpacked_state(data: bytes) -> RequestMigrationState:
 def difference(
     state: RequestMigrationState, origin: RequestOrigin, tokens: Sequence[int], computed: int
 ) -> str:
-    """Describe how the request that arrived differs from the reserved one; empty if it does not."""
+    """Compare an arrived state with the reserved request `origin` and the arrived tokens.
+
+    Return a text with the first difference; empty if there is none.
+    """
     pairs = (
         ("request_id", state.request_id, origin.request),
         ("prompt_tokens", state.prompt_tokens, origin.prompt_tokens),

@@ -1,15 +1,16 @@
-"""The target's side of a planned move: reserves room, receives a KV cache, continues the stream.
+"""The target's side of a planned move: reserves KV blocks, receives a KV cache, continues the stream.
 
     Reserve ──▶ reserved ── every shard has arrived ──▶ committing ──▶ decoding: a stream like any other
        │           │                                        │
        ▼           └── Cancel, deadline, cut, damaged ──────┴──▶ all freed; Declined, unless the frontend has gone
-    Declined: no room, …
+    Declined: no free blocks, …
 
-A move is all or nothing: every shard arrives, or all shards and the engine's room are freed. Verified bytes are copied into
-the engine while the rest still arrives, so that only the tail is left once the source has stopped.
+For a move, the target reserves KV blocks in its engine, and memory in which each shard arrives. If any shard fails, all shards
+and the engine's blocks are freed. Verified bytes are copied into the engine while further bytes arrive, so that only the last
+blocks remain to be copied after the source has stopped the stream.
 
-The engine's room may be freed only when no copy into it is running. So nothing here is cancelled: an aborted stream loses its
-reservations, its copies finish, and then the stream is removed.
+The engine's blocks may be freed only when no copy into them is running. The tasks of this module are therefore never cancelled.
+An aborted stream loses its memory reservations first, then its copies finish or fail, and then its blocks are freed.
 """
 
 import asyncio
@@ -35,28 +36,33 @@ from workers.migration.state import RequestMigrationState, difference, unpacked_
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.7
-COMMIT_S_MAX = 10.0  # an engine reaches the end of its step sooner; longer is a hang
+COMMIT_S_MAX = (
+    10.0  # for the engine to continue the stream at the end of its step; an engine that needs longer hangs
+)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMoveSettings:
-    """How one worker sends and receives KV caches."""
+    """The settings with which one worker sends and receives KV caches."""
 
     host: str = "127.0.0.1"  # address to listen on
     advertise: str = ""  # address announced to sources; empty: the same as `host`
-    root: Path = ROOT  # directory of the regions
-    policy: ReservationPolicy | None = None  # None: the receiver's default
-    piece_bytes: int = 16 << 20  # copied out of an engine at once, per shard
-    take_bytes: int = 64 << 20  # copied into an engine at once, per shard
-    key: FleetKey | None = None  # the fleet key: both ends of a transfer prove that they know it
-    # builds a transport besides shared memory and sockets; may take seconds
+    root: Path = ROOT  # directory of the memory regions
+    policy: ReservationPolicy | None = None  # limits of the receiver; None: its defaults
+    piece_bytes: int = 16 << 20  # maximum number of bytes copied out of an engine at once, per shard
+    take_bytes: int = 64 << 20  # maximum number of bytes copied into an engine at once, per shard
+    key: FleetKey | None = None  # the fleet key, which source and target of a transfer must know
+    # builds a transport besides shared memory and sockets, which may take seconds; None: no other transport
     transport: Callable[[], Transport] | None = None
 
 
 class LazyReceiver:
-    """Creates the receiver of one worker when it is first needed: until then it has no port, thread or file for it."""
+    """Creates the receiver of one worker when the first stream arrives.
+
+    Until then, the worker has no port, thread or file for KV transfers.
+    """
 
     def __init__(
         self,
@@ -65,12 +71,12 @@ class LazyReceiver:
         settings: KvMoveSettings | None = None,
         transport: Callable[[], Transport | None] = lambda: None,
     ) -> None:
-        """Receive for this instance, with the shards that `own` describes.
+        """Prepare to receive KV caches for a worker instance. `own` returns the description of the engine's shards.
 
-        `transport` returns a transport besides shared memory and sockets, for sources that have it too. It is called when the
-        first stream arrives.
+        `transport` is called when the first stream arrives. It returns the transport that sources may use if they have it too,
+        or None if only shared memory and sockets are used.
         """
-        self.receiver: Receiver | None = None
+        self.receiver: Receiver | None = None  # None until the first stream arrives
         self._instance = instance
         self._own = own
         self._settings = settings or KvMoveSettings()
@@ -79,7 +85,10 @@ class LazyReceiver:
         self._build_lock = asyncio.Lock()
 
     async def grants(self, blocks: int, tokens: Sequence[int], first_block: int) -> list[Grant]:
-        """Reserve this many blocks for each shard, all or none. Raise MoveRefused."""
+        """Reserve memory for `blocks` KV blocks of each shard, starting at block `first_block` of the sequence.
+
+        Return one grant for each shard. Raise MoveRefused, without any reservation, if one shard cannot be reserved.
+        """
         receiver = await self._get_receiver()
         made = await asyncio.to_thread(self._reserve, receiver, blocks, tokens, first_block)
         if isinstance(made, TransferRefused):
@@ -130,19 +139,19 @@ class LazyReceiver:
             raise MoveRefused(f"cannot receive KV caches: {error}") from error
 
     def abort(self, grants: Sequence[Grant], why: str) -> None:
-        """End reservations in any state."""
+        """End the reservations of these grants in any state, because of `why`."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.abort(grant.ticket, why)
 
     def release(self, grants: Sequence[Grant]) -> None:
-        """Free memory after its contents were copied."""
+        """Free the memory of these grants after the engine has copied its contents."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.release(grant.ticket)
 
     async def close(self) -> None:
-        """Free everything: connections, threads and files."""
+        """Close the receiver with its connections, threads and files. Later reservations are refused."""
         self._closed = True
         async with self._build_lock:
             if self.receiver is not None:
@@ -154,19 +163,19 @@ class IncomingStream:
     """A stream that is arriving from another worker."""
 
     key: int
-    room: Import
-    room_tokens: int
+    room: Import  # the engine's reserved blocks
+    room_tokens: int  # number of tokens for which blocks are reserved
     connection: FrontendConnection
     number: int  # the frontend's number for the stream
     asked: RequestOrigin
-    known: list[int]  # its tokens so far
+    known: list[int]  # the request's tokens at the time of the reservation
     grants: list[Grant] = field(default_factory=list)
-    gone: bool = False  # the frontend has cancelled it
-    why: str = ""  # the reason why it was aborted
+    gone: bool = False  # whether the frontend has cancelled the move
+    why: str = ""  # the reason why the move was aborted; empty if it was not
 
 
 class IncomingMigrations:
-    """All streams of one worker that are arriving from other workers."""
+    """Runs the moves of other workers' streams to one worker."""
 
     def __init__(
         self,
@@ -177,7 +186,7 @@ class IncomingMigrations:
         counters: WorkerCounters,
         take_bytes: int,
     ) -> None:
-        """Manage the moves to one engine; `take_bytes` are copied into the engine at once, per shard."""
+        """Start without moves. `take_bytes` is the maximum number of bytes copied into the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._landing = landing
@@ -199,7 +208,10 @@ class IncomingMigrations:
         return sum(not incoming.why for incoming in self._incoming.values())
 
     def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
-        """Reserve room for a stream under this engine key, for `arrive`. On failure, notify its frontend and return None."""
+        """Reserve KV blocks in the engine for the stream `key`, which `arrive` then receives.
+
+        If the reservation is refused, send the frontend the reason and return None.
+        """
         asked = RequestOrigin.of(frame.request)
         room = self._room(key, frame)
         if isinstance(room, str):
@@ -231,18 +243,21 @@ class IncomingMigrations:
         return self._engine.reserve(key, request, frame.room_tokens)
 
     def drop(self, key: int, why: str = "") -> None:
-        """Abort an arriving stream. A non-empty reason is sent to its frontend."""
+        """Abort the arriving stream `key`. Send `why` to its frontend; if it is empty, the frontend itself has cancelled."""
         if (incoming := self._incoming.get(key)) is not None:
             incoming.gone = incoming.gone or not why
             self._give_up(incoming, why or "the frontend cancelled the move")
 
     def drop_all(self, why: str) -> None:
-        """Abort all arriving streams, and notify their frontends of the reason."""
+        """Abort all arriving streams and send the reason to their frontends."""
         for key in list(self._incoming):
             self.drop(key, why)
 
     def _give_up(self, incoming: IncomingStream, why: str) -> None:
-        """Free a stream's reservations; copies from them fail. Runs off the loop, because they may be gigabytes."""
+        """Free the memory reservations of a stream, so that its arrival fails.
+
+        The memory is freed in a thread, because it may be gigabytes.
+        """
         incoming.why = incoming.why or why
         if incoming.grants:
             loop = asyncio.get_running_loop()
@@ -251,7 +266,7 @@ class IncomingMigrations:
     # --- how a stream arrives
 
     async def arrive(self, incoming: IncomingStream) -> bool:
-        """Receive a stream for which room is reserved, and notify its frontend. Return whether it now decodes here."""
+        """Receive a stream that `reserve` returned and notify its frontend. Return whether the stream now decodes here."""
         try:
             await self._reserve(incoming)
             arrived = await self._arrive(incoming)
@@ -270,7 +285,7 @@ class IncomingMigrations:
         await asyncio.to_thread(self._landing.release, incoming.grants)
 
     def _end(self, incoming: IncomingStream, why: str) -> None:
-        """Free all resources of a stream, and notify its frontend."""
+        """Free all resources of a stream that failed to arrive, and send its frontend the reason."""
         self._give_up(incoming, why)
         incoming.room.abort()
         self._forget(incoming)
@@ -286,18 +301,18 @@ class IncomingMigrations:
             del connection.streams[incoming.number]
 
     async def _reserve(self, incoming: IncomingStream) -> None:
-        """Reserve memory for every shard, and send the grants."""
+        """Reserve memory for every shard, and send the grants to the frontend."""
         own, room = self._engine.kv[0], incoming.room
         first = room.cached_tokens // own.block_size
         blocks = max(1, own.blocks(incoming.room_tokens) - first)
         incoming.grants = await self._landing.grants(blocks, incoming.known, first)
-        if incoming.why:  # given up meanwhile
+        if incoming.why:  # aborted while the memory was reserved
             raise MoveRefused(incoming.why)
         grants = [msgspec.msgpack.encode(grant) for grant in incoming.grants]
         incoming.connection.send(Reserved(incoming.number, grants, room.cached_tokens))
 
     async def _arrive(self, incoming: IncomingStream) -> list[Arrived]:
-        """Receive all shards concurrently and return them. Raise MoveRefused only after all of them have ended."""
+        """Receive all shards concurrently and return them. If one fails, raise MoveRefused after all have ended."""
         shards = range(len(incoming.grants))
         received = await asyncio.gather(
             *(self._arrive_shard(incoming, shard) for shard in shards), return_exceptions=True
@@ -306,7 +321,7 @@ class IncomingMigrations:
         if failed is not None:
             try:
                 raise failed
-            finally:  # otherwise the error and its frames would keep each other alive, and the received memory
+            finally:  # breaks the reference cycle of the error and its frames, which keeps the received memory alive
                 del failed, received
         arrived = [one for one in received if isinstance(one, Arrived)]
         first = arrived[0]
@@ -327,7 +342,7 @@ class IncomingMigrations:
             raise
 
     async def _commit(self, incoming: IncomingStream, arrived: list[Arrived]) -> None:
-        """Start decoding, and notify the frontend. Output is held back until then."""
+        """Let the engine continue the stream, and notify the frontend. Output is held back until the frontend is notified."""
         received_at, first = time.monotonic(), arrived[0]
         state = _checked_state(incoming, first)
         bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
@@ -338,7 +353,9 @@ class IncomingMigrations:
         self._streams.first_output(stream)
         try:
             await _within(COMMIT_S_MAX, incoming.room.commit(first.tokens, first.computed))
-            if incoming.why:  # aborted meanwhile: the engine must drop the stream, which already decodes
+            if (
+                incoming.why
+            ):  # aborted during the commit; the engine must cancel the stream, which already decodes
                 raise MoveRefused(incoming.why)
         except BaseException:
             self._streams.end(incoming.key)
@@ -347,7 +364,7 @@ class IncomingMigrations:
         self._incoming.pop(incoming.key)
         stopped_ms = state.stopped_ms + (time.monotonic() - received_at) * 1e3
         new_tokens = first.tokens[len(incoming.known) :]
-        # a source that writes here itself knows the link
+        # for a shared region, only the source knows whether it used shared memory or a transport
         link = state.link or first.link if first.link == "shm" else first.link
         incoming.connection.send(
             Committed(incoming.number, new_tokens, bytes_, blocks, link, round(stopped_ms, 3))
@@ -359,7 +376,7 @@ class IncomingMigrations:
         return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
 
     async def close(self) -> None:
-        """Abort all arriving streams, and wait until they are freed."""
+        """Abort all arriving streams, close the receiver, and wait until the streams' resources are freed."""
         self.drop_all("this worker is shutting down")
         await self._landing.close()
         if self.tasks:
@@ -375,7 +392,7 @@ async def _within(seconds: float, commit: Awaitable[None]) -> None:
 
 
 def _checked_state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrationState:
-    """Decode the state that arrived. Raise MoveRefused if it belongs to another request."""
+    """Decode the state that arrived with a stream. Raise MoveRefused if it is invalid or belongs to another request."""
     try:
         state = unpacked_state(arrived.state)
     except ValueError as error:
@@ -388,7 +405,7 @@ def _checked_state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrati
 async def _receive_shard(
     receiver: Receiver, grant: Grant, shard: int, room: Import, take_bytes: int
 ) -> Arrived:
-    """Copy one shard's blocks into the engine as they arrive; return the shard. Raise MoveRefused."""
+    """Copy one shard's blocks into the engine as they arrive, and return the arrived shard. Raise MoveRefused if it fails."""
     size = grant.description.block_bytes
     limit = max(1, take_bytes // size)
     arrival = asyncio.wrap_future(receiver.arrival(grant.ticket))

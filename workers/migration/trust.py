@@ -2,12 +2,13 @@
 
     trusted ── convicted, a fatal device fault, NaN in the logits ──▶ distrusted
 
-Checksums show that bytes arrive unchanged, not that they were computed correctly: the KV cache of a worker with wrong
-answers would spread the corruption. Therefore every shipment must pass through this module. Only a `TrustedSender` makes a
-shipment, and only a `Trust` without doubts creates one; an import contract enforces the rest.
+A doubt is a reason to distrust the worker's results. Checksums show that bytes arrive unchanged, but not that they were computed
+correctly. The KV cache of a worker with wrong answers would therefore spread the corruption, so every shipment must pass through
+this module. Only a `TrustedSender` creates shipments, and a `TrustedSender` can be created only while its `Trust` has no doubts.
+An import contract prevents other modules from sending KV caches.
 
-The first doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. After a doubt is cleared, blocks
-computed before may still be wrong: a stream that had begun by then is not shipped.
+A new doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. Blocks that were computed before a
+doubt was cleared may be wrong, so a stream that began before is not shipped.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from events.errors import HoldfastError
 from events.fleet_key import FleetKey
 from workers.kv_transfer.messages import Buffer, Grant, Transport
 
-CONVICTED = "convicted"  # a doubt: the fleet has convicted this worker of wrong answers
-THREADS_MAX = 32  # one per running shipment
+CONVICTED = "convicted"  # cause of a doubt: the fleet has convicted this worker of wrong answers
+THREADS_MAX = 32  # maximum number of shipments at once, because each occupies a thread
 
 log = structlog.get_logger(__name__)
 
@@ -33,14 +34,15 @@ class SenderDistrusted(HoldfastError):
 
 
 class OutgoingShipment(Protocol):
-    """A transfer from this worker. `kv_transfer.sender` implements it, and is imported late because it needs numpy.
+    """The interface of a KV transfer from this worker.
 
-    All methods except `cancel` and `close` raise TransferFailed.
+    `kv_transfer.sender.Shipment` implements it, in a module that is imported late because it needs numpy. All methods except
+    `cancel` and `close` raise TransferFailed if the transfer fails.
     """
 
     @property
     def way(self) -> str:
-        """How the bytes travel. Known once the transfer is open."""
+        """The link that carries the bytes: "shm", "socket" or a transport's name. Known once the transfer is open."""
 
     async def open(self) -> None: ...
     async def send(self, blocks: Buffer) -> None: ...
@@ -50,45 +52,46 @@ class OutgoingShipment(Protocol):
 
 
 class TrustedSender:
-    """The permission to send KV caches. Obtained only from a `Trust`."""
+    """The permission to send KV caches, which is valid until its `Trust` gets a new doubt."""
 
     def __init__(self, trust: "Trust") -> None:
-        """Be valid until the trust gets a new doubt. Raise SenderDistrusted if it already has one."""
+        """Build a permission. Raise SenderDistrusted if `trust` has a doubt."""
         trust.check()
         self._trust = trust
         self._losses = trust.losses
 
     def check(self) -> None:
-        """Raise SenderDistrusted if a doubt has occurred after this sender was created."""
+        """Raise SenderDistrusted if a doubt was raised after this permission was created, even if it is cleared."""
         if self._losses != self._trust.losses:
             raise SenderDistrusted(self._trust.reason or "the source was distrusted meanwhile")
 
     async def shipment(self, grant: Grant) -> OutgoingShipment:
-        """Prepare a transfer, which the first doubt aborts. Raise SenderDistrusted."""
+        """Return a transfer that uses `grant` and is aborted by the next doubt. Raise SenderDistrusted after a doubt."""
         await self._trust.load()
         self.check()
         return self._trust.shipment(grant)
 
 
 class Trust:
-    """The doubts about one worker's results, and the only access to sending its KV caches."""
+    """Holds the doubts about one worker's results, and creates its shipments while there are no doubts."""
 
     def __init__(
         self, transport: Callable[[], Transport | None] = lambda: None, key: FleetKey | None = None
     ) -> None:
         """Start without doubts.
 
-        `transport` returns a transport besides shared memory and sockets, for targets that have it too. `key`: the fleet key,
-        which targets must know.
+        `transport` returns the transport to use for targets that have it too; None if only shared memory and sockets are used.
+        `key` is the fleet key that targets must know.
         """
-        self.losses = 0
-        self.turns = 0  # number of doubts raised and cleared: between two equal values there was none
+        self.losses = 0  # number of doubts raised
+        # number of doubts raised and cleared; between two equal values, the worker was trusted throughout or not at all
+        self.turns = 0
         self._transport = transport
         self._key = key
         self._doubts: dict[str, str] = {}
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
-        # of `kv_transfer.sender`, which needs numpy; None until the first shipment
+        # `Mappings` of `kv_transfer.sender`, which needs numpy; None until the first shipment
         self._mappings: Any = None
 
     @property
@@ -98,21 +101,21 @@ class Trust:
 
     @property
     def reason(self) -> str:
-        """Why this worker is not trusted; empty if it is trusted."""
+        """The reason of the oldest doubt; empty if there are no doubts."""
         return next(iter(self._doubts.values()), "")
 
     @property
     def mapped(self) -> int:
-        """Number of regions of other workers kept mapped for reuse."""
+        """Number of regions of other workers that are kept mapped for reuse."""
         return 0 if self._mappings is None else int(self._mappings.kept)
 
     def check(self) -> None:
-        """Raise SenderDistrusted if there is a doubt about this worker."""
+        """Raise SenderDistrusted if there is a doubt about this worker's results."""
         if self._doubts:
             raise SenderDistrusted(self.reason)
 
     def lose(self, cause: str, reason: str) -> bool:
-        """Add a doubt, and abort all shipments; return False if the cause is already known."""
+        """Add a doubt and abort all shipments; return False if there is already a doubt with this cause."""
         if cause in self._doubts:
             return False
         self._doubts[cause] = reason
@@ -124,13 +127,16 @@ class Trust:
         return True
 
     def regain(self, cause: str) -> None:
-        """Clear a doubt: what is computed from now on may be sent. Aborted shipments stay aborted."""
+        """Clear the doubt with this cause. Without other doubts, streams that begin afterwards may be shipped.
+
+        Aborted shipments stay aborted.
+        """
         if self._doubts.pop(cause, None) is not None:
             self.turns += 1
             log.info("doubt_cleared", cause=cause, trusted=not self._doubts)
 
     async def load(self) -> None:
-        """Import what shipping needs, off the loop: a worker that never ships needs no numpy."""
+        """Import the modules that shipments need, in a thread. A worker that ships nothing does not need numpy."""
         if self._mappings is None:
             await asyncio.to_thread(__import__, "workers.kv_transfer.sender")
             from workers.kv_transfer.sender import Mappings
@@ -138,7 +144,7 @@ class Trust:
             self._mappings = self._mappings or Mappings()
 
     def shipment(self, grant: Grant) -> OutgoingShipment:
-        """Create the shipment for a grant. Called only by `TrustedSender`, after `load`."""
+        """Create the shipment for a grant. Only `TrustedSender` calls this method, after `load`."""
         from workers.kv_transfer.sender import Shipment
 
         self.check()
@@ -148,7 +154,7 @@ class Trust:
         return made
 
     def close(self) -> None:
-        """Abort running shipments, and shut the threads down."""
+        """Abort all running shipments and end their threads."""
         for one in list(self._shipments):
             one.cancel()
         if self._threads is not None:
