@@ -1,4 +1,4 @@
-"""Request metrics close to the token path: per model, with all label lookups done once."""
+"""Request metrics per model, recorded close to the token path, with each label lookup done only once."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,20 @@ from events.wire import Load
 
 ENDPOINTS, KINDS = ("chat_completions", "completions"), ("stream", "unary")
 MIGRATION_TYPES = ("new_request", "ongoing_request")
-ACTIONS = ("continue", "restart", "error", "none")  # of RequestExposed
+ACTIONS = ("continue", "restart", "error", "none")  # values of RequestExposed.action
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
 class ModelTraffic:
-    """The traffic of one model since its last report, and its latency objectives."""
+    """The traffic of one model since its last report, and the latency objectives against which it is measured."""
 
     def __init__(self) -> None:
         self.ttft_s = self.tpot_s = inf
-        self.reading_s = 0.0  # seconds that a worker needs to read one prompt token
+        self.reading_s = 0.0  # seconds that a worker needs to prefill one prompt token
         self.clear()
 
     def clear(self) -> None:
-        """Reset the counts."""
+        """Reset the counts, because they were reported."""
         self.requests = self.prompt_tokens = self.prompt_tokens_squared = self.output_tokens = 0
         self.late = self.rejected = 0
 
@@ -42,10 +42,11 @@ class ModelTraffic:
     def ended(
         self, prompt_tokens: int, tokens: int, ttft_s: float, tpot_s: float, by_s: float | None
     ) -> None:
-        """Count an answer that has ended well.
+        """Count an answer that has ended without an error. It is late if its time to first token or time per token was
+        too long.
 
-        `by_s` is the requested limit of its time to first token. With None, the model's objective applies; a long prompt may
-        take twice the time that reading it takes.
+        `by_s` is the limit of the time to first token that the client has set. If it is None, the model's objective
+        applies, but a long prompt may take twice its prefill time.
         """
         self.output_tokens += tokens
         if by_s is None:
@@ -54,7 +55,7 @@ class ModelTraffic:
 
 
 class ModelMetrics:
-    """The metrics of one model."""
+    """Counts the requests of one model for its metrics."""
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
         self._model = model
@@ -62,8 +63,8 @@ class ModelMetrics:
         self._histograms = metrics.histograms
         self.traffic = ModelTraffic()
         self.tokens = 0
-        self.rendered = 0  # tokens already added to the counter
-        self.decisions: Counter[str] = Counter()  # by mode, not yet added to the counters
+        self.rendered = 0  # tokens that were already added to the counter
+        self.decisions: Counter[str] = Counter()  # number of choices by mode, not yet added to the counters
         router, histograms = metrics.router, self._histograms
         self.hit_rate = router.hit_rate.of(model)
         self.overlap = router.overlap.of(model)
@@ -76,7 +77,9 @@ class ModelMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Create the series that alerts use at 0: the increase of a series that first appears at 1 is lost (B26)."""
+        """Create the series that alerts use with value 0, because the increase of a series that first appears at 1 is
+        lost (B26).
+        """
         for endpoint in ENDPOINTS:
             self._requests.rejections.labels(self._model, endpoint)
             for kind, fault in product(KINDS, FAULTS):
@@ -90,7 +93,10 @@ class ModelMetrics:
         self.traffic.began(prompt_tokens)
 
     def ended(self, duration_s: float, tokens: int, cached_tokens: int | None) -> None:
-        """Count an answer that has ended. `cached_tokens`: cached tokens of its prompt, if its worker reported them."""
+        """Record an answer that has ended.
+
+        `cached_tokens` is the number of cached prompt tokens, or None if it was not reported.
+        """
         self.duration.note(duration_s)
         self.outputs.note(tokens)
         if cached_tokens is not None:
@@ -101,16 +107,19 @@ class ModelMetrics:
         self._requests.over_cap.labels(self._model).inc()
 
     def failed(self, kind: str) -> None:
-        """Count a failed attempt, whether or not it can be retried."""
+        """Count a failed attempt, whether or not it can be retried. `kind` is new_request or ongoing_request."""
         self._requests.migrations.labels(self._model, kind).inc()
 
     def restored(self, kind: str, outcome: str, seconds: float) -> None:
-        """Record the end of a recovery, after any number of attempts: `success`, `failure` or `cancelled`."""
+        """Record the end of an outage after `seconds` and any number of attempts.
+
+        `outcome` is `success`, `failure` or `cancelled`.
+        """
         self._histograms.migration_s.of(self._model, kind, outcome).add(seconds)
 
 
 class RequestMetrics:
-    """All request metrics of a frontend."""
+    """The request metrics of a frontend, by model and worker, which a scrape copies into the metric tables."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
@@ -118,14 +127,15 @@ class RequestMetrics:
         self._histograms = metrics.histograms
         self._models: dict[str, ModelMetrics] = {}
         self.active: Counter[str] = Counter()  # requests between arrival and end, by model
-        self.ended: Counter[tuple[str, ...]] = Counter()  # by labels, not yet added to the counter
-        for cause in CAUSES:  # create the series at 0, like those of models
+        # ended requests by labels, not yet added to the counter
+        self.ended: Counter[tuple[str, ...]] = Counter()
+        for cause in CAUSES:  # create the series with value 0, like those of models
             self._histograms.resume.of(cause)
         self._exposed = metrics.faults.exposed
         for action in ACTIONS:
             self._exposed.labels(action)
         self._kv_counted = Counts()  # KV events that are already in the counters
-        # the last answer of each worker, not yet in the gauges
+        # prompt tokens, time to first token and time per token of each worker's last answer, not yet in the gauges
         self._last: dict[str, tuple[int, float, float | None]] = {}
 
     def of(self, model: str) -> ModelMetrics:
@@ -136,11 +146,13 @@ class RequestMetrics:
         return found
 
     def traffic(self) -> Iterator[tuple[str, ModelTraffic]]:
-        """Return each model with its traffic."""
+        """Return the traffic of each model."""
         return ((model, metrics.traffic) for model, metrics in self._models.items())
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
-        """Count the choice of a worker, and how many of the prompt's blocks it has cached, as far as is known."""
+        """Count the choice of a worker in this mode, and record how many of the prompt's blocks it has cached, as far as
+        is known.
+        """
         of_model = self.of(model)
         of_model.decisions[mode] += 1
         if mode == "kv":
@@ -148,20 +160,23 @@ class RequestMetrics:
             of_model.overlap.note(overlap_blocks)
 
     def waited(self, model: str, outcome: str, seconds: float) -> None:
-        """Record how long a request waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
+        """Record how many seconds a request waited for a free worker.
+
+        `outcome` is `admitted`, `timeout`, `no_worker` or `gone`.
+        """
         self._histograms.queue_s.of(model, outcome).note(seconds)
 
     def served(self, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None) -> None:
-        """Record an answer that began and ended well at one worker.
+        """Record an answer that began and ended without an error at one worker.
 
-        `itl_s` is None for an answer of one token; the value of the previous answer is kept then.
+        `itl_s` is None for an answer of one token. In that case the value of the previous answer is kept.
         """
         if itl_s is None and (before := self._last.get(worker)) is not None:
             itl_s = before[2]
         self._last[worker] = prompt_tokens, ttft_s, itl_s
 
     def resumed(self, cause: str, gap_s: float) -> None:
-        """Record the gap after which a client's stream continued."""
+        """Record the seconds without a token after which a client's stream continued."""
         self._histograms.resume.of(cause).add(gap_s)
 
     def preempted(self, model: str, tier: str) -> None:
@@ -169,12 +184,12 @@ class RequestMetrics:
         self._requests.preempted.labels(model, tier).inc()
 
     def exposed(self, fact: FrontendObservation) -> None:
-        """Count a request that was served by a convicted worker."""
+        """Count a request that received tokens from a convicted worker. Facts of other kinds are ignored."""
         if isinstance(fact, RequestExposed):
             self._exposed.labels(fact.action).inc()
 
     def settle(self) -> None:
-        """Update the metrics before a scrape: the counters, and the gauges of each worker's last answer."""
+        """Copy the counts into the metric tables before a scrape: counters, and gauges of each worker's last answer."""
         decisions = self._metrics.router.decisions
         for model, of_model in self._models.items():
             self._requests.output_tokens.labels(model).inc(of_model.tokens - of_model.rendered)
@@ -197,7 +212,10 @@ class RequestMetrics:
         self._last.clear()
 
     def settle_kv(self, view: KvView | None, guessed: int) -> None:
-        """Update the metrics of workers' KV blocks: those in `view`, and how many are guessed."""
+        """Update the metrics of the workers' KV blocks. `guessed` is the number of blocks assumed to be cached.
+
+        `view` contains the blocks that workers report. If it is None, KV events are not used.
+        """
         metrics, before = self._metrics.router, self._kv_counted
         metrics.kv_guessed.set(guessed)
         if view is None:
@@ -221,7 +239,7 @@ class RequestMetrics:
 def gauge_model(
     metrics: FrontendMetrics, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int
 ) -> None:
-    """Update the gauges of one model. If all its workers have left, the sizes of the last ones stay."""
+    """Update the gauges of one model. If all its workers have left, the gauges keep the sizes of the last workers."""
     metrics.shown_models.add(model)
     requests, sizes = metrics.requests, metrics.models
     requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
@@ -245,8 +263,8 @@ def gauge_worker(
 ) -> None:
     """Update the gauges of one worker.
 
-    `loads`: the reported load of each of its DP ranks. `prefill_tokens`: prompt tokens of the requests known to this frontend
-    that each rank has still to read.
+    `loads` is the reported load of each of its DP ranks. `prefill_tokens` is, for each rank, the number of prompt
+    tokens of this frontend's known requests that are not prefilled yet.
     """
     metrics.shown.add(endpoint.worker)
     workers, breakers = metrics.workers, metrics.faults.breakers

@@ -226,12 +226,12 @@ class FrontendBudgets(Strict):
 
     @property
     def frames(self) -> TrafficLimit:
-        """The limit of frames."""
+        """The limits of frames."""
         return traffic(self.frames_per_s, self.frames_burst, self.frame_mb_per_s, self.frame_mb_burst)
 
     @property
     def kv_events(self) -> TrafficLimit:
-        """The limit of KV events."""
+        """The limits of KV events."""
         return traffic(self.kv_batches_per_s, self.kv_batches_burst, self.kv_mb_per_s, self.kv_mb_burst)
 
 
@@ -346,7 +346,7 @@ class FrontendSettings(Strict):
 
     @property
     def parks_s(self) -> float | None:
-        """Maximum total seconds that one running answer is preempted; None: answers are not preempted."""
+        """Maximum total seconds for which one running answer is preempted. None disables preemption."""
         return self.park_s if self.park else None
 
     @property
@@ -356,13 +356,14 @@ class FrontendSettings(Strict):
 
     @property
     def overload_status(self) -> int:
-        """The HTTP status of requests rejected for lack of room."""
+        """The HTTP status of requests that are rejected for overload."""
         return self.overload_status_code or (429 if self.by_deadline else 503)
 
     @property
     def inflight_per_batch(self) -> float:
-        """Requests in flight at a worker, over all frontends, as a multiple of its batch. With deadlines, no request waits
-        there.
+        """Largest number of requests in flight at a worker, over all frontends, as a multiple of its batch size.
+
+        With deadlines it is 1, so that no request waits at a worker.
         """
         return self.admission.inflight_per_batch or (1.0 if self.by_deadline else INFLIGHT_PER_BATCH)
 
@@ -384,7 +385,7 @@ class FrontendSettings(Strict):
     )
     @classmethod
     def _number_or_none(cls, value: object) -> object:
-        """Parse a number, `None` (as Dynamo writes it) or an empty text."""
+        """Parse a number. `None` (as Dynamo writes it) and an empty text become None."""
         if not isinstance(value, str):
             return value
         if value.strip().lower() in ("", "none"):
@@ -394,7 +395,7 @@ class FrontendSettings(Strict):
     @field_validator("cors_origins")
     @classmethod
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        """Reject values that no browser sends as an Origin and that would never match."""
+        """Reject values that no browser sends as an Origin, because they would never match."""
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin, such as https://app.example.com, or *")
@@ -428,12 +429,12 @@ class FrontendSettings(Strict):
     @field_validator("moving", mode="before")
     @classmethod
     def _merge_defaults(cls, value: object) -> object:
-        """Allow one value of one link to be set alone: each link has its own defaults."""
+        """Merge the given settings into the defaults, so that one value of one link can be set alone."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
 
 
 def laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    """Return `below` overridden by `above`, at every depth."""
+    """Return `below` with the values of `above`, merged at every depth."""
     found = {**below, **above}
     for name, value in above.items():
         if isinstance(value, Mapping) and isinstance(before := below.get(name), Mapping):

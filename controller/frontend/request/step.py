@@ -11,12 +11,13 @@
               │                     └── otherwise ────────────────────────────▶ done (the error)
               └── each of queued, rerouting, parked, preempted; ClientGone and Tick end any phase
 
-After a failure the request moves to a worker on which it has not failed, within its budget. There the prompt and all accepted
-tokens are replayed. If recovery fails, the client gets the first failure since the last token, not the most recent one:
-everything after that failure was an attempt to recover from it.
+The phases are those of `state.Phase`, and the other names are events. After a failure the request moves to a worker
+on which it has not failed, within its budget. That worker replays the prompt and all accepted tokens. If recovery
+fails, the client gets the first failure since the last token, not the most recent failure, because everything after
+the first failure was an attempt to recover from it.
 
-The state machine does not process tokens. The driver passes it only an attempt's first token, failures, control events and the
-end of the answer.
+The state machine does not process tokens. The driver passes it only the first token of an attempt, failures, control
+events and the end of the answer.
 """
 
 from collections.abc import Collection
@@ -47,9 +48,11 @@ from controller.router.endpoints import Key, Server
 POISONOUS = "request_poisonous"
 HELD = "held"
 ALL_BUSY, ALL_CLOSED, ALL_TRIED = "all_workers_busy", "upstream_overloaded", "all_workers_failed"
-# pause before the third and later attempts after broken connections: the workers of one host fail together
+# pause in seconds before the third and later attempts after broken connections, because the workers of one host fail
+# together
 PAUSE_S = 0.1
-SUSPECT_PAUSE_S = 0.25  # pause before a suspect's next attempt: by then the other workers of a dead host are known to be lost
+# pause in seconds before a suspect's next attempt, by which time the loss of other workers of a dead host is known
+SUSPECT_PAUSE_S = 0.25
 
 Next = tuple[RequestState, Effects]
 
@@ -102,7 +105,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
 
 
 def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float) -> Next:
-    """Continue `step` for the events of planned moves, of waiting requests, and of the clock."""
+    """Handle in `step` the events of planned moves, of waiting requests, and of the clock."""
     match event:
         case on.TransferBegun():
             return replace(state, transfer=planned_move.Transfer()), ()
@@ -134,7 +137,7 @@ def _moved_or_waiting(state: RequestState, event: on.MovedOrWaiting, now: float)
 
 
 def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
-    """Route the request. `free`: the next attempt costs no budget, because nothing failed."""
+    """Choose a worker for the request. `free` states that the next attempt costs no budget, because nothing has failed."""
     tried, missed, declined = state.tried, state.missed, closed_to(state)
     state = replace(state, phase="routing", free=free)
     if not (tried or declined or missed or planned):
@@ -144,7 +147,7 @@ def become_routing(state: RequestState, planned: Key | None = None, *, free: boo
 
 
 def become_running(state: RequestState, server: Server) -> RequestState:
-    """Record that an attempt runs on this worker."""
+    """Return the state after an attempt was sent to this worker."""
     last, paid = state.last, not state.free
     attempt = Attempt(server, 1 if last is None else last.number + 1, paid, last)
     return replace(
@@ -161,7 +164,7 @@ def become_running(state: RequestState, server: Server) -> RequestState:
 
 
 def unreachable(state: RequestState, key: Key, now: float) -> Next:
-    """Route the request again, avoiding the unreachable worker. The failed connection costs no budget."""
+    """Choose a worker again, without the unreachable one. The failed connection costs no budget."""
     state = replace(state, tried=state.tried | {key}, missed=state.missed | {key})
     state, counted = _interrupted(state, now, begun=False)
     state, effects = become_routing(state)
@@ -169,9 +172,7 @@ def unreachable(state: RequestState, key: Key, now: float) -> Next:
 
 
 def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
-    """Handle a request that no worker can serve now: let it wait if a worker may become available, otherwise end it with an
-    error.
-    """
+    """Let a request wait that no worker can serve now, if a worker may become available. Otherwise end it with an error."""
     move, code = state.move, event.code
     state = replace(state, missed=frozenset())
     if code == HELD:
@@ -206,7 +207,7 @@ def first_token(state: RequestState, now: float) -> Next:
 
 
 def arrive(state: RequestState, now: float, *, well: bool) -> Next:
-    """End the current move: the new attempt has produced its first token, or (not `well`) has failed too."""
+    """End the current move, because the new attempt has produced its first token (`well`) or has failed too (not `well`)."""
     effects: Effects = ()
     if state.move is not None and state.attempt is not None:
         effects = (do.ReportMigrated(state.move, well, state.spoilt),)
@@ -221,16 +222,19 @@ def arrive(state: RequestState, now: float, *, well: bool) -> Next:
 
 
 def is_turned_away(state: RequestState, failure: Failure) -> bool:
-    """Return whether the worker rejected the attempt for lack of room. Such a rejection is not counted as a failure.
+    """Return whether the worker rejected the attempt for lack of capacity, which does not count as a failure.
 
-    An attempt with output, or with a transferred KV cache, has started on the worker: its rejection is a failure.
+    If the attempt has output, or a transferred KV cache, it has started on the worker, so its rejection is a failure.
     """
     carried = state.move is not None and state.move.carried is not None
     return state.attempt is not None and failure.reason == FULL and not state.has_output and not carried
 
 
 def turned_away(state: RequestState, *, closed: bool) -> Next:
-    """Route the request again as if the attempt had not been made."""
+    """Choose a worker again, as if the rejected attempt had not been made.
+
+    `closed` excludes the worker until the first token.
+    """
     attempt = state.attempt
     assert attempt is not None
     declined = state.declined | {attempt.server.key} if closed else state.declined
@@ -251,9 +255,10 @@ def fail(
     spoilt: bool = False,
     on_source: bool = True,
 ) -> Next:
-    """Fail the current attempt. The fault is its worker's or (not `on_source`) an earlier worker's.
+    """Fail the current attempt, through the fault of its own worker, or of an earlier worker if `on_source` is false.
 
-    If no attempt is running, the accepted tokens are unusable.
+    `spoilt` states that accepted tokens may be wrong. If no attempt is running, the request is placed again without a
+    judgement.
     """
     replaced, attempt = state.move, state.attempt
     not_carried = ""
@@ -281,7 +286,7 @@ def fail(
 
 
 def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next:
-    """Continue on another worker, wait, or end the request, after its failure was judged."""
+    """Continue on another worker, wait, or end the request, after the driver has judged its failure."""
     failing, source = state.failing, state.attempt or state.first
     assert failing is not None
     failure, replaced, not_carried, spoilt, answer = failing
@@ -297,6 +302,7 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
         return become_abandoned(state, now, why, original.error, effects)
     assert source is not None
     accepted = answer.accepted
+    # The answer cannot be continued, but its client has received no token, so it restarts from the prompt.
     if state.terms.forbidden and accepted:
         # The answer cannot be continued, but its client has received none of it: restart from the prompt.
         effects, accepted = (*effects, do.Rewind(0)), 0
@@ -314,10 +320,10 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
 def worker_unhealthy(
     state: RequestState, corrupt: bool, others: Collection[Key], answer: AnswerProgress, now: float
 ) -> Next:
-    """Handle that the request's worker was taken out of service.
+    """Move a request whether or not its worker failed it, because the worker was taken out of service.
 
-    The request leaves a corrupt worker at once. It leaves a worker that is only slow or silent if one of `others` can still be
-    tried; otherwise it stays while tokens arrive.
+    The request leaves a corrupt worker at once. It leaves a worker that is only slow or silent if one of `others` can
+    still be tried. Otherwise it stays while tokens arrive.
     """
     if state.attempt is None:
         return state, ()
@@ -331,8 +337,8 @@ def worker_unhealthy(
 def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     """Apply the setting `on_corruption` to an answer with tokens that may be wrong.
 
-    `continue`: continue after the accepted tokens; if the client has received none of the suspect tokens, regenerate them.
-    `restart`: regenerate the suspect tokens; if the client has received some, end with an error.
+    `continue`: keep the accepted tokens if the client has received a suspect token, otherwise generate the suspect tokens again.
+    `restart`: generate the suspect tokens again, or end with an error if the client has received one of them.
     `error`: always end with an error.
     """
     setting, first, answer = state.terms.on_corruption, event.first, event.answer
@@ -341,7 +347,7 @@ def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     if setting == "error" or (setting == "restart" and shown):
         return _end_corrupt(state, now)
     if event.stays or (shown and (on_source or not event.carried)):
-        # No move is needed here: all requests of a worker that leaves the fleet are moved together.
+        # No move is needed now, because all requests of a worker that leaves the fleet are moved together.
         return replace(state, spoilt=True), (do.ReportExposure("continue"),)
     cancel = do.CancelStream("elsewhere")
     if shown:
@@ -369,14 +375,17 @@ def _end_corrupt(state: RequestState, now: float) -> Next:
 
 
 def _interrupted(state: RequestState, now: float, *, begun: bool) -> tuple[RequestState, do.CountFailure]:
-    """Count a failed attempt, whether or not the request can be retried. `begun`: the attempt had produced tokens."""
+    """Count a failed attempt, whether or not the request can be retried.
+
+    `begun` states that the attempt had produced tokens.
+    """
     kind = "ongoing_request" if begun else "new_request"
     outage = state.outage or TokenGap(now, kind)
     return replace(state, disturbed=True, outage=outage), do.CountFailure(kind)
 
 
 def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
-    """End the outage, if there is one: a token has arrived, or the request has ended."""
+    """End the outage, if one is open, because a token has arrived or the request has ended."""
     outage = state.outage
     if outage is None:
         return state, ()
@@ -387,7 +396,7 @@ def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
 
 
 def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
-    """Move the request away from a worker that has not failed. It is recomputed at `target`; None: it is preempted."""
+    """Move the request off a worker that has not failed, and recompute it at `target`. Preempt it if `target` is None."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream("elsewhere"), *_unjudged(state))
@@ -400,7 +409,10 @@ def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next
 
 
 def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple[int, ...]) -> Next:
-    """Advance the KV transfer: see `controller.migration.planned_move`."""
+    """Advance the KV transfer by an event of `controller.migration.planned_move`.
+
+    `said` are the source's tokens since its start.
+    """
     if state.transfer is None:
         return state, ()
     transfer, acts = planned_move.step(state.transfer, event, said)
@@ -414,7 +426,7 @@ def advance_transfer(state: RequestState, event: planned_move.Event, said: tuple
 
 
 def leave(state: RequestState, *, failed: bool) -> Next:
-    """End the current attempt, and the KV transfer from its worker, if there is one."""
+    """End the current attempt, and the KV transfer from its worker if one is under way."""
     if state.attempt is None:
         return state, ()
     effects: Effects = ()
@@ -433,22 +445,25 @@ def _unjudged(state: RequestState) -> Effects:
 def become_parked(
     state: RequestState, until: float, not_before: float = 0.0, *, keep_room: bool = False
 ) -> Next:
-    """Park the request until a worker is available. `keep_room`: it was never sent, and keeps the room from its admission."""
+    """Park the request until a worker is available, at most until `until`.
+
+    `keep_room` is set for a request that was never sent, and keeps the room from its admission.
+    """
     not_before = max(not_before, state.not_before)
     state = replace(state, phase="parked", disturbed=True, waits_until=until, not_before=not_before)
     return state, (do.Park(keep_room),)
 
 
 def woken(state: RequestState, now: float) -> Next:
-    """Retry a parked request because a worker may have joined or may have room. Do nothing before `not_before`."""
+    """Retry a parked request, because a worker may have joined or may have capacity. Do nothing before `not_before`."""
     if state.phase != "parked" or now < state.not_before:
         return state, ()
-    # A request that has not failed on any worker is routed separately, not in the joint placement.
+    # A request that has not failed on any worker is routed on its own, not in the joint placement.
     return replace(state, phase="rerouting"), (do.Reroute(planned=state.move is not None),)
 
 
 def resume(state: RequestState, planned: Key | None, now: float) -> Next:
-    """Route a waiting request again: to the planned worker if possible, otherwise to one with room."""
+    """Choose a worker for a waiting request: the planned worker if possible, otherwise one with room."""
     if state.phase not in ("rerouting", "preempted", "queued"):
         return state, ()
     if state.phase == "preempted":
@@ -490,7 +505,7 @@ def _give_up(state: RequestState, now: float, code: str) -> Next:
 
 
 def become_finished(state: RequestState, reason: str, now: float, *, cancel: bool = False) -> Next:
-    """Finish a complete answer."""
+    """End the request with its complete answer. `cancel` stops a worker that does not know that the answer is complete."""
     effects: Effects = (do.CancelStream("complete"),) if cancel else ()
     if state.disturbed:
         state, arrived = arrive(state, now, well=True)
@@ -509,12 +524,12 @@ def become_finished(state: RequestState, reason: str, now: float, *, cancel: boo
 def become_abandoned(
     state: RequestState, now: float, reason: str, error: ApiError, effects: Effects = ()
 ) -> Next:
-    """End a request that cannot be continued: report it as abandoned, and return the error to its client."""
+    """End a request that cannot be continued. Report it as abandoned, and return the error to its client."""
     return become_done(state, now, (*effects, do.ReportAbandoned(reason)), error=error)
 
 
 def become_refused(state: RequestState, now: float) -> Next:
-    """End a request with an error that states why no worker can serve it."""
+    """End a request with the error that states why no worker can serve it."""
     abandoned = state.move is not None
     state, effects = become_done(state, now, ())
     return state, (*effects[:-1], do.Refuse(abandoned))
@@ -539,7 +554,7 @@ def become_done(
     finish: str | None = None,
     error: ApiError | None = None,
 ) -> Next:
-    """End the request: with a finish reason or an error for its client."""
+    """End the request, with a finish reason or an error for its client."""
     if state.disturbed:
         outcome: do.Outcome = "cancelled" if finish == "cancelled" else "failure"
         state, restored = _restored(replace(state, move=None), outcome, now)

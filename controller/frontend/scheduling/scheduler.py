@@ -5,8 +5,12 @@
           names of its blocks ─▶ where they are cached                                      │
           each worker's outstanding work ◀──────────────────────────────────────────────────┘
 
-Cached blocks are known from the workers' KV events; for workers without KV events they are guessed from the requests sent to
-them. Outstanding work is counted here, in the turn of the event loop in which a request is sent: the next request sees it.
+`begin`, `read` and `end` are the events of a request: sent, first token, left its worker. The slot tracker counts
+them.
+
+Cached blocks are known from the workers' KV events. For workers without KV events they are guessed from the requests
+sent to them. Outstanding work is counted when a request is sent, in the same event-loop iteration, so the next choice
+includes it.
 
 During panic, this frontend's local breakers are ignored.
 """
@@ -53,14 +57,16 @@ PoolName = tuple[str, Lineage]
 
 @dataclass(eq=False, repr=False)
 class Pools:
-    """The times to first token that one frontend has measured, by worker pool: the workers of one model and lineage.
+    """The times to first token that one frontend has measured, by worker pool. A pool is the workers of one model and
+    lineage.
 
-    The scheduler reports sent requests and arrived first tokens; admission by deadlines reads the predictions.
+    The scheduler reports sent requests and arrived first tokens. Admission by deadlines reads the predictions.
     """
 
     now: Callable[[], float]
     _pools: dict[PoolName, FirstTokens] = field(default_factory=dict)
-    # By slot number: pool, worker, time of sending, time to read the prompts ahead and its own, time of a step.
+    # by slot number: pool, worker, time of sending, and in seconds the prefill of the prompts ahead, its own prefill,
+    # one step
     _sent: dict[int, tuple[PoolName, str, float, float, float, float]] = field(default_factory=dict)
 
     def of(self, model: str, lineage: Lineage) -> FirstTokens:
@@ -78,24 +84,27 @@ class Pools:
         self.of(*name).sent(ahead_s)
 
     def read(self, slot: int) -> None:
-        """Record that the request's first token has arrived."""
+        """Record that the first token of the request in this slot has arrived."""
         if (sent := self._sent.pop(slot, None)) is not None:
             name, worker, at, ahead_s, own_s, steps_s = sent
             self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)
 
     def end(self, slot: int) -> None:
-        """Drop a request that has left its worker."""
+        """Drop the request in this slot, because it no longer runs on its worker."""
         self._sent.pop(slot, None)
 
     def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
-        """Drop all other pools and workers."""
+        """Drop the measurements of all pools except `names`, and of all workers except `workers`."""
         self._pools = {name: pool for name, pool in self._pools.items() if name in names}
         for pool in self._pools.values():
             pool.forget(workers)
 
 
 def step_s(endpoint: Endpoint) -> float:
-    """Return the registered duration in seconds of a worker's step with a full batch; 0 if none was registered."""
+    """Return the registered duration in seconds of a worker's step with a full batch, or 0 if none was registered.
+
+    A registered duration of 10 s or more is ignored.
+    """
     found = tpot_ms(endpoint.joined.profile, max(1, endpoint.max_batch)) / 1000
     return found if found < 10.0 else 0.0
 
@@ -103,11 +112,12 @@ def step_s(endpoint: Endpoint) -> float:
 log = structlog.get_logger(__name__)
 
 _KV = Mode.KV  # looking up an enum member takes as long as a call
-HEARD_S = 3.5  # a frontend counts as serving for this long after a report: three reports may be lost
+# seconds after a report for which a frontend counts as serving, so that three reports may be lost
+HEARD_S = 3.5
 
 
 class _LinksReport(NamedTuple):
-    """The last report of one frontend."""
+    """The last report of another frontend: when it came, and for which models requests wait there."""
 
     at: float
     waiting: tuple[str, ...]  # models for which requests wait at that frontend
@@ -115,15 +125,16 @@ class _LinksReport(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Peers:
-    """The other serving frontends, and the models for which requests wait there.
+    """The other frontends that serve now, and the models for which requests wait at each of them.
 
-    Each frontend publishes every second which workers it reaches, and how many requests wait at that frontend.
+    Each frontend publishes every second which workers it reaches, and how many requests wait at it.
     """
 
     now: Callable[[], float]
-    name: str = ""  # this frontend's
-    any: bool = False  # another frontend has reported; it may be silent by now, which each choice checks
-    # by model: frontends with requests waiting for its workers
+    name: str = ""  # name of this frontend
+    # whether another frontend has reported; it may be silent by now, which each choice checks
+    any: bool = False
+    # by model: number of frontends at which requests wait, with this one
     contenders: dict[str, int] = field(default_factory=dict)
     _heard: dict[str, _LinksReport] = field(default_factory=dict)
     _names: Sequence[str] = ()
@@ -131,7 +142,7 @@ class Peers:
     _until: float = -inf  # no frontend counts as silent before this time
 
     def on_links(self, subject: str, body: Mapping[str, object]) -> None:
-        """Process a frontend's report of its links."""
+        """Process another frontend's report of its links and waiting requests."""
         name, waiting = str(body.get("frontend")), body.get("waiting")
         models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
         before = self._heard.get(name)
@@ -143,7 +154,7 @@ class Peers:
             self._count()
 
     def names(self) -> Sequence[str]:
-        """Return the frontends with a recent report, and drop the others. Called for each choice."""
+        """Return the names of the frontends with a recent report, and drop the others. Called for each choice."""
         now = self.now()
         if now > self._until:
             since = now - HEARD_S
@@ -169,11 +180,11 @@ class Peers:
 
 @dataclass(eq=False, repr=False)
 class RoutingState:
-    """Which blocks are cached where, and which requests were sent where."""
+    """What this frontend knows of cached blocks and of the requests sent to each rank."""
 
     router: RouterSettings
     metrics: RequestMetrics
-    pools: Pools | None  # measures the speed of workers; None: not measured
+    pools: Pools | None  # measures times to first token; None if they are not needed
     now: Callable[[], float]
     view: KvView | None = None  # cached blocks reported by workers with KV events
 
@@ -186,7 +197,7 @@ class RoutingState:
     # --- sent requests --------------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """Count a request at the chosen worker. Return its slot number."""
+        """Count a request at the chosen worker, before it is sent. Return its slot number."""
         endpoint, holder, unread, pools = choice.endpoint, choice.holder, choice.prefill_tokens, self.pools
         prompt, now = choice.request.prompt, choice.request.now
         self.metrics.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
@@ -213,7 +224,10 @@ class RoutingState:
         now: float,
         blocks: Sequence[int] | None = None,
     ) -> int:
-        """Count a request. `blocks`: names of its full blocks in the worker's block size, if they are known."""
+        """Count a request and return its slot number. `unread` is the number of prompt tokens to prefill.
+
+        `blocks` are the names of its full blocks in the worker's block size, or None if they must be computed.
+        """
         router, slot, size = plan.overrides.router or self.router, next(self._serial), endpoint.block_tokens
         if router.mode != "kv":
             blocks = ()
@@ -236,13 +250,13 @@ class RoutingState:
         return slot
 
     def read(self, slot: int, now: float) -> None:
-        """Record that the request's first token has arrived."""
+        """Record that the first token of the request in this slot has arrived."""
         if self.pools is not None:
             self.pools.read(slot)
         self.slots.prefill_done(slot, now=now)
 
     def end(self, slot: int, now: float) -> None:
-        """Release the slot, however the request ended."""
+        """Release the slot, whatever the outcome of its request."""
         if self.pools is not None:
             self.pools.end(slot)
         self.slots.free(slot, now=now)
@@ -250,14 +264,16 @@ class RoutingState:
     # --- cached blocks --------------------------------------------------------------------------------------
 
     def cached(self, blocks: Sequence[int], now: float) -> Matches:
-        """Return how many of these blocks each rank has cached, by its KV events or by this frontend's guesses."""
+        """Return how many leading blocks of a prompt each rank has cached, from KV events or from this frontend's
+        guesses.
+        """
         if self.view is None:
             return self._guesses.find(blocks, now=now)
         found = self.view.find(blocks)
         return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
 
     def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
-        """Return how many of a prompt's tokens no worker of the group has cached on its device."""
+        """Return how many of a prompt's tokens no worker of the group has in its device's cache."""
         size = group.block_sizes[0]
         found, keys = self.cached(names.of(size), self.now()).device, group.keys
         if isinstance(found, Depths):
@@ -267,20 +283,24 @@ class RoutingState:
         return max(0, tokens - deepest * size)
 
     def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens are cached according to the chosen rank's own KV events; 0 without such events."""
+        """Return how many prompt tokens the chosen rank has cached according to its own KV events, or 0 without such
+        events.
+        """
         prompt, size = choice.request.prompt, choice.endpoint.block_tokens
         if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
             return 0
         return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare the number of cached tokens that a rank has claimed with the number that a request found cached."""
+        """Compare the cached tokens that a rank has claimed with those that a request found cached, to detect false
+        claims.
+        """
         if self.view is not None:
             self.view.compare(holder, claimed, cached)
 
     @property
     def known(self) -> str:
-        """A readable summary of the known and guessed cache contents of the workers."""
+        """A summary of the cached blocks that are reported and guessed, for display."""
         guessed = f"{self.guessed} blocks guessed from what was sent"
         return guessed if self.view is None else f"{self.view.health}, {guessed}"
 
@@ -292,14 +312,16 @@ class RoutingState:
     # --- cleanup --------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Drop requests without a reported end within an hour, and expired cache entries."""
+        """Drop requests that have not ended within an hour, because their end was lost, and expired guesses of cached
+        blocks.
+        """
         now = self.now()
         self._guesses.expire(now=now)
         if stale := self.slots.expire(now=now):
             log.warning("slots_expired", requests=len(stale))
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the state of all endpoints except `keys`."""
+        """Drop the requests and cached blocks of all endpoints except `keys`."""
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
             self.slots.forget(holder, now=self.now())
             self._guesses.forget(holder)
@@ -307,7 +329,7 @@ class RoutingState:
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """Chooses the workers of one frontend's requests."""
+    """Chooses the worker of each request of one frontend."""
 
     settings: FrontendSettings
     table: EndpointTable
@@ -317,7 +339,8 @@ class Scheduler:
     panic: Panic
     now: Callable[[], float]
     dice: Callable[[], float]
-    live: bool = False  # until the fold has caught up it shows past states, which must not cause panic
+    # whether the fold has caught up; before that it shows past states, which must not cause panic
+    live: bool = False
     _ignoring: bool = False  # whether local breakers are ignored for the current choice
 
     def __post_init__(self) -> None:
@@ -330,7 +353,8 @@ class Scheduler:
         self.slots = slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), self.table, plane, slots, now)
         self._chooser, self._picker = Chooser(slots), Picker()
-        self._others = None if router.replica_sync else plane  # None: the tracker counts them
+        # source of other frontends' load; None if the slot tracker counts their requests
+        self._others = None if router.replica_sync else plane
         self._rules = Rules(plane, self.monitor, contenders=self.peers.contenders)
         # number of frontends that share the workers, including this one
         self.frontends = self.peers.frontends
@@ -338,7 +362,7 @@ class Scheduler:
     # --- the filter -----------------------------------------------------------------------------------------
 
     def _look(self, model: str) -> Sequence[Endpoint]:
-        """Return a model's endpoints. Update the panic state and the filter's rules."""
+        """Return a model's endpoints, after an update of the panic state and the filter's rules."""
         endpoints = self.table.models.get(model, ())
         self._ignoring = False  # no panic, the common case
         if self._open or self.panic.models:
@@ -349,29 +373,30 @@ class Scheduler:
     def _refresh(self) -> None:
         rules, peers = self._rules, self.peers
         frontends = peers.frontends() if peers.any else 1
-        # With deadlines, each frontend may have only one request at a worker beyond its free batch slots, regardless of the
-        # other frontends: requests that wait at a worker wait only for its next slot.
+        # With deadlines, each frontend may have only one request at a worker beyond its free batch slots, whatever
+        # the other frontends send. A request that waits at a worker thus waits only for the worker's next slot.
         rules.frontends = MANY if frontends > 1 and self._by_deadline else frontends
         rules.barred = self._breakers.barred() if self._open and not self._ignoring else ()
 
     def _filter(
         self, plan: GenerationRequest, room: Headroom = Headroom.FRESH, tried: Collection[Key] = ()
     ) -> Filter:
-        """Return the filter over the endpoints of a request's lineage."""
+        """Return a filter for a request over the endpoints of its lineage, without the endpoints in `tried`."""
         self._look(plan.model)
         group = self.table.group(plan.model, plan.lineage)
         endpoints = group.endpoints if group is not None else ()
         return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
 
     def look_for_panic(self) -> None:
-        """Check whether panic has begun or ended for any model, after a change of the fold or of a breaker."""
+        """Check for all models whether panic has begun or ended, after a change of the fold or of a breaker."""
         if self.live:
             for model in self.table.known:
                 self.panic.look(model, self.table.models.get(model, ()))
 
     def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
-        """Return an endpoint with room for a new request, of any lineage or of the given one, and none of `without`. Raise
-        NoWorker.
+        """Return an endpoint with room for a new request, of the given lineage or of any if it is None.
+
+        Endpoints in `without` are excluded. Raise NoWorker if no endpoint has room.
         """
         endpoints = self._look(model)
         if lineage is not None:
@@ -382,38 +407,47 @@ class Scheduler:
         return self._picker.room(endpoints, self._rules)
 
     def lineage(self, model: str) -> Lineage:
-        """Return the lineage that a new request of a model would be bound to. Raise NoWorker."""
+        """Return the lineage to which a new request of a model would be bound.
+
+        Raise NoWorker if no worker can serve the model.
+        """
         try:
             return self.room(model).lineage
         except AllBusy:
             return self._picker.pick(self._look(model), self._rules, room=Headroom.NONE).lineage
 
     def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
-        """Return the endpoints that could serve a new request: those with room, or all if none has room. Raise NoWorker."""
+        """Return the endpoints that could serve a new request: those with room, or all if none has room.
+
+        Raise NoWorker if no endpoint can serve the request.
+        """
         try:
             return self._filter(plan).left()
         except (AllBusy, AllClosed):
             return self._filter(plan, Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
-        """Check that this endpoint could serve a request of this many tokens. Raise NoWorker."""
+        """Raise NoWorker if this endpoint could not serve a request of this lineage and of this many tokens."""
         self._refresh()
         Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
 
     def targets(self, plan: GenerationRequest) -> list[Endpoint]:
-        """Return all endpoints that could continue a request like this one; empty if there are none."""
+        """Return all endpoints that could continue a request like this one, or [] if there are none."""
         try:
             return self._filter(plan, Headroom.HELD).left()
         except NoWorker:
             return []
 
     def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
-        """Return whether an endpoint has this much room for one more request."""
+        """Return whether an endpoint has the headroom `room` for one more request."""
         self._refresh()
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
 
     def takes(self, endpoint: Endpoint) -> bool:
-        """Return whether an endpoint still accepts a request. An endpoint on trial accepts only one, so this can change."""
+        """Return whether an endpoint still accepts a request.
+
+        A half-open breaker accepts only one, so the result can change.
+        """
         allowed = self._ignoring or self._breakers.allowed(endpoint)
         return allowed and self.plane.reachable(endpoint.worker, endpoint.instance)
 
@@ -427,9 +461,9 @@ class Scheduler:
         *,
         room: Headroom = Headroom.HELD,
     ) -> Selection:
-        """Return the worker for a request's next attempt, none of `tried`, with this much room.
+        """Return the worker for a request's next attempt, with the headroom `room`, and not in `tried`.
 
-        `output`: accepted tokens of its answer. Raise NoWorker.
+        `output` contains the accepted tokens of the answer. Raise NoWorker if no worker can serve the request.
         """
         among = self._filter(plan, room, tried)
         if room is not Headroom.FRESH or not self._by_deadline:
@@ -442,9 +476,10 @@ class Scheduler:
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
     ) -> Selection:
-        """Return the worker for a request, chosen among the endpoints that a filter permits or among the given ones.
+        """Return the worker for a request, chosen among the endpoints that a filter permits or among the given endpoints.
 
-        A given list must not be empty. `output`: accepted tokens after the prompt. Raise NoWorker.
+        A given list must not be empty. `output` contains the accepted tokens after the prompt. Raise NoWorker if the
+        filter permits no endpoint.
         """
         mode, pricing, now, overrides = self._mode, self._default_pricing, self.now(), plan.overrides
         if overrides.router is not None:
@@ -457,7 +492,10 @@ class Scheduler:
         )
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
-        """Return the prompt to score. If workers have several block sizes, it is measured in the most common one."""
+        """Return the prompt with the data for its cost.
+
+        If the group's workers have different block sizes, the prompt is measured in the most common size.
+        """
         group = self.table.group(plan.model, plan.lineage)
         sizes = group.block_sizes if group is not None else (1,)
         tokens, size = len(plan.prompt) + len(output), sizes[0]
@@ -473,12 +511,12 @@ class Scheduler:
     # --- common values of a model's workers -----------------------------------------------------------------
 
     def limit(self, model: str) -> int:
-        """Return how many migrations a request of this model may have."""
+        """Return the largest number of migrations of a request of this model."""
         own, registered = self.settings.migration_limit, self.table.migration_limit(model)
         return own if registered is None else smallest_limit(own, (registered,))
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup:
-        """Return the workers of a model and lineage, and their common values. Raise NotServed."""
+        """Return the workers of a model and lineage with their common limits. Raise NotServed if there are none."""
         group = self.table.group(model, lineage)
         if group is None:
             raise NotServed
@@ -492,7 +530,10 @@ class Scheduler:
 
 
 def explained(choice: Selection) -> dict[str, object]:
-    """Explain the choice of a worker: return each candidate's cost by term. Call this before the request is counted."""
+    """Return each candidate's cost by term, to explain the choice of a worker.
+
+    Must be called before the request is counted.
+    """
     prompt, candidates = choice.request.prompt, choice.request.candidates
     return {
         "mode": choice.mode,
@@ -512,7 +553,7 @@ def _named(holder: WorkerRank, endpoint: Endpoint) -> dict[str, object]:
 
 
 def pricing_of(settings: RouterSettings) -> Pricing:
-    """Return the weights of the cost terms by these settings."""
+    """Return the weights of the cost terms from these settings."""
     return Pricing(
         overlap_credit=settings.kv_overlap_score_credit,
         credit_decay=settings.kv_overlap_score_credit_decay,
@@ -529,7 +570,7 @@ def pricing_of(settings: RouterSettings) -> Pricing:
 
 
 def limits_of(settings: FrontendSettings) -> LoadLimits:
-    """Return the load limits of a worker by these settings."""
+    """Return the load limits of a worker from these settings."""
     return LoadLimits(
         settings.admission.inflight_max,
         settings.inflight_per_batch,

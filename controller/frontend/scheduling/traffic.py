@@ -1,7 +1,7 @@
-"""Reports the traffic of each model per minute on the journal, for the planner.
+"""Reports the traffic of each model per minute to the journal, for the planner.
 
-Minutes are minutes of the wall clock. A minute without traffic is reported, too. A process that was suspended for some minutes
-reports each of them late. No minute is reported twice, even if the clock is set back.
+Minutes are those of the wall clock. A minute without traffic is reported too. A process that was suspended for some
+minutes reports each missed minute late. No minute is reported twice, even if the clock is set back.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,23 +17,24 @@ from events.fact import Observation
 from events.observations import RequestsRejected, TrafficReported
 
 MINUTE_S = 60
-MISSED_MAX = 10  # minutes that are reported late
-FORGOTTEN_AFTER = 10  # minutes without workers or requests, after which a model is no longer reported
-# one more worker would not serve these
+MISSED_MAX = 10  # number of missed minutes that are reported late
+FORGOTTEN_AFTER = 10  # minutes without workers and requests after which a model is no longer reported
+# reasons for which one more worker would not have served the request
 NO_DEMAND = ("draining", "request_poisonous", "deadline_unattainable")
 
 
 @dataclass(eq=False, repr=False)
 class TrafficReporter:
-    """Reports the traffic of one frontend, once a minute."""
+    """Reports the traffic of one frontend to the journal, once a minute."""
 
     frontend: str
     observe: Callable[[Observation], object]
     clock: Clock
     table: EndpointTable
     metrics: RequestMetrics
-    idle: dict[str, int] = field(default_factory=dict)  # by model: minutes without workers and requests
-    # models with objectives set in this minute: see `_set_objectives`
+    # number of minutes without workers and requests, by model
+    idle: dict[str, int] = field(default_factory=dict)
+    # models with latency objectives that were set in this minute: see `_set_objectives`
     promised: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -43,13 +44,15 @@ class TrafficReporter:
         return int(self.clock.now().timestamp() // MINUTE_S)
 
     def rejected(self, fact: RequestsRejected) -> None:
-        """Report rejected requests, and count them."""
+        """Publish a fact about rejected requests, and add them to the traffic unless another worker would not have
+        served them.
+        """
         if fact.reason not in NO_DEMAND:
             self.metrics.of(fact.model).traffic.rejected += fact.count
         self.observe(fact)
 
     def tick(self) -> None:
-        """Report each minute that is due."""
+        """Report the minutes that have ended since the last call."""
         if (number := self._number()) > self.minute:
             self._report_minutes(number)
             self.promised.clear()
@@ -58,12 +61,12 @@ class TrafficReporter:
             self.promised.add(model)
 
     def stop(self) -> None:
-        """Report the current, incomplete minute, marked as the last one."""
+        """Report the current, incomplete minute, and mark it as the last report of this frontend."""
         for model in self._models():
             self._report(model, self.minute, last=True)
 
     def _report_minutes(self, number: int) -> None:
-        """Report the minute that is over, and those that were missed."""
+        """Report the minute that has ended, and the minutes that were missed since."""
         missed = range(max(self.minute + 1, number - MISSED_MAX), number)
         for model in self._models():
             forgotten = self._is_last(model)
@@ -73,12 +76,14 @@ class TrafficReporter:
         self.minute = number
 
     def _models(self) -> Iterable[str]:
-        """Return the models to report: those that are served, and those with requests."""
+        """Return the models to report: those that are served, those with requests, and those that were served recently."""
         requested = (name for name, traffic in self.metrics.traffic() if traffic.requests or traffic.rejected)
         return sorted({*self.table.models, *requested, *self.idle})
 
     def _is_last(self, model: str) -> bool:
-        """Return whether a model is reported for the last time."""
+        """Return whether this is the last report of a model, because it had no workers and requests for FORGOTTEN_AFTER
+        minutes.
+        """
         traffic = self.metrics.of(model).traffic
         if model in self.table.models or traffic.requests or traffic.rejected:
             self.idle[model] = 0
@@ -107,7 +112,10 @@ class TrafficReporter:
         traffic.clear()
 
     def _set_objectives(self, model: str) -> None:
-        """Set the model's latency objectives, used when its answers end: computed once a minute, from all its workers."""
+        """Set the latency objectives of a model, against which its answers are measured.
+
+        They are computed once a minute from the profiles of all the model's workers.
+        """
         traffic, endpoints = self.metrics.of(model).traffic, self.table.models.get(model, ())
         slo = attainable(self.table.slo(model), [(endpoint.joined.profile, 1.0) for endpoint in endpoints])
         traffic.ttft_s = inf if slo.slo_ttft_ms is None else slo.slo_ttft_ms / 1000
