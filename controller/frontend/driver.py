@@ -3,7 +3,7 @@
 No other component owns live requests or applies effects.
 
     worker's frames ──▶ RequestSink ── tokens ───────────────────────────────▶ response writer
-                          └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
+                            └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
     fold, operator, client, clock ──────────────────────────▶ step
 
 `step` is the state machine's transition function. It receives the first token of an attempt, failures, control events

@@ -3,7 +3,7 @@
 Pure: requests are identified by numbers instead of futures, and the caller passes the time.
 
     push ──▶ in line ── it is next, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed again
-               └── its time is over, or its client disconnects ──▶ removed
+                 └── its time is over, or its client disconnects ──▶ removed
 
     next    sent-back requests, in order of their return; each may be bound to some workers, so none of them blocks another
             then the head of each line, taken from the best tier with requests:

@@ -3,8 +3,8 @@
 When a worker is convicted as corrupt, these records name the exposed requests.
 
     CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
-         │                                                                 │
-         └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
+          │                                                                 │
+          └── until here the worker is known to have been correct ───▶ a, b, c are exposed, finished or not
 
 The exposed period begins when *the canary that failed* was last sent and passed on this instance, because other
 canaries may not detect this fault. If the records do not reach back that far, `ExposureUnknown` is reported for the
