@@ -1,7 +1,8 @@
 """The endpoint table of a router: one endpoint per worker instance, maintained from the fold.
 
-An endpoint combines the fleet's view of a worker (weight, health) with this frontend's requests in flight there. The lineage
-consists of the properties that must not change during a request: the revision of the weights, and the tokenizer.
+An endpoint combines the fleet's view of a worker (weight, health) with this frontend's requests in flight on the
+worker. The lineage of a worker is what must not change during a request: the revision of the weights, and the
+tokenizer.
 """
 
 from collections import Counter
@@ -25,12 +26,12 @@ Key = tuple[str, str]  # worker, instance
 Lineage = tuple[str, str]  # revision, tokenizer
 
 _USUAL = Knobs()
-ANY_NUMBER = 1 << 30  # requests held by a worker that registers no limit
-RANKS_MAX = 1024  # DP ranks considered per worker, whatever it registers
+ANY_NUMBER = 1 << 30  # limit of requests for a worker that registers no limit
+RANKS_MAX = 1024  # largest number of DP ranks per worker, whatever the worker registers
 
 
 class ConnectedWorkers(Protocol):
-    """The connection layer's view of workers. No call blocks. By default all workers are reachable and report no load."""
+    """The connection layer's view of workers. No method blocks. By default all workers are reachable and report no load."""
 
     def reachable(self, worker: str, instance: str) -> bool:
         """Return whether this instance is connected, and its engine is not known to be stuck."""
@@ -41,24 +42,24 @@ class ConnectedWorkers(Protocol):
         return True
 
     def load(self, worker: str) -> Load | None:
-        """Return the worker's last reported load; None if it is not connected."""
+        """Return the worker's last reported load, or None if the worker is not connected."""
         return None
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the last reported load of each of the worker's DP ranks; empty if it is not connected."""
+        """Return the last reported load of each DP rank of the worker, or () if the worker is not connected."""
         return ()
 
     def external_load(self, worker: str) -> Load | None:
-        """Return the worker's load from requests that are not this frontend's; None if it is not connected."""
+        """Return the worker's load from requests that are not this frontend's, or None if the worker is not connected."""
         return None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the external load per DP rank; empty if the worker has one rank, or does not report per rank."""
+        """Return the external load of each DP rank, or () if the worker has one rank or does not report per rank."""
         return ()
 
 
 class WorkerRank(NamedTuple):
-    """One DP rank of a worker instance: the unit that has its own KV cache."""
+    """One DP rank of a worker instance, which has its own KV cache."""
 
     worker: str
     instance: str
@@ -69,56 +70,62 @@ class Server(NamedTuple):
     """The properties of a worker instance on which answers depend."""
 
     key: Key
-    exact: bool = True  # accepts and returns token ids
-    root: str = ""  # weights that it serves
-    generation_config: str = ""  # its defaults for parameters that clients omit
+    exact: bool = True  # whether it accepts and returns token ids
+    root: str = ""  # the weights that it serves
+    generation_config: str = ""  # its default sampling parameters
 
 
 @dataclass(slots=True)
 class KeptRoom:
-    """Room at a worker reserved for requests that are admitted but not sent yet, as far as their size is known."""
+    """The room at a worker that is reserved for requests between admission and sending, as far as their size is known."""
 
     requests: int = 0
-    tokens: int = 0  # prompt tokens that have to be read
-    blocks: float = 0.0  # of the KV cache
+    tokens: int = 0  # prompt tokens to prefill
+    blocks: float = 0.0  # KV blocks that the requests will use
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """A worker instance to which requests can be sent.
 
-    Its counters (`active`, `kept`, `tokens`) are changed only by its own methods (`admit`, `begin` and the like), which each
-    sender of requests calls. Other code only reads them.
+    Only its own methods (`admit`, `begin` and the like) change its counters (`active`, `kept`, `tokens`). Each sender
+    of requests calls these methods; other code only reads the counters.
     """
 
     joined: WorkerJoined
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
-    corrupt: bool = False  # convicted by canaries
-    suspect: str = ""  # why it is convicted, while it serves as the last worker of its model; otherwise empty
+    corrupt: bool = False  # whether canaries convict the worker
+    # why the worker is convicted, if it serves nevertheless as the last worker of its model; otherwise empty
+    suspect: str = ""
     cache_epoch: int = 0
-    expected: bool = False  # in service, or should be: it counts when a frontend checks for panic
-    active: int = 0  # requests of this frontend in flight there
+    # whether the worker is in service, or should be; a frontend counts such workers when it checks for panic
+    expected: bool = False
+    active: int = 0  # requests of this frontend in flight on the worker
     kept: KeptRoom = field(default_factory=KeptRoom)
-    tokens: int = 0  # of requests in flight: their prompts, and the most they may generate
-    # The external load that it had reported when it last refused a request because it was full: it counts as full until its
-    # next report.
+    # tokens of requests in flight: the sum of prompt lengths and of the largest permitted answer lengths
+    tokens: int = 0
+    # The external load that the worker had reported when it last rejected a request because it was full. The worker
+    # counts as full until its next report.
     refused_at: Load | None = None
     worker: str = field(init=False)
     instance: str = field(init=False)
     model: str = field(init=False)
     ranks: int = field(init=False)
     max_batch: int = field(init=False)
-    holds: int = field(init=False)  # its registered limit of requests; more are never sent
+    # largest number of requests at the worker, by its registration; never exceeded
+    holds: int = field(init=False)
     block_tokens: int = field(init=False)  # 1 if it registers an invalid value
-    context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
+    # for prompt and answer together; 0 if the registration is impossible
+    context_tokens: int = field(init=False)
     key: Key = field(init=False)
     holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
-    lineage: Lineage = field(init=False)  # what must not change during a request
+    lineage: Lineage = field(init=False)  # revision and tokenizer, which must not change during a request
     server: Server = field(init=False)
 
     def __post_init__(self) -> None:
-        joined = self.joined  # registered once, so the values that every choice reads are copied here
+        # a registration never changes, so the values that every choice reads are copied from it
+        joined = self.joined
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
         self.lineage = joined.revision, joined.tokenizer
@@ -133,40 +140,40 @@ class Endpoint:
 
     @property
     def standing(self) -> tuple[object, ...]:
-        """The fleet's verdict on the endpoint: status, convictions and weight, for comparison."""
+        """The fleet's verdict on the endpoint (status, convictions, weight), to detect changes."""
         return self.status, self.corrupt, self.suspect, self.expected, self.weight
 
     @property
     def routable(self) -> bool:
-        """Whether the fleet allows requests to it."""
+        """Whether the fleet allows requests to this worker."""
         return self.weight > 0.0
 
-    # --- this frontend's requests there: the only writers of its counters
+    # --- this frontend's requests on the worker: only these methods write its counters
 
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Reserve room for one request until `release`. `tokens`: prompt tokens to be read; `blocks`: KV blocks it will hold."""
+        """Reserve room for one request until `release`: prompt tokens to prefill, and KV blocks."""
         self.kept.requests += 1
         self.kept.tokens += tokens
         self.kept.blocks += blocks
 
     def release(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Release the room that `admit` reserved, with the same `tokens` and `blocks`."""
+        """Release the room of one request, with the same `tokens` and `blocks` as in `admit`."""
         self.kept.requests -= 1
         self.kept.tokens -= tokens
         self.kept.blocks = self.kept.blocks - blocks if self.kept.requests else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that are sent to this endpoint. `tokens`: the sum of their prompt lengths and token limits."""
+        """Count requests that are sent to this endpoint. `tokens` is the sum of their prompt lengths and token limits."""
         self.active += requests
         self.tokens += tokens
 
     def end(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that have ended, with the same `tokens` as at their `begin`."""
+        """Count requests that no longer run at this endpoint, with the same `tokens` as in `begin`."""
         self.active -= requests
         self.tokens -= tokens
 
     def shown(self, reachable: bool) -> dict[str, object]:
-        """Return the endpoint's state for display."""
+        """Return the endpoint's state for display, as JSON."""
         return {
             "id": self.worker,
             "instance": self.instance,
@@ -180,15 +187,19 @@ class Endpoint:
 
 
 def most_common_value(claims: Sequence[int]) -> int:
-    """Return the most frequent value, and of several the largest. Each value is a vote, so no single claim sets it."""
+    """Return the most frequent value, or the largest of several such values.
+
+    Each value is a vote, so no single claim decides.
+    """
     counts = Counter(claims)
     return max(counts, key=lambda value: (counts[value], value))
 
 
 def confirmed(claims: Iterable[tuple[int, str]]) -> int:
-    """Return the largest value that workers of two broker accounts reach; with a single account, the largest value.
+    """Return the largest value that workers of at least two broker accounts reach. With one account, return its largest
+    value.
 
-    `claims`: each worker's value and account.
+    `claims` contains each worker's value and account. A single account cannot raise the result.
     """
     most: dict[str, int] = {}
     for value, account in claims:
@@ -197,7 +208,7 @@ def confirmed(claims: Iterable[tuple[int, str]]) -> int:
 
 
 def shown_context(endpoints: Iterable[Endpoint]) -> int:
-    """Return the context length reported to clients: the largest that workers of two broker accounts have."""
+    """Return the context length that clients are shown: the largest that workers of two broker accounts reach."""
     return confirmed((one.context_tokens, one.joined.account or one.worker) for one in endpoints)
 
 
@@ -205,25 +216,28 @@ def shown_context(endpoints: Iterable[Endpoint]) -> int:
 class EndpointGroup:
     """The workers of one model and lineage (at least one), and the limits of a request to them.
 
-    Limits are votes of the workers that may get requests now (of all, if none may): no single claim narrows them.
+    Workers that may get requests now vote on the limits (all workers, if none may). So no single claim narrows a
+    limit.
     """
 
     endpoints: tuple[Endpoint, ...]
-    context_tokens: int  # the largest context; a request is only sent to a worker that it fits
-    engine: str  # the engine of most of them
-    text_only: bool  # most of them return text and no tokens
+    # the largest context; a request is sent only to a worker with a context that holds it
+    context_tokens: int
+    engine: str  # the most frequent engine
+    text_only: bool  # whether most of the workers return text and no tokens
     block_sizes: tuple[int, ...]  # tokens per KV block, the most frequent size first
-    usual_context: int = 0  # tokens, the context of most of them: used when a request sets no `max_tokens`
-    shown_context: int = 0  # tokens, as reported to clients: no single claim raises it
+    # the most frequent context in tokens, which applies if a request sets no `max_tokens`
+    usual_context: int = 0
+    shown_context: int = 0  # in tokens, for display to clients; no single claim raises it
 
     @cached_property
     def keys(self) -> frozenset[Key]:
-        """The keys of its endpoints."""
+        """The keys of the group's endpoints."""
         return frozenset(endpoint.key for endpoint in self.endpoints)
 
     @classmethod
     def of(cls, endpoints: Sequence[Endpoint]) -> "EndpointGroup":
-        """Build a group from the registrations of its routable endpoints."""
+        """Build a group of these endpoints, with limits from the registrations of the routable ones."""
         voters = [endpoint for endpoint in endpoints if endpoint.routable] or list(endpoints)
         joined = [endpoint.joined for endpoint in voters]
         sizes = Counter(endpoint.block_tokens for endpoint in endpoints)
@@ -238,17 +252,18 @@ class EndpointGroup:
         )
 
     def answer_room(self, prompt_tokens: int) -> int:
-        """Return how many tokens an answer to this prompt may have when the client sets no limit."""
+        """Return the number of tokens that an answer to this prompt may have if the client sets no limit."""
         room = self.usual_context - prompt_tokens
         return room if room > 0 else self.context_tokens - prompt_tokens
 
 
 @dataclass(slots=True)
 class TableChange:
-    """The changes of the table by one update from the fold."""
+    """What changed in the table by one update from the fold."""
 
     updated: list[tuple[Endpoint, Worker]] = field(default_factory=list)
-    moved: bool = False  # an updated endpoint may get more or fewer requests, or its requests have to move
+    # whether an endpoint may now get more or fewer requests, or whether its requests have to move
+    moved: bool = False
     joined: int = 0
     left: bool = False
     knobs: bool = False
@@ -258,19 +273,20 @@ class TableChange:
 
 
 class EndpointTable:
-    """All endpoints, by key and by model."""
+    """All endpoints of a frontend, by key and by model, with the settings of each model from the fold."""
 
     def __init__(self, allows: Callable[[WorkerJoined], bool] = lambda joined: True) -> None:
         """Create an empty table. A worker that `allows` rejects gets no endpoint."""
         self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
-        self.further: dict[str, str] = {}  # model by additional name, which its workers' servers register
-        self.number = 0  # of the last decision that this table reflects
-        self.known = set[str]()  # every model that a worker of the fleet serves, served, or is awaited with
+        self.further: dict[str, str] = {}  # a model by each further name that its workers' servers register
+        self.number = 0  # number of the last decision that this table reflects
+        # every model that a worker in the fold serves or served, or that an awaited worker will serve
+        self.known = set[str]()
         self.tiers = Tiers()
         self.thresholds: Mapping[str, BusyThresholds] = {}  # by model, as operators have set them
-        self.unnamed: tuple[str, ...] = ()  # awaited workers of unknown model
+        self.unnamed: tuple[str, ...] = ()  # awaited workers that have not reported a model
         self._known: Mapping[str, Worker] = {}
         self._departed: Mapping[str, Worker] = {}
         self._awaited: Mapping[str, AwaitedWorker] = {}
@@ -283,9 +299,9 @@ class EndpointTable:
         self._limits: dict[str, int | None] = {}
 
     def absorb(self, fleet: Fleet) -> TableChange:
-        """Update the table to the fold's current state, and return the changes.
+        """Update the table to the fold's current state. Return what has changed.
 
-        Workers are compared by identity: a thousand of them cost next to nothing when one has changed.
+        Workers are compared by identity, so an update with one changed worker in a thousand is cheap.
         """
         change = TableChange()
         self.number = fleet.number
@@ -305,13 +321,13 @@ class EndpointTable:
             self._update_models(fleet)
         if change.left or change.joined:
             self._replace(endpoint for endpoint in self.endpoints.values() if self.worker(endpoint))
-        elif change.moved:  # other workers are routable now, and the limits are their votes
+        elif change.moved:  # the set of routable workers has changed, and their votes determine the limits
             self._group.clear()
             self._limits.clear()
         return change
 
     def _absorb_settings(self, fleet: Fleet, change: TableChange) -> None:
-        """Update what operators and the controller have set for each model."""
+        """Update the knobs, tiers and thresholds that operators and the controller have set."""
         if fleet.models is not self._models:
             knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
@@ -332,10 +348,10 @@ class EndpointTable:
         self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
-        """Update one endpoint from the fold.
+        """Update the endpoint of one worker from the fold.
 
-        A convicted worker gets no requests from the moment the evidence is seen. The decision that follows is certain, but takes
-        a while and needs a live controller.
+        A worker accused by its canaries gets no requests from the first evidence on. The controller's decision
+        certainly follows, but it takes a while and needs a live controller.
         """
         key = (worker.joined.worker, worker.joined.instance)
         self.known.add(worker.joined.model)
@@ -363,9 +379,10 @@ class EndpointTable:
         change.updated.append((endpoint, worker))
 
     def _suspect(self, worker: Worker) -> str:
-        """Return why canaries convict a worker that still serves as the last of its model; empty if it does not.
+        """Return why canaries convict a worker that still serves as the last worker of its model. Return "" for any
+        other worker.
 
-        Between the evidence and the controller's decision, this predicts the decision, so that requests need not move.
+        Between the evidence and the controller's decision, the decision is predicted, so that requests need not move.
         """
         why = worker.health.charges.accused or worker.health.reason
         if worker.serves_suspect:
@@ -382,9 +399,10 @@ class EndpointTable:
         return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
 
     def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
-        """Return whether a worker that is not in `without` is out of service only because of canaries.
+        """Return whether a worker not in `without` is out of service only because of canaries, so that requests can wait
+        for it.
 
-        It will serve as soon as the controller sees that no other worker of the model does, so requests can wait for it.
+        Such a worker serves as soon as the controller sees that no other worker of the model serves.
         """
         return self._keeps_last and any(
             worker.joined.model == model
@@ -396,13 +414,15 @@ class EndpointTable:
         )
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
-        """Return the fold's state of an endpoint's worker; None if that instance has ended."""
+        """Return the fold's state of an endpoint's worker, or None if that worker instance has ended."""
         worker = self._known.get(endpoint.worker)
         same = worker is not None and worker.alive and worker.joined.instance == endpoint.instance
         return worker if same else None
 
     def drains(self, endpoint: Endpoint) -> bool:
-        """Return whether the fleet drains an endpoint's worker instance. The worker may not have received the request yet."""
+        """Return whether the fleet drains an endpoint's worker instance, even if the worker has not received the command
+        yet.
+        """
         worker = self.worker(endpoint)
         return worker is not None and worker.drain.active
 
@@ -412,12 +432,15 @@ class EndpointTable:
         return (*self._known.values(), *self._departed.values())
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Apply thresholds set at this frontend at once. The fold later contains them, merged with changes at other frontends."""
+        """Apply thresholds that were set at this frontend, before the fold contains them.
+
+        The fold's version, merged with changes made at other frontends, replaces them later.
+        """
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
     def slo(self, model: str) -> Slo:
-        """Return a model's SLO."""
+        """Return a model's latency objectives from the policy."""
         if (found := self._slos.get(model)) is None:
             found = slo_of(self._policy, model)
             if model in self.models:  # clients can name any model; cache only known ones
@@ -425,7 +448,7 @@ class EndpointTable:
         return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
-        """Fill the table with these workers instead of a fold's. All of them are HEALTHY."""
+        """Fill the table with these workers, all HEALTHY, instead of the workers of a fold."""
         fresh = []
         for fact in joined:
             endpoint = self.endpoints.get((fact.worker, fact.instance)) or Endpoint(fact)
@@ -435,7 +458,7 @@ class EndpointTable:
         self._replace(fresh)
 
     def knobs(self, model: str) -> Knobs:
-        """Return the knobs of a model's degradation level."""
+        """Return the knobs of a model's degradation level, or the default knobs if no level is set."""
         return self._knobs.get(model, _USUAL)
 
     def sheds(self, model: str, tier: str) -> bool:
@@ -443,13 +466,13 @@ class EndpointTable:
         return self.tiers.sheds(self.knobs(model), tier)
 
     def urgency(self, tier: str) -> int:
-        """Return the urgency of a tier's requests: 0 is the best."""
+        """Return the urgency of a tier's requests. 0 is the most urgent."""
         return self.tiers.rank(tier)
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
-        """Return a model's workers of one lineage; None if there are none.
+        """Return a model's workers of one lineage, or None if there are none.
 
-        Each request calls this several times, so the group is cached until a worker joins or leaves.
+        The group is cached until a worker joins or leaves, because each request calls this several times.
         """
         name = (model, lineage)
         group = self._group.get(name)
@@ -466,7 +489,9 @@ class EndpointTable:
         )
 
     def migration_limit(self, model: str) -> int | None:
-        """Return the migration limit that most routable workers of this model have registered; None if there is none."""
+        """Return the migration limit that most routable workers of this model have registered, or None if none has
+        registered one.
+        """
         if model not in self._limits:
             endpoints = self.models.get(model, ())
             voters = [one for one in endpoints if one.routable] or endpoints

@@ -1,12 +1,14 @@
-"""Approximate prefix cache: assumes that what was recently sent to a worker is cached there.
+"""Approximate prefix cache: assumes that prompts recently sent to a worker are cached there.
 
-    sent ──▶ all its blocks are assumed cached ── ttl without another such prompt ──▶ forgotten
-                                               └─ too many blocks in total: the oldest first ──▶ forgotten
+    sent ──▶ all blocks of the prompt are assumed cached ── ttl without a prompt that begins with them ──▶ dropped
+                                                          └─ too many blocks in total: the oldest first ──▶ dropped
 
-For workers that do not publish KV events. A prompt that is sent again, or begins another one, is kept for another ttl. Of
-blocks last sent at the same moment those at the end of a prompt are dropped first, so that what is kept is always a prefix.
+This cache is used for workers that do not publish KV events. A prompt that is sent again, or that another prompt
+begins with, is kept for another ttl. Of blocks that were last sent at the same time, those at the end of a prompt are
+dropped first. So the remaining blocks are always a prefix.
 
-Each holder has one tree of pieces, with no more nodes than its prompts have branches. Look-ups use the index.
+A holder is a DP rank. Each holder has one tree of pieces (consecutive blocks), with one node per branch of its
+prompts. Look-ups use the index.
 """
 
 from collections import OrderedDict
@@ -18,25 +20,26 @@ from controller.router.index.index import KvIndex, Matches, common
 
 TTL_S = 120.0
 BLOCKS_MAX = 2**20
-_DROPPED = 64  # pieces forgotten per call: what was sent in a burst expires as a burst
-_SWEPT = 100  # pieces of the index freed per call after a holder has gone
+_DROPPED = 64  # pieces dropped per call; blocks sent in a burst also expire in a burst
+_SWEPT = 100  # runs of the index that are freed per call after a holder has gone
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _SentBlocks:
-    """Consecutive blocks of one holder that were last sent together."""
+    """A piece: consecutive blocks of one holder that were last sent together."""
 
     holder: WorkerRank
     blocks: Sequence[int]
     parent: "_SentBlocks | None"
     at: float
-    children: dict[int, "_SentBlocks"] = field(default_factory=dict)  # by their first block
+    children: dict[int, "_SentBlocks"] = field(default_factory=dict)  # child pieces by their first block
 
 
 class ApproximateCache:
-    """What was recently sent to each holder, and may still be cached there.
+    """The blocks that were recently sent to each holder, and may still be cached there.
 
-    Next to an index with a feed it covers what workers have not reported yet: see `KvIndex` and `better`.
+    Beside an index with KV events, this cache covers blocks that workers have not reported yet: see `KvIndex` and
+    `better`.
     """
 
     def __init__(self, *, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX) -> None:
@@ -48,15 +51,15 @@ class ApproximateCache:
         self._order: OrderedDict[_SentBlocks, WorkerRank] = OrderedDict()
         self._blocks = 0
         self._due = float("-inf")  # nothing expires before this time
-        self._unswept = False  # a holder has gone, and its blocks may not all be freed
+        self._unswept = False  # whether a holder has gone and some of its blocks are not freed yet
 
     def __len__(self) -> int:
-        """Return the number of blocks assumed cached, over all holders."""
+        """Return the number of blocks that are assumed to be cached, over all holders."""
         return self._blocks
 
     @property
     def holders(self) -> Collection[WorkerRank]:
-        """All holders with blocks assumed cached."""
+        """All holders with blocks that are assumed to be cached."""
         return self._roots.keys()
 
     @property
@@ -76,7 +79,7 @@ class ApproximateCache:
             self._order[piece] = holder
             self._order.move_to_end(piece)
         if self._blocks == before:
-            return  # all of them were known, and only their expiry moves
+            return  # all blocks were known, and only their expiry has moved
         self._index.store(holder, None, blocks)
         self.expire(now=now)
         while self._blocks > self._blocks_max:
@@ -84,12 +87,12 @@ class ApproximateCache:
             self._drop(oldest, min(len(oldest.blocks), self._blocks - self._blocks_max))
 
     def find(self, blocks: Sequence[int], *, now: float) -> Matches:
-        """Return how many leading blocks of a prompt each holder is assumed to have."""
+        """Return how many leading blocks of a prompt each holder is assumed to have cached."""
         self.expire(now=now)
         return self._index.find(blocks)
 
     def forget(self, holder: WorkerRank) -> None:
-        """Remove a holder that is gone."""
+        """Drop a holder that no longer exists, with all its blocks."""
         root = self._roots.pop(holder, None)
         below = [root] if root is not None else []
         while below:
@@ -104,9 +107,9 @@ class ApproximateCache:
         self._unswept = True
 
     def expire(self, *, now: float) -> None:
-        """Drop what was sent longer ago than the ttl, and free the blocks of holders that are gone.
+        """Drop blocks that were sent longer than the ttl ago, and free the blocks of holders that have gone.
 
-        Each call does a bounded part. The rest follows with the next requests or calls.
+        Each call does a limited part of this work. Later calls do the rest.
         """
         if now < self._due and not self._unswept:
             return  # the usual case
@@ -119,7 +122,7 @@ class ApproximateCache:
             self._drop(oldest, len(oldest.blocks))
 
     def _path(self, root: _SentBlocks, blocks: Sequence[int], now: float) -> list[_SentBlocks]:
-        """Return the pieces that make up a prompt, creating missing ones."""
+        """Return the pieces that make up a prompt, in order. Missing pieces are created."""
         piece, depth = root, 0
         path: list[_SentBlocks] = []
         while depth < len(blocks):
@@ -138,7 +141,7 @@ class ApproximateCache:
 
     @staticmethod
     def _split(tail: _SentBlocks, place: int) -> _SentBlocks:
-        """Return a new piece with the blocks before `place`. The old piece keeps the rest, and its age."""
+        """Split a piece and return a new piece with the blocks before `place`. The old piece keeps the rest, and its age."""
         assert tail.parent is not None
         head = _SentBlocks(tail.holder, tail.blocks[:place], tail.parent, tail.at)
         tail.parent.children[head.blocks[0]] = head
@@ -147,7 +150,7 @@ class ApproximateCache:
         return head
 
     def _drop(self, piece: _SentBlocks, size: int) -> None:
-        """Drop the last `size` blocks of a piece that has no children."""
+        """Drop the last `size` blocks of a piece without children."""
         assert not piece.children and piece.parent is not None
         first, kept, holder = piece.blocks[0], len(piece.blocks) - size, self._order[piece]
         self._index.remove(holder, piece.blocks[: kept - 1 if kept else None : -1])
@@ -163,7 +166,7 @@ class ApproximateCache:
 
 
 def better(one: Matches, other: Matches) -> Matches:
-    """Return the longer match of the two for each holder, on each tier."""
+    """Return the longer match of the two for each holder, on each cache tier."""
     if not other.disk:  # `disk` counts all tiers
         return one
     if not one.disk:

@@ -1,21 +1,22 @@
-"""The KV index: which worker holds which KV blocks, and how much of a prompt each of them has.
+"""The KV index: which worker holds which KV blocks, and how many blocks of a prompt each worker has.
 
-A radix tree of *runs*, and one map from block to run.
+The index is a radix tree of *runs*, and one map from block to run.
 
-    block   the hash of a whole prefix (`events.blocks`): it names the block and every block before it
-    run     consecutive blocks that the same workers hold; one bit mask per tier records which
-    tree    a run's children begin right after its last block
+    block   the hash of a whole prefix (`events.blocks`), so it identifies the block and every block before it
+    run     consecutive blocks that the same workers hold; one bit mask per cache tier records these workers
+    tree    the children of a run begin right after its last block
 
-A look-up walks runs, not blocks: if the last block of a run matches the prompt at that depth, so do all before it. A run is
-split where the holders of its blocks start to differ, and joined with its only child when they are equal again.
+A look-up walks runs, not blocks, because if the last block of a run matches the prompt at that depth, all blocks
+before it match too. A run is split where the holders of its blocks start to differ. It is joined with its only child
+when both have the same holders again.
 
-Only blocks contiguous from the first one count. A hole (a block that was removed before those behind it) ends a worker's
-match; the blocks behind it count again when it is filled.
+Only blocks that are contiguous from the first one count. A hole (a block that was removed before the blocks behind
+it) ends a worker's match. The blocks behind the hole count again when it is filled.
 
-Look-up results are kept as groups: among a thousand workers most have the same match, the beginning that all prompts share.
-Individual holders are enumerated only when a caller reads them by name.
+Look-up results are kept as groups of holders, because most of a thousand workers have the same match: the beginning
+that all prompts share. Individual holders are enumerated only when a caller reads the result by holder.
 
-One task owns the index: there are no locks, and no call blocks.
+One task owns the index, so there are no locks, and no call blocks.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -29,27 +30,27 @@ from controller.router.endpoints import Key, WorkerRank
 from events.kv import Tier
 
 _GROUPS_MAX = 4096  # maximum number of cached holder sets
-Masks = tuple[int, int, int]  # the holders on each tier, one bit per holder
+Masks = tuple[int, int, int]  # the holders on each cache tier, as a bit mask with one bit per holder
 NO_HOLDERS: Masks = (0, 0, 0)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockRun:
-    """Consecutive blocks with the same holders. A run that was removed or joined to another has no blocks."""
+    """Consecutive blocks with the same holders. A run that was removed, or joined to another run, has no blocks."""
 
     blocks: list[int]
-    depth: int  # of its first block; 0 where prompts begin
+    depth: int  # depth of its first block; 0 where prompts begin
     parent: "BlockRun | None"
     masks: Masks
-    children: dict[int, "BlockRun"] = field(default_factory=dict)  # by their first block
+    children: dict[int, "BlockRun"] = field(default_factory=dict)  # child runs by their first block
 
     def place(self, block: int) -> int:
-        """Return the position of a block in the run. Usually it is the last."""
+        """Return the position of a block in the run. Fast for the last block, which is the usual case."""
         return len(self.blocks) - 1 if self.blocks[-1] == block else self.blocks.index(block)
 
 
 def with_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
-    """Return the masks with a holder on a tier."""
+    """Return the masks with this holder's bit added on a cache tier."""
     device, host, disk = masks
     if tier is Tier.DEVICE:
         return device | bit, host, disk
@@ -62,7 +63,10 @@ def without(masks: Masks, gone: Masks) -> Masks:
 
 
 def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
-    """Return how many blocks are equal, from `first` in `own` and `start` in `others`. If one is equal, so are all before it."""
+    """Return how many blocks are equal, from `first` in `own` and from `start` in `others`.
+
+    A binary search, because two equal blocks imply that all blocks before them are equal.
+    """
     low, high = 0, min(len(own) - first, len(others) - start)
     if high and own[first + high - 1] == others[start + high - 1]:
         return high
@@ -76,7 +80,10 @@ def common(own: Sequence[int], first: int, others: Sequence[int], start: int) ->
 
 
 def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the start and length of the part of a run that equals `blocks` from `position` on, forwards or reversed."""
+    """Return the start and length of the part of a run that equals `blocks` from `position` on.
+
+    `blocks` may be in the order of the run or in reverse.
+    """
     own, last = run.blocks, len(blocks) - position
     place, size = run.place(blocks[position]), 1
     while size < last and size <= place and blocks[position + size] == own[place - size]:
@@ -89,7 +96,7 @@ def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, i
 
 
 def places(mask: int) -> Iterator[int]:
-    """Yield the positions of the set bits."""
+    """Yield the positions of the set bits, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -97,16 +104,17 @@ def places(mask: int) -> Iterator[int]:
 
 
 class Depths(Mapping[WorkerRank, int]):
-    """The number of blocks of each holder that has any. The mapping is built on first access."""
+    """A mapping from each holder with a match to its number of blocks. The mapping is built on first access."""
 
     __slots__ = ("_made", "groups")
 
     def __init__(self, groups: Sequence[tuple[tuple[WorkerRank, ...], int]]) -> None:
-        self.groups = groups  # holders and depth, the deepest last; a later group overrides an earlier one
+        # groups of holders with their depth, the deepest last; a later group overrides an earlier one
+        self.groups = groups
         self._made: dict[WorkerRank, int] | None = None
 
     def named(self) -> dict[WorkerRank, int]:
-        """Return the depths as a plain dict."""
+        """Return the number of blocks of each holder as a plain dict."""
         made = self._made
         if made is None:
             groups = self.groups
@@ -116,7 +124,7 @@ class Depths(Mapping[WorkerRank, int]):
         return made
 
     def deepest(self, keys: Container[Key]) -> int:
-        """Return the largest depth of any DP rank of these workers, without enumerating holders."""
+        """Return the largest depth of any DP rank of these workers, without building the mapping."""
         for group, depth in reversed(self.groups):
             if any(holder[:2] in keys for holder in group):
                 return depth
@@ -139,10 +147,10 @@ class Depths(Mapping[WorkerRank, int]):
 
 
 class Matches(msgspec.Struct):
-    """How many leading blocks of a prompt each holder has, by the slowest tier from which they may be fetched.
+    """How many leading blocks of a prompt each holder has, by the slowest cache tier from which they may be fetched.
 
-    `device` counts blocks on the device; `host` those on the device or in host memory; `disk` all. A holder without blocks is
-    missing. Without slower tiers all three are the same mapping.
+    `device` counts blocks on the device, `host` those on the device or in host memory, and `disk` those on any tier.
+    A holder without blocks is missing. If no slower tier is in use, all three are the same mapping.
     """
 
     device: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
@@ -150,7 +158,7 @@ class Matches(msgspec.Struct):
     disk: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
 
     def scaled(self, factor: float) -> "Matches":
-        """Return the matches in blocks of another size: each block counts as `factor` of those."""
+        """Return the matches in blocks of another size: each block counts as `factor` blocks of that size."""
         tiers = (self.device, self.host, self.disk)
         return Matches(*({holder: int(count * factor) for holder, count in tier.items()} for tier in tiers))
 
@@ -164,33 +172,33 @@ class ParentNotHeld(Misplaced):
 
 
 class KvIndex:
-    """The blocks of each holder. A holder is a rank of an instance of a worker."""
+    """The blocks of each holder (a DP rank of a worker instance), for look-ups by prompt."""
 
     def __init__(self) -> None:
         self._root = BlockRun([], 0, None, NO_HOLDERS)
-        self._runs: dict[int, BlockRun] = {}  # by each of their blocks
+        self._runs: dict[int, BlockRun] = {}  # run by each of its blocks
         self._all: set[BlockRun] = set()
         self._bits: dict[WorkerRank, int] = {}
-        self._holders: dict[int, WorkerRank] = {}  # by bit position
+        self._holders: dict[int, WorkerRank] = {}  # holder by bit position
         self._counts: dict[WorkerRank, int] = {}
-        self._live = 0  # bits of live holders
-        self._gone = 0  # bits of former holders that are still set in masks
+        self._live = 0  # bits of the holders that were not forgotten
+        self._gone = 0  # bits of forgotten holders that are still set in masks
         self._sweeping: list[BlockRun] = []
         self._swept = 0  # bits that the current sweep clears
         self._tiered = False
         self._groups: dict[int, tuple[WorkerRank, ...]] = {}
 
     def __len__(self) -> int:
-        """Return the number of distinct blocks held."""
+        """Return the number of distinct blocks that any holder has."""
         return len(self._runs)
 
     def count(self, holder: WorkerRank) -> int:
-        """Return a holder's number of blocks; a block on two tiers counts twice."""
+        """Return the number of blocks of a holder. A block on two cache tiers counts twice."""
         return self._counts.get(holder, 0)
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """All holders that have ever stored a block and were not forgotten."""
+        """All holders that have stored a block and were not forgotten."""
         return self._bits.keys()
 
     # --- updates from holders ---------------------------------------------------------------------------------
@@ -198,10 +206,12 @@ class KvIndex:
     def store(
         self, holder: WorkerRank, parent: int | None, blocks: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> None:
-        """Record that a holder has these blocks, the first right after `parent` (None: at the start of prompts).
+        """Record that a holder has these blocks, the first of them right after `parent`, or at the start of prompts if
+        it is None.
 
-        Blocks that it already has change nothing. Raise ParentNotHeld, without a change, if it does not have the parent. Raise
-        Misplaced if blocks contradict their known depth; the blocks before those have been stored.
+        Blocks that the holder already has change nothing. Raise ParentNotHeld, without a change, if the holder does
+        not have the parent. Raise Misplaced if a block contradicts its known depth; the blocks before that one have
+        been stored.
         """
         bit = self._bit(holder)
         run, depth = self._after(bit, parent)
@@ -223,9 +233,9 @@ class KvIndex:
             run, position, depth = found, position + size, depth + size
 
     def remove(self, holder: WorkerRank, blocks: Sequence[int], tier: Tier = Tier.DEVICE) -> int:
-        """Record that a holder no longer has these blocks. Return how many of them it did not have.
+        """Record that a holder no longer has these blocks. Return how many of the blocks the holder did not have.
 
-        Adjacent blocks in prompt order, or in reverse, are removed together.
+        Adjacent blocks are removed together if they are in prompt order, or in reverse.
         """
         bit, missing, position = self._bits.get(holder, 0), 0, 0
         gone = with_bit(NO_HOLDERS, bit, tier)
@@ -247,9 +257,9 @@ class KvIndex:
         return missing
 
     def forget(self, holder: WorkerRank) -> None:
-        """Remove a holder that is gone or has cleared its cache.
+        """Remove a holder that no longer exists or has cleared its cache.
 
-        It disappears from every match at once; `sweep` frees the memory.
+        The holder disappears from every match at once. `sweep` frees the memory later.
         """
         bit = self._bits.pop(holder, 0)
         self._counts.pop(holder, None)
@@ -260,7 +270,7 @@ class KvIndex:
             self._groups.clear()
 
     def sweep(self, limit: int = 1000) -> bool:
-        """Free the blocks of holders that are gone, at most `limit` runs per call. Return whether more remains."""
+        """Free the blocks of forgotten holders, at most `limit` runs per call. Return whether some are left."""
         if not self._sweeping:
             if not self._gone:
                 return False
@@ -313,7 +323,7 @@ class KvIndex:
         return Depths(found)
 
     def held(self, holder: WorkerRank) -> Iterator[tuple[Tier, int | None, list[int]]]:
-        """Yield the arguments of the `store` calls that would reproduce a holder's blocks, in a valid order."""
+        """Yield the arguments of the `store` calls that would reproduce a holder's blocks, parents first."""
         bit = self._bits.get(holder, 0)
         below = [self._root]
         while below:
@@ -338,7 +348,7 @@ class KvIndex:
         return bit
 
     def _group(self, mask: int) -> tuple[WorkerRank, ...]:
-        """Return the holders with these bits."""
+        """Return the holders with these bits. Frequent sets are cached."""
         group = self._groups.get(mask)
         if group is None:
             if len(self._groups) >= _GROUPS_MAX:
@@ -347,7 +357,7 @@ class KvIndex:
         return group
 
     def _after(self, bit: int, parent: int | None) -> tuple[BlockRun, int]:
-        """Return the run that contains the block `parent`, and the depth right after it."""
+        """Return the run that contains the block `parent`, and the depth right after that block. Raise ParentNotHeld."""
         if parent is None:
             return self._root, 0
         run = self._runs.get(parent)
@@ -356,7 +366,10 @@ class KvIndex:
         return run, run.depth + run.place(parent) + 1
 
     def _grow(self, run: BlockRun, depth: int, blocks: list[int], tier: Tier, bit: int) -> None:
-        """Add new blocks after the block at `depth` - 1, which lies in `run`."""
+        """Add new blocks after the block at `depth` - 1, which is in `run`.
+
+        Raise Misplaced if one of them is known elsewhere.
+        """
         if not self._runs.keys().isdisjoint(blocks) or len(set(blocks)) < len(blocks):
             raise Misplaced(f"some of the {len(blocks)} blocks after {blocks[0]} lie elsewhere, or twice")
         if run is not self._root and depth < run.depth + len(run.blocks):
@@ -365,7 +378,10 @@ class KvIndex:
         self._join(run, new)
 
     def _mark(self, run: BlockRun, first: int, end: int, tier: Tier, bit: int) -> BlockRun:
-        """Add a holder to some blocks of a run. Return the run that contains the last of them afterwards."""
+        """Add a holder to the blocks from `first` to `end` of a run.
+
+        Return the run that contains the last of these blocks.
+        """
         last = run.blocks[end - 1]
         one = self._isolate(run, first, end)
         one.masks = with_bit(one.masks, bit, tier)
@@ -377,18 +393,18 @@ class KvIndex:
         run.parent.children[run.blocks[0]] = run
         self._runs.update(dict.fromkeys(run.blocks, run))
         self._all.add(run)
-        if self._sweeping:  # it may be part of a run that is still to be swept
+        if self._sweeping:  # the new run may be a part of a run that is still to be swept
             self._sweeping.append(run)
         return run
 
     def _isolate(self, run: BlockRun, first: int, end: int) -> BlockRun:
-        """Return a run of exactly these blocks of a run, splitting it if necessary."""
+        """Return a run of exactly the blocks from `first` to `end`, and split the given run if necessary."""
         if end < len(run.blocks):
             run = self._split(run, end)[0]
         return self._split(run, first)[1] if first else run
 
     def _split(self, run: BlockRun, place: int) -> tuple[BlockRun, BlockRun]:
-        """Split a run before one of its blocks. The shorter part becomes a new run."""
+        """Split a run before the block at `place`. Return both parts. The shorter part becomes a new run."""
         parent, masks = run.parent, run.masks
         assert parent is not None
         if place * 2 < len(run.blocks):
@@ -405,7 +421,7 @@ class KvIndex:
         return run, self._add(tail)
 
     def _tidy(self, run: BlockRun) -> None:
-        """Remove a run that is no longer needed, or join it with its neighbours, after its holders have changed."""
+        """Remove a run without holders and children, or join it with its neighbours, after its holders have changed."""
         if run.masks == NO_HOLDERS and not run.children:
             self._cut(run, 0)
             return
@@ -415,7 +431,7 @@ class KvIndex:
             self._join(run.parent, run)
 
     def _cut(self, run: BlockRun, place: int) -> None:
-        """Drop a run's blocks from `place` on, which have no holders and no successors."""
+        """Drop the blocks of a run from `place` on, which have no holders and no successors."""
         first = run.blocks[0]
         for block in run.blocks[place:]:
             del self._runs[block]
@@ -424,7 +440,7 @@ class KvIndex:
             self._unlink(run, first)
 
     def _unlink(self, run: BlockRun, first: int) -> None:
-        """Remove an empty run, which began with `first`, from the tree."""
+        """Remove an empty run from the tree. `first` was its first block."""
         parent = run.parent
         assert parent is not None
         del parent.children[first]
@@ -433,7 +449,7 @@ class KvIndex:
             self._tidy(parent)
 
     def _join(self, run: BlockRun, child: BlockRun) -> BlockRun:
-        """Join a run with its only child if both have the same holders. Return the run that contains its blocks afterwards."""
+        """Join a run with its only child if both have the same holders. Return the run that contains the blocks of `run`."""
         if run is self._root or run.masks != child.masks or len(run.children) != 1:
             return run
         if len(child.blocks) <= len(run.blocks):

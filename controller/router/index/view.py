@@ -1,11 +1,11 @@
-"""The KV view of one frontend: the index, and one feed per rank that reports its blocks.
+"""The KV view of a frontend: the index of cached blocks, and one feed of KV events per DP rank.
 
-    absorb   the live workers: a new rank is restored, a rank that is gone is dropped
-    take     workers' live events   ┐
-    answer   their responses        ├─▶ feed ─▶ events ─▶ index
-    due      the next request       ┘
+    absorb   the live workers: a new rank is requested in full, a rank that is gone is dropped
+    take     live KV-event batches of workers   ┐
+    answer   responses to requests              ├─▶ feed ─▶ events ─▶ index
+    due      the next request to send           ┘
 
-The caller transports messages and supplies the time. Nothing here blocks.
+These are methods of `KvView`. The caller transports messages and supplies the time. Nothing in this module blocks.
 """
 
 from collections import deque
@@ -34,54 +34,57 @@ from events.kv import (
 )
 from events.observations import WorkerJoined
 
-AHEAD_MAX = 65_536  # blocks and events buffered until the gap before them is closed
-RETRY_S = 0.2
-RETRIES_MAX = 6  # doublings of RETRY_S: 12.8 s at most
-CLEARED = Cleared()  # not from a worker: what follows replaces everything
+AHEAD_MAX = 65_536  # blocks and events that are buffered until the events missing before them have arrived
+RETRY_S = 0.2  # seconds until a failed request is sent again, doubled after each further failure
+RETRIES_MAX = 6  # largest number of doublings of RETRY_S: 12.8 s
+CLEARED = Cleared()  # added by this frontend, not sent by a worker: the events after it replace everything
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of the feeds of a frontend."""
+    """Counters of all feeds of a frontend."""
 
     applied: dict[tuple[str, str], int] = field(default_factory=dict)  # events by kind and result
-    gaps: int = 0  # number of gaps detected
-    recovered: int = 0  # gaps closed
-    restored: int = 0  # dumps applied
-    failed: int = 0  # requests without a useful answer
+    gaps: int = 0  # times at which missing events were detected
+    recovered: int = 0  # times at which all missing events had arrived
+    restored: int = 0  # complete dumps that were applied
+    failed: int = 0  # requests without a useful response
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Feed:
-    """Orders the events of one rank of a worker instance, detects gaps, and requests what is missing.
+    """Puts the KV events of one rank in order, detects missing events, and requests them.
 
-        restoring ──── a complete dump ───▶ following ──── an event beyond the next ────▶ catching up
-           ▲    └── event 0, or cleared ──▶    ▲                                          │  │
-           │                                   └──────────── nothing is missing ──────────┘  │
-           └───────────────────── the worker does not know these ids ────────────────────────┘
+    restoring ──── a complete dump ───▶ following ──── an event beyond the next ────▶ catching up
+       ▲    └── event 0, or cleared ──▶    ▲                                          │  │
+       │                                   └──────────── nothing is missing ──────────┘  │
+       └───────────────────── the worker does not know these ids ────────────────────────┘
 
-        live batch   ids below `next` are dropped, those from `next` on applied, those beyond it kept until the gap is closed
-        cleared      a fresh start: the rank holds nothing, whatever was missed before. Event 0 is one, too
-        events       must reach back to `next`; a dump replaces everything, part by part
+    live batch   events with an id below `next` are dropped, those from `next` on are applied, and those beyond are buffered
+    cleared      a fresh start: the rank holds nothing, whatever was missed before; event 0 is a fresh start, too
+    events       the response to a request for events; it must reach back to `next`
+    dump         the response with all blocks, in parts; it replaces everything
 
-    The events to apply are returned. `Cleared` among them means that the rank holds nothing now. Only the answer to the last
-    request counts; it is dropped if a fresh start or the missing events have arrived before it. No rank is ever given up: missing
-    events are requested again, with exponential backoff. Events that do not fit into the buffer are requested with the rest.
-    `due`: when to send the next request; None: not now.
+    `take` and `answer` return the events to apply. `Cleared` among them means that the rank holds nothing at that
+    point. Only the response to the last request counts. It is ignored if a fresh start or the missing events have
+    arrived before it. No rank is ever given up: missing events are requested again, with exponential backoff. Events
+    that do not fit into the buffer are requested with the missing ones. `due` is the time of the next request, or
+    None if no request is due.
     """
 
     rank: int
     _counts: Counts
     due: float | None
-    noted: float | None = None  # set by the caller: when it will check `due`
-    next: int | None = None  # the id of the next event; None: restoring
-    seen: int = 0  # one past the highest event id known to exist
+    noted: float | None = None  # time at which the caller will check `due`; set by the caller
+    next: int | None = None  # id of the next event to apply; None while restoring
+    seen: int = 0  # highest event id known to exist, plus one
     _asked: KvRequest | None = None  # the request in flight
-    _dump: tuple[int, int] | None = None  # the dump being applied, and its next part
+    # id of the dump that is being applied, and the number of its next part
+    _dump: tuple[int, int] | None = None
     _ahead: dict[int, Sequence[KvEvent]] = field(
         default_factory=dict
     )  # buffered events, by the id of the first
-    _weight: int = 0  # of `_ahead`
+    _weight: int = 0  # number of blocks and events in `_ahead`
     _tries: int = 0  # consecutive failed requests
     _gap: bool = False
 
@@ -91,7 +94,7 @@ class Feed:
         return self.next is not None and self.seen <= self.next
 
     def take(self, batch: KvBatch, now: float) -> Sequence[KvEvent]:
-        """Accept a live batch from the worker. Return the events to apply."""
+        """Accept a live KV-event batch of the worker. Return the events to apply."""
         first, events = batch.first, batch.events
         self.seen = max(self.seen, first + len(events))
         fresh = self._fresh(first, events)
@@ -107,19 +110,21 @@ class Feed:
         return self._settled(new, now)
 
     def _fresh(self, first: int, events: Sequence[KvEvent]) -> int | None:
-        """Return the index from which the events of a batch apply without any earlier event; None if there is none."""
+        """Return the index in a batch from which its events apply without any earlier event, or None if there is no such
+        index.
+        """
         for place in range(len(events) - 1, -1, -1):
             if isinstance(events[place], Cleared) and first + place >= (self.next or 0):
                 return place + 1
         return 0 if self.next is None and first == 0 else None
 
     def doubt(self, due: float) -> None:
-        """Send a request at `due` even if nothing seems missing, unless one is in flight."""
+        """Send a request at `due` even if no event seems to be missing, unless a request is in flight."""
         if self._asked is None:
             self.due = due
 
     def ask(self) -> KvRequest:
-        """Return the request to send now. `answer` must be called with its result."""
+        """Return the request to send now. The caller must pass its response to `answer`."""
         self.due = None
         if self._dump is not None:
             self._asked = KvRequest(self.rank, dump=self._dump[0], part=self._dump[1])
@@ -128,7 +133,7 @@ class Feed:
         return self._asked
 
     def answer(self, ask: KvRequest, answer: Answer | None, now: float) -> Sequence[KvEvent]:
-        """Process the response to a request; None: no response. Return the events to apply."""
+        """Process the response to a request; None means that no response came. Return the events to apply."""
         if ask is not self._asked:
             return ()
         self._asked = None
@@ -139,7 +144,8 @@ class Feed:
                     return self._advanced(new, now)
             case Dump(part=part) if (answer.next, part) == self._dump or (ask.dump is None and part == 0):
                 return self._take_dump(answer, now)
-            case TooNew(next=newest) if newest == self.next:  # the events that seemed missing do not exist
+            # the events that seemed to be missing do not exist
+            case TooNew(next=newest) if newest == self.next:
                 self.seen = newest
                 return self._advanced([], now)
             case None | KvRefused():
@@ -163,12 +169,12 @@ class Feed:
         return self._advanced(new, now)
 
     def _advanced(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
-        """Continue after a useful response: apply buffered events, and request what is still missing."""
-        self._tries, self.due = 0, now  # reset again if nothing is missing
+        """Continue after a useful response: apply buffered events, and request the events that are still missing."""
+        self._tries, self.due = 0, now  # `_settled` resets `due` if nothing is missing
         return self._settled(new, now)
 
     def _settled(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
-        """Append the buffered events that are next, and check whether events are missing."""
+        """Add the buffered events that follow `new`, and check whether events are missing. Return all events to apply."""
         if self.next is None:
             return new
         for first in sorted(self._ahead) if self._ahead else ():
@@ -204,36 +210,40 @@ def _weight(events: Sequence[KvEvent]) -> int:
     return sum(1 if isinstance(event, Cleared) else 1 + len(event.blocks) for event in events)
 
 
-SLACK = 1.05  # times the registered blocks: events of one step may arrive out of order
+SLACK = 1.05  # factor on the registered blocks, because the events of one step may arrive out of order
 SLACK_BLOCKS = 256
-TIERED_MAX = 256  # times the registered blocks, over all tiers: slower tiers are not registered
-LOOK_AGAIN = 1.25  # growth of a rank's blocks until they are counted again
-CLAIMED_MIN = 64  # tokens; a smaller claim attracts no request
-JUDGED = 16  # last claims of an instance that are judged
-WRONG = 12  # wrong ones among these that lose the claims
-# A new rank is queried after a random delay up to this, so that frontends that start together do not query at once.
+# factor on the registered blocks for all tiers together, because slower tiers are not registered
+TIERED_MAX = 256
+LOOK_AGAIN = 1.25  # growth factor of a rank's blocks after which they are counted again
+CLAIMED_MIN = 64  # a smaller claim in tokens attracts no request
+JUDGED = 16  # number of last claims of an instance that are judged
+WRONG = 12  # number of wrong claims among them for which the instance loses its claims
+# A new rank is queried after a random delay of at most this many seconds, so that frontends that start together
+# spread.
 FIRST_S = 0.003
-DOUBT_S = 0.5  # maximum random delay of all ranks after the broker is reachable again
+# largest random delay in seconds of the queries to all ranks after the broker is reachable again
+DOUBT_S = 0.5
 
 
 @dataclass(slots=True)
 class KvClaims:
-    """Compares workers' KV claims with their registration and with what requests found cached.
+    """Compares workers' claims about cached blocks with their registrations, and with what requests found cached.
 
-    A worker loses its claims if it claims more blocks than it has, or if requests do not find what it claims. It is then treated
-    as if it had nothing cached, until its instance ends. A claim is wrong if less than half of it was found. One wrong claim is
-    normal, because blocks are evicted. 12 wrong ones among the last 16 claims are not.
+    A worker instance loses its claims if it claims more blocks than it has, or if requests do not find the claimed
+    blocks. It is then treated as if it had nothing cached, until the instance ends. A claim is wrong if a request
+    found less than half of it. One wrong claim is normal, because blocks are evicted. 12 wrong claims among the last
+    16 are not.
     """
 
     lost: Callable[[Key, str], None] = lambda key, why: None  # called when an instance loses its claims
     disbelieved: set[Key] = field(default_factory=set)
-    _blocks: dict[Key, int] = field(default_factory=dict)  # registered
-    # how many blocks a rank may claim until they are counted again
+    _blocks: dict[Key, int] = field(default_factory=dict)  # registered number of blocks
+    # number of blocks that a rank may claim until they are counted again
     _looked: dict[WorkerRank, float] = field(default_factory=dict)
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
     def know(self, blocks: Mapping[Key, int]) -> None:
-        """Set the live workers and the number of blocks that each has registered."""
+        """Set the live worker instances, each with its registered number of blocks."""
         self._blocks = dict(blocks)
         self.disbelieved &= blocks.keys()
         for gone in self._wrong.keys() - blocks.keys():
@@ -242,7 +252,10 @@ class KvClaims:
             del self._looked[holder]
 
     def check(self, holder: WorkerRank, index: KvIndex) -> bool:
-        """Return whether a rank claims no more blocks than it can hold. Cheap until it claims many more than last time."""
+        """Return whether a rank claims no more blocks than it can hold.
+
+        The check is cheap until the rank claims many more blocks than at the last count.
+        """
         held, key = index.count(holder), (holder.worker, holder.instance)
         most = self._blocks.get(key, 0) * SLACK + SLACK_BLOCKS
         if held <= self._looked.get(holder, most):
@@ -255,7 +268,7 @@ class KvClaims:
         return False
 
     def compare(self, key: Key, claimed: int, cached: int) -> None:
-        """Compare the prompt tokens that a worker claimed with those that a request found cached."""
+        """Compare the prompt tokens that a worker claimed as cached with those that a request found cached."""
         if claimed < CLAIMED_MIN or key in self.disbelieved or key not in self._blocks:
             return
         record = self._wrong.setdefault(key, deque(maxlen=JUDGED))
@@ -270,10 +283,10 @@ class KvClaims:
 
 @dataclass(frozen=True, slots=True)
 class KvHealth:
-    """The completeness of the index."""
+    """How complete the index is: ranks, complete ranks, and blocks."""
 
     ranks: int  # ranks that report their blocks
-    complete: int  # ranks with all known events applied
+    complete: int  # ranks of which all known events were applied
     blocks: int  # distinct blocks, over all ranks
 
     def __str__(self) -> str:
@@ -281,22 +294,25 @@ class KvHealth:
 
 
 class KvView:
-    """The index of one frontend, and the feeds that keep it correct. One task owns it."""
+    """The index of one frontend, and the feeds that update it. One task owns it."""
 
     def __init__(self, dice: Callable[[], float] = random) -> None:
         self.index = KvIndex()
-        self.find = self.index.find  # leading blocks of a prompt per rank
+        self.find = self.index.find  # returns the leading blocks of a prompt that each rank has
         self.counts = Counts()
         self._dice = dice
         self._joined: list[WorkerJoined] = []
         self._feeds: dict[WorkerRank, Feed] = {}
         self.claims = KvClaims()
-        # a heap; an entry stays in it even if its rank was queried earlier or is gone
+        # a heap of (time, number, rank); an entry remains if its rank was queried earlier or is gone
         self._due: list[tuple[float, int, WorkerRank]] = []
         self._turn = count()
 
     def absorb(self, joined: Iterable[WorkerJoined], now: float) -> None:
-        """Follow the ranks of these live workers that report their blocks, and no others. Cheap if no worker joined or left."""
+        """Follow the ranks of these live workers that publish KV events, and drop all other ranks.
+
+        Cheap if no worker has joined or left.
+        """
         joined = list(joined)
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
@@ -317,20 +333,20 @@ class KvView:
                 self._note(holder, self._feeds[holder])
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare the prompt tokens that a rank claimed with those that a request found cached there."""
+        """Compare the prompt tokens that a rank claimed as cached with those that a request found cached there."""
         key = (holder.worker, holder.instance)
         self.claims.compare(key, claimed, cached)
         if key in self.claims.disbelieved:
             self._disbelieve(key)
 
     def _disbelieve(self, key: Key) -> None:
-        """Stop following an instance, and drop its claims."""
+        """Stop following the ranks of an instance, and drop their blocks."""
         for holder in [holder for holder in self._feeds if holder[:2] == key]:
             del self._feeds[holder]
             self.index.forget(holder)
 
     def complete(self, holder: WorkerRank) -> bool:
-        """Return whether all events known to exist for a rank are applied."""
+        """Return whether all events known to exist for a rank were applied."""
         feed = self._feeds.get(holder)
         return feed is not None and feed.complete
 
@@ -343,7 +359,7 @@ class KvView:
     # --- messages from workers
 
     def take(self, batch: KvBatch, now: float) -> None:
-        """Apply a live batch from a worker. A batch of a rank that is not followed is dropped; the rank is queried later."""
+        """Apply a live KV-event batch of a worker. A batch of a rank that is not followed is dropped."""
         holder = WorkerRank(batch.worker, batch.instance, batch.rank)
         feed = self._feeds.get(holder)
         if feed is not None:
@@ -352,7 +368,7 @@ class KvView:
                 self._note(holder, feed)
 
     def answer(self, holder: WorkerRank, ask: KvRequest, answer: Answer | None, now: float) -> None:
-        """Apply the response to a request; None: no response."""
+        """Apply the response to a request; None means that no response came."""
         feed = self._feeds.get(holder)
         if feed is not None:
             self._apply(holder, feed.answer(ask, answer, now))
@@ -362,7 +378,10 @@ class KvView:
     # --- requests to workers
 
     def due(self, now: float) -> tuple[WorkerRank, KvRequest] | None:
-        """Return one request that is due, and its rank. `answer` must follow."""
+        """Return a request that is due, with its rank, or None if none is due.
+
+        The caller must pass the response to `answer`.
+        """
         while self._due and self._due[0][0] <= now:
             holder = heappop(self._due)[2]
             feed = self._feeds.get(holder)
@@ -375,11 +394,11 @@ class KvView:
 
     @property
     def due_at(self) -> float:
-        """When to call `due` next; infinity: not before something is received."""
+        """Time at which to call `due` next; inf if no request is due before a message arrives."""
         return self._due[0][0] if self._due else inf
 
     def doubt(self, now: float) -> None:
-        """Query all ranks soon: events may have been lost without notice."""
+        """Query all ranks within DOUBT_S, because events may have been lost without notice."""
         for holder, feed in self._feeds.items():
             feed.doubt(now + self._dice() * DOUBT_S)
             self._note(holder, feed)
@@ -403,9 +422,10 @@ class KvView:
 
 
 def apply(index: KvIndex, holder: WorkerRank, event: KvEvent) -> tuple[str, str]:
-    """Apply one event. Return its kind and result.
+    """Apply one event to the index. Return its kind and result, as counted in the metrics.
 
-    The result is `ok`, `parent_block_not_found`, `block_not_found`, or `invalid_block` (blocks at two depths, unknown tiers).
+    The result is `ok`, `parent_block_not_found`, `block_not_found`, or `invalid_block` (a block at two depths, or an
+    unknown tier).
     """
     if isinstance(event, Cleared):
         index.forget(holder)

@@ -1,21 +1,25 @@
-"""Tracks the active requests of each worker: blocks in use, unread prompt tokens, and request counts.
+"""Tracks active requests by worker rank: blocks in use, prompt tokens to prefill, request counts.
 
-    add ──▶ reading its prompt ── first token ──▶ decoding ── free ──▶ gone
-     └───────────────────────────── free ───────────────────────────────┘
+    add ──▶ prefill ── first token ──▶ decoding ── free ──▶ gone
+              └────────────────────── free ───────────────────┘
 
-A router knows when its requests begin and end, so it keeps these counts itself. It updates them before a request is sent, so
-that the next choice sees it at once. No worker has to be polled, and two simultaneous requests do not go to the same idle worker.
+A router knows when its requests begin and end, so it keeps these counts itself. It counts a request before sending
+it, so the next choice includes the request at once. No worker has to be polled, and two simultaneous requests do not
+go to the same idle worker.
 
-A block is counted once per worker, however many of its requests begin with it. A prompt that is being read counts with its
-unread part: all of it until its first token, or, where the reading time is predicted, less as time passes. As in §4.6 of
-Dynamo's rules, the oldest prompt's pace applies to all if all have a prediction; otherwise only the oldest's count shrinks.
-Recently sent tokens count for some seconds after they have been read.
+A block is counted once per worker, however many of its requests begin with the block. A prompt counts with its tokens
+that are not prefilled yet: all uncached tokens until its first token, or fewer as time passes if its prefill time is
+predicted. As in §4.6 of Dynamo's rules, the pace of the oldest prompt applies to all prompts of a rank if all have a
+prediction. Otherwise only the count of the oldest prompt shrinks. Recently sent tokens count for some seconds after
+they have been prefilled.
 
-The prefixes in use form a tree of pieces: consecutive blocks used by the same requests, with the number of requests per
-holder. `use` adds one along a path and `drop` subtracts one, piece by piece, not block by block. A piece without requests is
-removed. Only whole prefixes are used, so a holder has no block without those before it.
+The prefixes in use form a tree of pieces: consecutive blocks used by the same requests, with the number of requests
+per holder (a DP rank). `use` adds a request along a path of pieces and `drop` removes a request, piece by piece, not
+block by block. A piece without requests is removed. Only whole prefixes are used, so a holder never has a block
+without the blocks before it.
 
-The loads are stored in columns, one row per holder, so that choosing among a thousand holders needs only a few vector sums.
+The loads are stored in columns, one row per holder, so that a choice among a thousand holders needs only a few vector
+sums.
 """
 
 from collections import OrderedDict
@@ -38,7 +42,7 @@ RequestId = int | str | tuple[str, int | str]
 
 STALE_S = 3600.0
 """Age at which a request is dropped: its owner should have freed it, and has not."""
-LOOK_S = 30.0  # interval between scans for such requests
+LOOK_S = 30.0  # seconds between two scans for such requests
 RECENT_S = 10.0
 """Decay time of recently sent prompt tokens: after this time they count e times less."""
 _PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX, _RECENT, _LAST = range(8)
@@ -47,7 +51,7 @@ _ROWS = 64  # initial number of rows
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """The work of a holder: unread prompt tokens, blocks in use, requests, and recently sent prompt tokens."""
+    """The work of one holder: prompt tokens to prefill, blocks in use, requests, and recently sent prompt tokens."""
 
     prefill_tokens: float = 0.0
     blocks: float = 0.0
@@ -57,7 +61,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The work of many holders, as columns in the order in which they were requested."""
+    """The work of many holders as columns, in the order in which the holders were requested."""
 
     prefill_tokens: Floats
     blocks: Floats
@@ -67,20 +71,23 @@ class Loads:
 
 @dataclass(slots=True)
 class RankLoad:
-    """The live load of one holder, updated in place: a caller that keeps it sees it change."""
+    """The live load of one holder. It is updated in place, so a caller that keeps the object sees the changes."""
 
     row: int
     requests: dict[RequestId, None] = field(default_factory=dict)
     blocks: float = 0.0
     reading: "OrderedDict[RequestId, tuple[int, float | None]]" = field(default_factory=OrderedDict)
     reading_tokens: int = 0
-    unpaced: int = 0  # prompts without a predicted reading time
-    anchored: float = 0.0  # when reading of the oldest prompt began
-    recent_tokens: float = 0.0  # value when the last prompt was sent
-    last: float = 0.0  # when the last prompt was sent
+    unpaced: int = 0  # number of prompts without a predicted prefill time
+    anchored: float = 0.0  # time at which the prefill of the oldest prompt began
+    recent_tokens: float = 0.0  # value at the time when the last prompt was sent
+    last: float = 0.0  # time at which the last prompt was sent
 
     def sent(self, tokens: int, now: float) -> None:
-        """Count a prompt sent at `now`. Another frontend's prompt can be reported late, so `now` may lie before the last one."""
+        """Count a prompt that was sent at `now`.
+
+        `now` may be before the last prompt's time, if another frontend reported late.
+        """
         since = now - self.last
         if since < 0.0:
             self.recent_tokens += tokens * exp(since / RECENT_S)
@@ -89,17 +96,17 @@ class RankLoad:
             self.last = now
 
     def recent_tokens_at(self, now: float) -> float:
-        """Return the recently sent prompt tokens, with exponentially decaying weight."""
+        """Return the recently sent prompt tokens at `now`, with exponentially decaying weight."""
         since = now - self.last
         return self.recent_tokens * exp(-since / RECENT_S) if since > 0.0 else self.recent_tokens
 
 
 class Request(msgspec.Struct):
-    """A request in flight."""
+    """One request in flight, as the slot tracker counts it."""
 
     holder: WorkerRank
-    work: RankLoad  # the holder's load
-    blocks: Sequence[int]  # sequence hashes of its prompt's full blocks
+    work: RankLoad  # the live load of the holder
+    blocks: Sequence[int]  # sequence hashes of the prompt's full blocks
     own_blocks: int  # blocks that no other request can share
     block_tokens: int
     prefill_tokens: int
@@ -113,21 +120,21 @@ class Request(msgspec.Struct):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SharedBlocks:
-    """Consecutive blocks shared by the same set of requests."""
+    """A piece: consecutive blocks used by the same set of requests."""
 
     blocks: Sequence[int]
-    users: dict[int, int]  # number of requests by user
-    children: dict[int, "SharedBlocks"] = field(default_factory=dict)  # by their first block
+    users: dict[int, int]  # number of requests by user (the row of a holder)
+    children: dict[int, "SharedBlocks"] = field(default_factory=dict)  # child pieces by their first block
 
     def split(self, place: int) -> None:
-        """Keep the blocks before `place`; the rest become the only child."""
+        """Keep the blocks before `place`. The rest becomes the only child."""
         tail = SharedBlocks(self.blocks[place:], self.users.copy())
         tail.children = self.children
         self.blocks = self.blocks[:place]
         self.children = {tail.blocks[0]: tail}
 
     def join(self) -> None:
-        """Merge with the only child if the same requests use it."""
+        """Merge with the only child if the same requests use both pieces."""
         if len(self.children) != 1 or not self.blocks:
             return
         child = next(iter(self.children.values()))
@@ -137,13 +144,19 @@ class SharedBlocks:
 
 
 class Prefixes:
-    """All prefixes in use. `use` and `drop` return the change in the user's number of distinct blocks."""
+    """The tree of all prefixes in use. A user is the row of a holder.
+
+    `use` and `drop` return the change in the user's number of distinct blocks.
+    """
 
     def __init__(self) -> None:
         self._root = SharedBlocks((), {})
 
     def use(self, user: int, blocks: Sequence[int]) -> int:
-        """Add a request of a user that begins with these blocks."""
+        """Add a request of a user with a prompt that begins with these blocks.
+
+        Return the number of blocks that the user gains.
+        """
         piece, depth, gained = self._root, 0, 0
         while depth < len(blocks):
             child = piece.children.get(blocks[depth])
@@ -161,7 +174,10 @@ class Prefixes:
         return gained
 
     def drop(self, user: int, blocks: Sequence[int]) -> int:
-        """Remove a request that was added by `use` with these blocks."""
+        """Remove a request that was added by `use` with these blocks.
+
+        Return the change in the user's blocks: 0 or negative.
+        """
         last, depth, lost, length = self._root, 0, 0, len(blocks)
         while depth < length:
             piece = last.children[blocks[depth]]
@@ -169,7 +185,7 @@ class Prefixes:
             count = users[user]
             if count > 1:
                 users[user] = count - 1
-            elif len(users) == 1:  # no other user has it or anything below it
+            elif len(users) == 1:  # no other user has this piece or any piece below it
                 del last.children[blocks[depth]]
                 lost += length - depth
                 break
@@ -182,9 +198,10 @@ class Prefixes:
         return -lost
 
     def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-        """Return the pieces at the start of these blocks, in order: a depth, and the number of requests by user.
+        """Return for each piece at the start of these blocks its depth, and the number of requests by user.
 
-        The depth is where the piece ends, or where these blocks diverge from it. A user of a piece uses all pieces before it.
+        The depth is where the piece ends, or where these blocks diverge from the piece. A user of a piece uses all
+        pieces before it.
         """
         children, depth = self._root.children, 0
         found: list[tuple[int, dict[int, int]]] = []  # `list[...]()` takes as long as ten of these steps
@@ -202,30 +219,32 @@ class RequestListener(Protocol):
     """Receives the events of this frontend's own requests."""
 
     def added(self, request: RequestId, entry: Request) -> None:
-        """Called when a request begins."""
+        """Handle the start of a request."""
 
     def read(self, request: RequestId) -> None:
-        """Called when the prompt of a request has been read."""
+        """Handle the end of a request's prefill."""
 
     def freed(self, request: RequestId) -> None:
-        """Called when a request has ended."""
+        """Handle the end of a request."""
 
 
 class ActiveSequences:
-    """All requests in flight, by holder (a rank with its own KV cache). One tracker serves all models of a frontend."""
+    """All requests in flight by holder (a DP rank with its own KV cache). One tracker serves all models of a frontend."""
 
     def __init__(self, *, track_output: bool = False) -> None:
-        """`track_output`: also count the blocks of answers, as reported by `output`."""
+        """Start without requests. `track_output` also counts the blocks of answers, as reported by `output`."""
         self._track_output = track_output
         self._looked = float("-inf")
         self._work: dict[WorkerRank, RankLoad] = {}
         self._requests: dict[RequestId, Request] = {}
         self._active = Prefixes()
         self._columns: Floats = np.zeros((8, _ROWS))
-        self._unwritten: dict[int, RankLoad] = {}  # by row: changes to write before the next read
+        # by row: loads to write into the columns before the next read
+        self._unwritten: dict[int, RankLoad] = {}
         self._free_rows = list(range(_ROWS - 1, -1, -1))
-        self.paced = False  # whether unread tokens shrink with time; then only `loads` has current values
-        self.layout = 0  # incremented when a row is reassigned
+        # whether tokens to prefill shrink with time, so that only `loads` has current values
+        self.paced = False
+        self.layout = 0  # incremented when a row is assigned to another holder
         self._listener: RequestListener | None = None
 
     def __len__(self) -> int:
@@ -235,7 +254,7 @@ class ActiveSequences:
         return request in self._requests
 
     def listen(self, listener: RequestListener) -> None:
-        """Report every event of this frontend's requests to `listener` from now on, in order."""
+        """Report each later event of this frontend's requests to `listener`, in order."""
         self._listener = listener
 
     # --- request lifecycle --------------------------------------------------------------------------------
@@ -253,16 +272,16 @@ class ActiveSequences:
         expected_s: float | None = None,
         owner: str = "",
     ) -> bool:
-        """Add a request to a holder, before it is sent. Return False, without effect, if it was already added.
+        """Add a request to a holder, before it is sent. Return False, without effect, if the request was already added.
 
         Args:
-            blocks: sequence hashes of the prompt.
-            own_blocks: further blocks that cannot be shared (prompts without hashes).
+            blocks: sequence hashes of the prompt's full blocks.
+            own_blocks: number of further blocks that cannot be shared (prompts without hashes).
             prefill_tokens: prompt tokens that are not in the prefix cache.
-            expected_s: predicted reading time in seconds, if known.
-            owner: the frontend that it belongs to, if not this one.
+            expected_s: predicted prefill time in seconds, if known.
+            owner: name of the frontend that sent the request; empty for this one.
 
-        An unknown holder starts without load.
+        A holder that is not known yet starts without load.
         """
         if request in self._requests:
             return False
@@ -287,7 +306,7 @@ class ActiveSequences:
         return True
 
     def prefill_done(self, request: RequestId, *, now: float) -> bool:
-        """Record that a prompt has been read: its first token has arrived. Return False if that was already known."""
+        """Record that a prompt is prefilled, because its first token has arrived. Return False if that was known before."""
         found = self._requests.get(request)
         if found is None or not found.reading:
             return False
@@ -299,7 +318,7 @@ class ActiveSequences:
         return True
 
     def output(self, request: RequestId, tokens: int) -> None:
-        """Record `tokens` more answer tokens. Each block that they fill is counted."""
+        """Record `tokens` more answer tokens, and count the blocks that they fill."""
         found = self._requests.get(request)
         if not self._track_output or found is None:
             return
@@ -313,7 +332,7 @@ class ActiveSequences:
         self._unwritten[work.row] = work
 
     def free(self, request: RequestId, *, now: float) -> bool:
-        """Remove a request that has ended, in whatever way. Return False if it was unknown."""
+        """Remove a request that has ended, whatever its outcome. Return False if the request is unknown."""
         found = self._requests.pop(request, None)
         if found is None:
             return False
@@ -330,7 +349,7 @@ class ActiveSequences:
     # --- removal --------------------------------------------------------------------------------------
 
     def forget(self, holder: WorkerRank, *, now: float) -> None:
-        """Remove a holder that is gone, with its requests there."""
+        """Remove a holder that no longer exists, with its requests."""
         work = self._work.get(holder)
         if work is None:
             return
@@ -343,16 +362,16 @@ class ActiveSequences:
         self.layout += 1
 
     def leave(self, owner: str, *, now: float) -> int:
-        """Remove the requests of a frontend that is gone. Return their number."""
+        """Remove the requests of a frontend that no longer exists. Return their number."""
         gone = [name for name, one in self._requests.items() if one.owner == owner]
         for request in gone:
             self.free(request, now=now)
         return len(gone)
 
     def expire(self, *, now: float) -> Sequence[RequestId]:
-        """Free and return the requests that were added too long ago: the guard against leaks.
+        """Free and return the requests that were added more than STALE_S ago, because their end was lost.
 
-        It scans at most twice a minute, however often it is called.
+        The requests are scanned at most once per LOOK_S, however often this is called.
         """
         if now - self._looked < LOOK_S:
             return ()
@@ -366,15 +385,18 @@ class ActiveSequences:
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """All holders that were ever given a request or queried, and were not forgotten."""
+        """All holders that were given a request or queried, and were not forgotten."""
         return self._work.keys()
 
     def requests(self, owner: str = "") -> Iterable[tuple[RequestId, Request]]:
-        """Return a frontend's requests in flight; by default this frontend's own."""
+        """Return the requests in flight of one frontend, by default of this one."""
         return [(name, one) for name, one in self._requests.items() if one.owner == owner]
 
     def work(self, holder: WorkerRank, *, now: float) -> RankWork:
-        """Return a holder's work. The columns are read only if unread tokens shrink with time, because this is called often."""
+        """Return the work of one holder. An unknown holder has no work.
+
+        The columns are read only if tokens to prefill shrink with time, because this is called often.
+        """
         if (work := self._work.get(holder)) is None:
             return RankWork()
         prefill: float = work.reading_tokens
@@ -383,11 +405,11 @@ class ActiveSequences:
         return RankWork(prefill, work.blocks, len(work.requests), work.recent_tokens_at(now))
 
     def rows(self, holders: Iterable[WorkerRank]) -> Rows:
-        """Return the rows of holders, for `loads`. They are valid while `layout` is unchanged."""
+        """Return the rows of these holders, for `loads`. The rows are valid until `layout` changes."""
         return np.array([self._of(holder).row for holder in holders], dtype=np.intp)
 
     def loads(self, rows: Rows, *, now: float) -> Loads:
-        """Return the work of the holders in these rows."""
+        """Return the work of the holders in these rows at time `now`."""
         if self._unwritten:
             for work in self._unwritten.values():
                 self._write(work)
@@ -401,15 +423,17 @@ class ActiveSequences:
         return Loads(prefill, columns[_BLOCKS], columns[_REQUESTS], recent_tokens)
 
     def rank_loads(self, holders: Iterable[WorkerRank]) -> list[RankLoad]:
-        """Return the live load of each holder, valid while `layout` is unchanged."""
+        """Return the live load of each of these holders. The result is valid until `layout` changes."""
         return [self._of(holder) for holder in holders]
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
-        """Return the pieces at the start of a prompt: each one's depth, and by row the number of requests that use it."""
+        """Return for each piece at the start of a prompt its depth, and the number of requests that use it by row."""
         return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:
-        """Return, per row, how many leading blocks of a prompt are in use there, and how many requests use all of them."""
+        """Return for each row how many leading blocks of a prompt are in use there, and how many requests use all of
+        these blocks.
+        """
         depths, requests = np.zeros((2, self._columns.shape[1]))
         for depth, users in self._active.pieces(blocks):
             used = np.fromiter(users, np.intp, len(users))
@@ -438,7 +462,7 @@ class ActiveSequences:
             work.anchored = now
 
     def _write(self, work: RankLoad) -> None:
-        """Write a holder's load into its row."""
+        """Write a holder's load into its row of the columns."""
         column = self._columns[:, work.row]
         column[_PREFILL], column[_BLOCKS] = work.reading_tokens, work.blocks
         column[_REQUESTS] = len(work.requests)
@@ -452,7 +476,7 @@ class ActiveSequences:
         if expected_s is None:
             return
         column[_SINCE], column[_READ_MAX] = work.anchored, tokens
-        if expected_s <= 0:  # it counts as read, and gives no pace for the others
+        if expected_s <= 0:  # the prompt counts as prefilled, and gives no pace for the others
             column[_PACE], column[_SINCE] = tokens, work.anchored - 1.0
             return
         column[_PACE] = tokens / expected_s
