@@ -1,8 +1,9 @@
 """Trust in a worker's KV cache: whether another worker may receive it.
 
-The wrong results of a worker remain in its KV cache, and stay wrong on any worker that receives it. So a shipment requires
-a `TrustedSource`. None exists for a worker that is dead, was ejected for its answers or actions, or is suspected of wrong
-answers. Workers that drain, are throttled or slow, or lost an NVLink compute correctly and are trusted.
+The wrong results of a worker remain in its KV cache, and stay wrong on any worker that receives the cache. So a
+shipment requires a `TrustedSource`. None can be created for a worker that is dead, was ejected for its answers or
+actions, or is suspected of wrong answers. Workers that drain, are throttled or slow, or lost an NVLink compute
+correctly and are trusted.
 """
 
 from controller.deciders.fleet import Worker
@@ -18,12 +19,15 @@ class SourceDistrusted(HoldfastError):
 
 
 class TrustedSource:
-    """A worker instance with a KV cache that may be sent to another worker now. Do not store this object: trust can end."""
+    """A worker instance with a KV cache that may be sent to another worker now.
+
+    Do not store this object, because trust can end.
+    """
 
     __slots__ = ("instance", "worker")
 
     def __init__(self, worker: Worker | None) -> None:
-        """Raise SourceDistrusted unless the fleet's state of the worker supports trust."""
+        """Raise SourceDistrusted if the fleet's state of the worker gives a reason to doubt its KV cache."""
         if worker is None:
             raise SourceDistrusted("the source is unknown")
         if reason := _doubt(worker):
@@ -32,7 +36,7 @@ class TrustedSource:
 
 
 def _doubt(worker: Worker) -> str:
-    """Return the reason why a worker's KV cache is not trusted; empty if it is trusted."""
+    """Return the reason why a worker's KV cache is not trusted, or an empty string if it is trusted."""
     health = worker.health
     if health.status not in FIT or health.joining:
         return f"it is {health.status.value}"

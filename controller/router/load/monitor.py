@@ -1,17 +1,18 @@
 """Load limits: whether a worker may get another request, and whether a whole model is busy.
 
-Evaluated when a request arrives, from the workers' last reports and from what this frontend has sent. A worker that has not
-reported is judged by this frontend's own counts, because a silent worker is handled by health, not by load.
+Limits are evaluated when a request arrives, from the workers' last reports and from the requests that this frontend
+has sent. A worker that has not reported is judged only by this frontend's counts, because health handles silent
+workers.
 
 Dynamo's thresholds (seed 003):
 
     a rank is busy      KV blocks in use > active_decode_blocks x all its blocks: by the worker's report, or by our own count
-                        or unread prompt tokens > active_prefill_tokens
-                        or unread prompt tokens > active_prefill_tokens_frac x the tokens of one of its steps
-    a worker is busy    all its DP ranks are (N25): a rank without any data is free
+                  or    prompt tokens to prefill > active_prefill_tokens
+                  or    prompt tokens to prefill > active_prefill_tokens_frac x the tokens of one of its steps
+    a worker is busy    all its DP ranks are busy (N25); a rank without any data is not busy
 
-All comparisons are strict. A bound that cannot be computed is ignored, for example if a rank does not report its number of
-blocks, or an engine its tokens per step.
+All comparisons are strict. A threshold that cannot be evaluated is ignored, for example if a rank does not report its
+number of blocks, or an engine its tokens per step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,33 +26,37 @@ from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.work import AnswerLengths
 from events.blocks import BlockNames
 
-AHEAD_S = 0.1  # with deadlines: a worker gets no new request while it has more prompt to read than this
-NEARLY_FULL = BusyThresholds(0.95)  # with deadlines: nor while more of its KV blocks are in use
-# share of its KV blocks including the new request: engines reserve some (vLLM's watermark is 1 %)
+# with deadlines: a worker gets no new request while its prompts to prefill would take longer than this many seconds
+AHEAD_S = 0.1
+# with deadlines: a worker gets no new request while a larger share of its KV blocks is in use
+NEARLY_FULL = BusyThresholds(0.95)
+# largest share of KV blocks in use, with the new request, because engines reserve some (vLLM's watermark is 1 %)
 FILLED_MAX = 0.98
-HOLDS_S = 0.0002  # cache time per worker examined: twenty times the duration of the examination
+# seconds per examined worker for which a result is cached: twenty times the duration of the examination
+HOLDS_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """The load that a worker may have, from a frontend's settings."""
+    """The load that a worker may have before it gets no new requests, from a frontend's settings."""
 
-    inflight_max: int | None = None  # requests in flight on a worker, of all frontends
-    inflight_per_batch: float = 4.0  # the same as a multiple of its batch, used if inflight_max is None
-    thresholds: BusyThresholds = NEVER  # load at which it is busy
-    by_thresholds: bool = False  # apply these thresholds and those set by operators
-    unread_s: float | None = None  # maximum unread prompt, in seconds of reading
+    inflight_max: int | None = None  # largest number of requests in flight on a worker, from all frontends
+    # the same limit as a multiple of the worker's batch size, used if inflight_max is None
+    inflight_per_batch: float = 4.0
+    thresholds: BusyThresholds = NEVER  # load above which a worker is busy
+    by_thresholds: bool = False  # whether to apply these thresholds and those set by operators
+    unread_s: float | None = None  # largest prefill time, in seconds, of the prompts that wait at a worker
     by_deadline: bool = False
-    answers_grow: bool = False  # account for the growth of answers in flight beyond the counted blocks
+    answers_grow: bool = False  # whether answers in flight will use more blocks than are counted for them
 
 
 @dataclass(frozen=True, slots=True)
 class RequiredRoom:
     """The room that a new request needs at a worker, in tokens."""
 
-    unread: int = 0  # of all its prompts, assuming that none is cached
-    held: float = 0.0  # in a KV cache, by its longest prompt and the mean length of its answer so far
-    names: BlockNames | None = None  # block hashes of that prompt
+    unread: int = 0  # tokens to prefill in all its prompts, if none of them is cached
+    held: float = 0.0  # tokens in the KV cache: its longest prompt and the mean growth of its answer
+    names: BlockNames | None = None  # block hashes of the longest prompt
 
 
 NOTHING = RequiredRoom()
@@ -59,16 +64,16 @@ NOTHING = RequiredRoom()
 
 @dataclass(frozen=True, slots=True)
 class RankLoadSeen:
-    """The known load of one DP rank, in blocks and tokens."""
+    """The load of one DP rank as far as it is known, in blocks and tokens."""
 
-    kv_used: int = 0  # as reported by the worker
-    kv_total: int = 0  # 0: not reported
-    decode_blocks: float = 0.0  # in use by this frontend's requests, by its own count
-    prefill_tokens: float = 0.0  # unread prompt tokens of those requests
+    kv_used: int = 0  # reported by the worker
+    kv_total: int = 0  # number of its blocks; 0 if not reported
+    decode_blocks: float = 0.0  # blocks used by this frontend's requests, by its own count
+    prefill_tokens: float = 0.0  # tokens to prefill in the prompts of those requests
     step_tokens: int | None = None  # maximum tokens per engine step; None: not registered
 
     def busy(self, thresholds: BusyThresholds) -> bool:
-        """Return whether it exceeds any threshold."""
+        """Return whether the load exceeds any of the thresholds."""
         share, frac = thresholds.active_decode_blocks, thresholds.active_prefill_tokens_frac
         used, tokens = max(self.kv_used, self.decode_blocks), thresholds.active_prefill_tokens
         return (
@@ -84,7 +89,7 @@ class RankLoadSeen:
 
 @dataclass(eq=False, repr=False)
 class LoadMonitor:
-    """One frontend's view of how busy workers are."""
+    """Decides for one frontend which workers may get another request, from their load."""
 
     limits: LoadLimits
     table: EndpointTable
@@ -92,20 +97,23 @@ class LoadMonitor:
     slots: ActiveSequences
     now: Callable[[], float]
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
-    asked: RequiredRoom = NOTHING  # the room needed by the current request: see `asking`
-    beyond: float = 0.0  # share of a batch that may queue at the worker, for the current choice
-    # until when a model's workers are assumed to be busy
+    asked: RequiredRoom = NOTHING  # the room that the current request needs: see `asking`
+    beyond: float = 0.0  # share of a worker's batch size that may queue at the worker, for the current choice
+    # time until which all workers of a model are assumed to be busy
     _full_until: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limits = self.limits
         self._unread_s = AHEAD_S if limits.by_deadline and limits.unread_s is None else limits.unread_s
-        # otherwise `has_enough` need not be called
+        # if false, `has_enough` need not be called
         self.decides = limits.by_thresholds or self._unread_s is not None
 
     @contextmanager
     def asking(self, wanted: RequiredRoom, beyond: float = 0.0) -> Iterator[None]:
-        """Set the room that the current request needs. `beyond`: share of a batch that may queue at the worker in addition."""
+        """Set the room that the current request needs, for the duration of the context.
+
+        `beyond` is the share of its batch size by which a worker's limit may be exceeded.
+        """
         before = self.asked, self.beyond
         self.asked, self.beyond = wanted, beyond
         try:
@@ -116,27 +124,28 @@ class LoadMonitor:
     def wanted(
         self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
     ) -> RequiredRoom:
-        """Return the room that a request with this longest prompt and this maximum answer length needs."""
+        """Return the room that a request needs with a longest prompt and a largest answer of these lengths in tokens."""
         return RequiredRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
 
     # --- one worker -----------------------------------------------------------------------------------------
 
     def cap(self, endpoint: Endpoint) -> int:
-        """Return how many requests may be in flight there, regardless of their size."""
+        """Return the largest number of requests that may be in flight at a worker, regardless of their size."""
         limits = self.limits
         whole = limits.inflight_max or endpoint.max_batch * limits.inflight_per_batch
         cap = int(whole * self.table.knobs(endpoint.model).batch_size)
         if limits.by_deadline and (load := self.plane.load(endpoint.worker)) is not None:
-            # its currently reported batch; canaries occupy places of it
+            # its currently reported batch size; canaries occupy slots of the batch
             cap = (min(cap, load.batch) if load.batch > 0 else cap) - load.canaries
         if self.beyond:
             cap += max(1, int(endpoint.max_batch * self.beyond))
         return cap if cap > 1 else 1
 
     def has_enough(self, endpoint: Endpoint) -> bool:
-        """Return whether a worker has too much work for a new request.
+        """Return whether a worker has too much work to get a new request.
 
-        It is busy, its unread prompts would take too long, or the current request does not fit into its KV cache.
+        This is the case if it is busy, if its prompts would take too long to prefill, or if the current request does
+        not fit into its KV cache.
         """
         return self.busy(endpoint) or self._reads_too_long(endpoint) or self.lacks_blocks(endpoint)
 
@@ -148,21 +157,22 @@ class LoadMonitor:
         return unread > limit * endpoint.ranks
 
     def lacks_blocks(self, endpoint: Endpoint) -> bool:
-        """Return whether a worker is known to lack the KV blocks for the current request."""
+        """Return whether a worker is known to have too few KV blocks for the current request."""
         return self.asked is not NOTHING and not self.holds(endpoint, self.asked)
 
     def holds(self, endpoint: Endpoint, wanted: RequiredRoom) -> bool:
-        """Return whether a DP rank of a worker has the KV blocks for a request, beside its present requests, which grow.
+        """Return whether some DP rank of a worker has enough KV blocks for a request, beside its present requests, which
+        grow.
 
-        A rank without requests always accepts. If other frontends have requests there, or a canary runs, its last reported usage
-        counts when that is larger.
+        A rank without requests always has enough. If other frontends have requests there, or a canary runs, the
+        rank's last reported usage is used when it is larger than this frontend's count.
         """
         need, ranks, slots = -(-wanted.held // endpoint.block_tokens), endpoint.ranks, self.slots
         reported = self.plane.load_by_rank(endpoint.worker)
         external = self.plane.external_load(endpoint.worker)
         shared = external is not None and external.running + external.waiting > 0
         answer = self.lengths.known(endpoint.model) if self.limits.answers_grow else 0.0
-        growth = 1 + answer / 2 / endpoint.block_tokens  # 1: the block that is not full yet
+        growth = 1 + answer / 2 / endpoint.block_tokens  # plus 1 for the block that is not full yet
         for rank, holder in enumerate(endpoint.holders):
             load = reported[rank] if rank < len(reported) else None
             total = load.kv_total if load is not None else endpoint.joined.profile.kv_blocks // ranks
@@ -180,7 +190,7 @@ class LoadMonitor:
         return False
 
     def busy(self, endpoint: Endpoint) -> bool:
-        """Return whether all DP ranks of a worker exceed a threshold."""
+        """Return whether all DP ranks of a worker exceed a threshold. Return False if no threshold applies."""
         thresholds = self._in_force(endpoint.model)
         return bool(thresholds) and all(
             rank is not None and rank.busy(thresholds) for rank in self.ranks(endpoint)
@@ -192,7 +202,7 @@ class LoadMonitor:
         return self.thresholds(model) if self.limits.by_thresholds else NEVER
 
     def ranks(self, endpoint: Endpoint) -> Iterator[RankLoadSeen | None]:
-        """Yield the known load of each of a worker's DP ranks; None if nothing is known."""
+        """Yield the known load of each DP rank of a worker, or None for a rank without any data."""
         reported, profile = self.plane.load_by_rank(endpoint.worker), endpoint.joined.profile
         for rank, holder in enumerate(endpoint.holders):
             ours = self.slots.work(holder, now=self.now())
@@ -209,7 +219,7 @@ class LoadMonitor:
             )
 
     def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
-        """Return the unread prompt tokens of requests at a worker, per DP rank."""
+        """Return, for each DP rank of a worker, the prompt tokens to prefill that this frontend counts there."""
         if not self.slots.paced:  # a choice may need this for a thousand workers
             return [load.reading_tokens for load in self.slots.rank_loads(endpoint.holders)]
         now = self.now()
@@ -218,16 +228,16 @@ class LoadMonitor:
     # --- all workers of a model -----------------------------------------------------------------------------
 
     def thresholds(self, model: str) -> BusyThresholds:
-        """Return the busy thresholds of a model: those set by operators, and the settings where these are unset."""
+        """Return the busy thresholds of a model. Operators' thresholds replace those of the settings one by one."""
         default = self.limits.thresholds if self.limits.by_thresholds else NEVER
         given = self.table.thresholds.get(model)
         return default if given is None else given.over(default)
 
     def overloaded(self, model: str) -> bool:
-        """Return whether all of a model's usable workers (at least one) are busy by the thresholds.
+        """Return whether all of a model's usable workers are busy by the thresholds. Return False if no worker is usable.
 
-        With a thousand workers the check takes 10 ms, and a positive result is cached for a fifth of a second, so that a burst
-        of requests does not wait for it.
+        With a thousand workers the check takes 10 ms. A positive result is cached for a fifth of a second, so that a
+        burst of requests does not repeat the check.
         """
         if not self.decides:
             return False
@@ -241,21 +251,21 @@ class LoadMonitor:
         return full
 
     def serving(self, endpoints: Iterable[Endpoint]) -> list[Endpoint]:
-        """Return the endpoints that can get requests: in service and connected."""
+        """Return the endpoints that can get requests, because they are in service and connected."""
         reachable = self.plane.reachable
         return [one for one in endpoints if one.routable and reachable(one.worker, one.instance)]
 
     def weight(self, model: str, lineage: Lineage) -> float:
-        """Return the total weight of a model's workers of this lineage that can get requests."""
+        """Return the total weight of the model's workers of this lineage that can get requests."""
         group = self.table.group(model, lineage)
         return sum(one.weight for one in self.serving(group.endpoints if group is not None else ()))
 
     @property
     def servable(self) -> bool:
-        """Whether any request could be served now."""
+        """Whether some worker could serve a request now."""
         return bool(self.serving(self.table.endpoints.values()))
 
     def roll(self) -> list[dict[str, object]]:
-        """Return the state of each worker for /health."""
+        """Return the state of each worker, for /health."""
         reachable = self.plane.reachable
         return [one.shown(reachable(one.worker, one.instance)) for one in self.table.endpoints.values()]

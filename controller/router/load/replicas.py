@@ -1,14 +1,14 @@
 """Replicates in-flight requests between frontends, so that each slot tracker contains all of them.
 
-    ours     tracker ──▶ events ──▶ batches                                      numbered per frontend process
-    theirs   batch, the next one ──▶ tracker
-             batch, beyond the next ──▶ tracker, as far as possible, and a `ResendRequest`   batches were lost
-             the first of a full state ──▶ drop that frontend's earlier requests ──▶ tracker
+    ours     tracker ──▶ events ──▶ messages, numbered per frontend process
+    theirs   the next message ──▶ tracker
+             a message beyond the next: messages were lost ──▶ tracker, as far as possible, and a `ResendRequest`
+             the first message of a full state ──▶ drop that frontend's earlier requests ──▶ tracker
              silence ──▶ drop the frontend, once it is no longer a peer
 
-A frontend starts without the requests of the others. It requests their full states, which arrive within a moment. Requests
-that are never freed are removed by the tracker's own guard. No I/O: `adapters.slot_sync` transports messages and supplies the
-time.
+A message is a `SlotBatch` of events. A frontend starts without the requests of the others. It requests their full
+states, which arrive within a moment. The tracker itself removes requests that are never freed. This module does no
+I/O: `adapters.slot_sync` transports the messages and supplies the time.
 """
 
 from collections import deque
@@ -20,17 +20,18 @@ from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import ActiveSequences, Request, RequestId
 from events import slot_messages as slot
 
-SILENT_S = 3.5  # tolerates the loss of three heartbeat batches
-AGAIN_S = 1.0  # minimum interval between full states, and between requests for one
-WAITING_MAX = 65_536  # unsent events; beyond this the full state is sent instead
+# seconds after which a frontend counts as silent, so that three heartbeat messages may be lost
+SILENT_S = 3.5
+AGAIN_S = 1.0  # shortest time in seconds between two full states, and between two requests for one
+WAITING_MAX = 65_536  # largest number of unsent events; beyond it the full state is sent instead
 
 
 @dataclass(slots=True)
 class _Other:
-    """One process of another frontend."""
+    """One process of another frontend, and the number of its next message."""
 
     life: str
-    next: int  # number of its next batch
+    next: int  # number of its next message
     heard: float
     complete: bool
     asked: float = -inf
@@ -38,17 +39,17 @@ class _Other:
 
 @dataclass(eq=False, repr=False)
 class Replicas:
-    """Keeps one frontend's slot tracker in step with the others'."""
+    """Keeps the slot tracker of one frontend up to date with the requests of all other frontends."""
 
     frontend: str
-    life: str  # of this process
+    life: str  # id of this process
     slots: ActiveSequences
-    on_event: Callable[[], None] = lambda: None  # called for each new event to send
-    gaps: int = 0  # number of times that batches of another frontend were lost
+    on_event: Callable[[], None] = lambda: None  # called for each new event that must be sent
+    gaps: int = 0  # times at which messages of another frontend were lost
     _others: dict[str, _Other] = field(default_factory=dict)
     _waiting: deque[slot.SlotEvent] = field(default_factory=deque)
     _number: int = 0
-    _whole: bool = False  # the full state is to be sent
+    _whole: bool = False  # whether the full state must be sent
     _full_sent: float = -inf
 
     def __post_init__(self) -> None:
@@ -56,26 +57,26 @@ class Replicas:
 
     @property
     def waiting(self) -> int:
-        """Number of unsent events."""
+        """Number of events that were not sent yet."""
         return len(self._waiting)
 
     @property
     def others(self) -> dict[str, bool]:
-        """The other frontends, and whether all their in-flight requests are known."""
+        """For each other frontend, whether all its in-flight requests are known."""
         return {name: other.complete for name, other in self._others.items()}
 
     # --- this frontend's requests ---------------------------------------------------------------------------
 
     def added(self, request: RequestId, entry: Request) -> None:
-        """Record the start of one of this frontend's requests."""
+        """Record for the other frontends the start of one of this frontend's requests."""
         self._note(_added(request, entry, entry.since))
 
     def read(self, request: RequestId) -> None:
-        """Record that the prompt of a request has been read."""
+        """Record for the other frontends that the prompt of a request is prefilled."""
         self._note(slot.Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
-        """Record the end of a request."""
+        """Record for the other frontends the end of a request."""
         self._note(slot.Freed(_name(request)))
 
     def _note(self, event: slot.SlotEvent) -> None:
@@ -85,19 +86,19 @@ class Replicas:
         self.on_event()
 
     def lost(self) -> None:
-        """Handle events that could not be sent or may not have arrived: the full state is sent to all frontends later."""
+        """Schedule the full state for all frontends, because events could not be sent or may not have arrived."""
         self._waiting.clear()
-        self._number += 1  # no other frontend is in step any more
+        self._number += 1  # so that every other frontend detects a lost message
         self._whole = True
 
     def due(self, now: float) -> bool:
-        """Return whether there is more to send than a heartbeat."""
+        """Return whether events or the full state must be sent now. A heartbeat alone is not due."""
         return bool(self._waiting) or (self._whole and now - self._full_sent >= AGAIN_S)
 
     def batches(self, now: float) -> Iterator[slot.SlotBatch]:
-        """Yield the batches to send now: at least one, which may have no events (a heartbeat)."""
+        """Yield the messages to send now: at least one, which is a heartbeat if it has no events."""
         number = self._number
-        while self._waiting:  # first, so that frontends in step need not discard their copy
+        while self._waiting:  # first, so that frontends without losses need not discard their copy
             yield self._batch(False)
         if self._whole and now - self._full_sent >= AGAIN_S:
             self._whole, self._full_sent = False, now
@@ -105,7 +106,7 @@ class Replicas:
             yield self._batch(True)
         while self._waiting:
             yield self._batch(False)
-        if self._number == number:  # nothing was sent: a heartbeat
+        if self._number == number:  # nothing was sent, so a heartbeat follows
             yield self._batch(False)
 
     def _batch(self, whole: bool) -> slot.SlotBatch:
@@ -123,7 +124,7 @@ class Replicas:
     # --- other frontends' requests -----------------------------------------------------------------------------
 
     def take(self, message: slot.SlotBatch | slot.ResendRequest, now: float) -> slot.ResendRequest | None:
-        """Apply a message of another frontend. Return a request for its full state if batches were lost."""
+        """Apply a message of another frontend. Return a request for its full state if messages were lost, otherwise None."""
         if message.frontend == self.frontend:  # our own message
             return None
         if isinstance(message, slot.ResendRequest):
@@ -171,15 +172,18 @@ class Replicas:
             )
 
     def request_all(self) -> slot.ResendRequest:
-        """Return the request for the full state of every frontend. It is sent when this frontend subscribes or resubscribes."""
+        """Return a request for the full state of every frontend.
+
+        It is sent when this frontend subscribes or resubscribes.
+        """
         for other in self._others.values():
             other.complete = False
         return slot.ResendRequest(self.frontend)
 
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
-        """Drop and return the frontends that were silent for long and are no longer peers.
+        """Drop the frontends that were silent for SILENT_S and are no longer peers. Return their names.
 
-        Call it only if this frontend has listened all that time.
+        Must be called only if this frontend was subscribed all that time.
         """
         gone = [
             name for name, other in self._others.items() if now - other.heard > SILENT_S and name not in peers
@@ -198,7 +202,7 @@ def _name(request: RequestId) -> int | str:
 def _added(request: RequestId, entry: Request, now: float) -> slot.Added:
     """Return the event that reports one of this frontend's requests.
 
-    A request with more blocks than a message may have is reported as if it shared none.
+    A request with more blocks than fit into a message is reported as if none of its blocks were shared.
     """
     small = len(entry.blocks) <= slot.BLOCKS_MAX
     return slot.Added(

@@ -1,12 +1,14 @@
 """Filters the workers that may take a request. Filter, score and pick are the stages of the selection.
 
-    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room
-             shared by all frontends (`Headroom`); if any that remain sent a message recently, only those
-    score    here without cached prefixes: (requests in flight + 1, and tokens) / weight; lower is better
-    pick     the lowest; among equals the one picked longest ago
+Filter, score and pick are the stages of the selection:
 
-Each reason for finding no worker is a separate error, because clients get different responses. `selector` scores and picks
-with cached prefixes, and in other modes.
+    filter   of a model's endpoints, or of those of one lineage: routable, reachable, not tried by this request, local breaker
+             not open, with headroom (`Headroom`); if some of these have sent a message recently, only those
+    score    in this module without cached prefixes: (requests in flight + 1, and tokens) / weight; lower is better
+    pick     the lowest score; among equal scores the endpoint picked longest ago
+
+Each reason for finding no worker is a separate error, because clients get different responses. `selector` scores and
+picks with cached prefixes, and in other modes.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -20,10 +22,11 @@ from controller.router.load.monitor import LoadMonitor
 from events.errors import HoldfastError
 from events.wire import Load
 
-ROOM_LOOKS = 8  # endpoints checked for room before all are
-WEIGHT_MIN = 1e-6  # an endpoint of weight 0 costs as much as one of this weight
-TOKENS_PER_REQUEST = 4096  # tokens in flight that weigh as much as one more request
-MANY = 1 << 30  # frontends: each may have at most one request beyond a worker's free room
+ROOM_LOOKS = 8  # endpoints checked for room before all endpoints are checked
+WEIGHT_MIN = 1e-6  # an endpoint of a lower weight costs as much as one of this weight
+TOKENS_PER_REQUEST = 4096  # number of tokens in flight that cost as much as one more request
+# number of frontends with which each may have at most one request beyond a worker's free slots
+MANY = 1 << 30
 
 
 class NoWorker(HoldfastError):
@@ -81,11 +84,11 @@ class AllClosed(NoWorker):
 
 
 class Headroom(Enum):
-    """The room that a worker must have for one more request."""
+    """The capacity that a worker must have to get one more request."""
 
-    FRESH = "fresh"  # a new request: below the frontends' cap as well
-    HELD = "held"  # a request that has begun: below what the worker registered it can hold
-    NONE = "none"  # none: nothing is sent
+    FRESH = "fresh"  # for a new request: below the frontends' cap and below the worker's registered limit
+    HELD = "held"  # for a request that has begun: below the worker's registered limit
+    NONE = "none"  # no capacity, because nothing is sent
 
 
 _HELD, _NONE = Headroom.HELD, Headroom.NONE  # looking up an enum member takes as long as a call
@@ -93,22 +96,23 @@ _HELD, _NONE = Headroom.HELD, Headroom.NONE  # looking up an enum member takes a
 
 @dataclass(slots=True)
 class Rules:
-    """The current inputs of filter and score: connections, load and limits."""
+    """The inputs of filter and score besides the endpoints: connections, load and limits."""
 
     plane: ConnectedWorkers
     load: LoadMonitor
     barred: Container[Key] = ()  # endpoints that this frontend's own breakers reject
-    frontends: int = 1  # that serve now, including this one; `MANY`: no frontend waits for another's share
-    contenders: Mapping[str, int] = field(default_factory=dict)  # by model, frontends with waiting requests
+    frontends: int = 1  # number of frontends that serve now, with this one; `MANY`: see there
+    # by model, the number of frontends with waiting requests
+    contenders: Mapping[str, int] = field(default_factory=dict)
 
 
 class Picker:
-    """Picks endpoints. Its only state is when each was last picked."""
+    """Picks endpoints for requests without a prompt to score. Remembers when each endpoint was last picked."""
 
     def __init__(self) -> None:
-        self._turn = 0
-        self._looked_at = 0  # index of the first endpoint that was last checked for room
-        self._last: dict[Key, int] = {}
+        self._turn = 0  # number of picks
+        self._looked_at = 0  # index of the first endpoint in the last check for room
+        self._last: dict[Key, int] = {}  # number of the last pick of each endpoint
 
     def pick(
         self,
@@ -117,14 +121,18 @@ class Picker:
         tried: Collection[Key] = (),
         room: Headroom = Headroom.FRESH,
     ) -> Endpoint:
-        """Return the best endpoint. Raise the errors of `Filter.left`."""
+        """Return the endpoint of the lowest cost that passes the filter.
+
+        Raise the errors of `Filter.left` if none passes.
+        """
         left = Filter(endpoints, rules, tried, room).left()
         return self._record(left[min(self._ranked(left, rules))[2]])
 
     def room(self, endpoints: Sequence[Endpoint], rules: Rules) -> Endpoint:
-        """Return an endpoint with room for one more request. Raise the errors of `pick`.
+        """Return an endpoint with room for one more request. Raise the errors of `Filter.left` if no endpoint has room.
 
-        It is the best of the next few in rotation. All are considered only if none of these has room.
+        The result is the best of the next few endpoints in rotation. All endpoints are considered only if none of
+        these has room.
         """
         among, size, few = Filter(endpoints, rules), len(endpoints), endpoints
         if size > ROOM_LOOKS:
@@ -136,14 +144,14 @@ class Picker:
         return self.pick(endpoints, rules)
 
     def _ranked(self, endpoints: Sequence[Endpoint], rules: Rules) -> list[tuple[float, int, int]]:
-        """Return each endpoint's cost, last turn and index."""
+        """Return the cost, the last pick and the index of each endpoint."""
         last, external_load, ranked = self._last, rules.plane.external_load, []
         for index, endpoint in enumerate(endpoints):
             ranked.append((cost(endpoint, external_load(endpoint.worker)), last.get(endpoint.key, 0), index))
         return ranked
 
     def _record(self, endpoint: Endpoint) -> Endpoint:
-        """Record that this endpoint was picked."""
+        """Record that this endpoint was picked, and return it."""
         self._turn += 1
         self._last[endpoint.key] = self._turn
         return endpoint
@@ -153,8 +161,8 @@ class Picker:
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 
-class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
-    """Decides which of a model's endpoints may take one request: all at once, or one at a time.
+class Filter(msgspec.Struct, eq=False):  # a struct is fast to create, and each request makes two
+    """Decides which of a model's endpoints may take one request: all at once (`left`), or one at a time (`fits`).
 
     If the best endpoint is already known, a single check is enough.
     """
@@ -163,12 +171,12 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
     rules: Rules
     tried: Collection[Key] = ()
     room: Headroom = Headroom.FRESH
-    tokens: int = 0  # of the prompt and the longest answer: a worker's context must hold them
+    tokens: int = 0  # tokens of the prompt and the longest answer, which must fit into a worker's context
 
     def left(self) -> list[Endpoint]:
-        """Return the endpoints that remain, at least one.
+        """Return the endpoints that may take the request, at least one.
 
-        Raise NotServed, NoneRoutable, NoneReachable, AllTried, AllBusy or AllClosed.
+        Raise NotServed, NoneRoutable, NoneReachable, AllTried, AllBusy or AllClosed if no endpoint may.
         """
         plane = self.rules.plane
         reachable = [
@@ -185,7 +193,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         return [one for one in free if plane.recently_heard(one.worker, one.instance)] or free
 
     def fits(self, endpoint: Endpoint) -> bool:
-        """Return whether an endpoint may take the request, even if others are better."""
+        """Return whether an endpoint may take the request, whether or not others are better."""
         rules, key = self.rules, endpoint.key
         return (
             endpoint.weight > 0.0
@@ -197,12 +205,12 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         )
 
     def has_room(self, endpoint: Endpoint) -> bool:
-        """Return whether there is room for one more request.
+        """Return whether an endpoint has the required headroom for one more request.
 
-        The worker's own limit is never exceeded. Below it, each frontend may always fill its share of the cap. If requests wait
-        at several frontends, none takes more than its share of the worker: otherwise a frontend that came late would wait for
-        those that notice freed room first. The load check comes last: in an overload nearly all workers are full by the counts,
-        and checking the KV blocks of each would take most of a frontend's time.
+        The worker's registered limit is never exceeded. Below it, each frontend may always fill its share of the cap.
+        If requests wait at several frontends, none takes more than its share of the worker. Otherwise a frontend that
+        came late would wait for those that notice free slots first. The load check comes last: in an overload nearly
+        all workers are full by the counts, and checking the KV blocks of each would take most of a frontend's time.
         """
         own, rules, holds = endpoint.active + endpoint.kept.requests, self.rules, endpoint.holds
         external = rules.plane.external_load(endpoint.worker)
@@ -228,7 +236,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         return AllClosed(wait_s) if wait_s else AllBusy()
 
     def _why_none(self, reachable: Sequence[Endpoint]) -> NoWorker:
-        """Return the error for the last stage that left any endpoint."""
+        """Return the error for the last filter stage that some endpoint passed."""
         if not self.all:
             return NotServed()
         if not reachable:
@@ -237,10 +245,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
 
 def cost(endpoint: Endpoint, external: Load | None) -> float:
-    """Return a measure of how long a request would wait there: behind this frontend's requests, counted exactly, and others'.
+    """Return the load at an endpoint per weight, which measures how long a request would wait there.
 
-    The total load that workers report is not compared. Reports are delayed, and all frontends would send to the worker with
-    the oldest report.
+    The load is this frontend's requests, counted exactly, plus the external load. The total load that workers report
+    is not used, because reports are delayed, and all frontends would send to the worker with the oldest report.
     """
     active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:

@@ -43,7 +43,7 @@ import numpy as np
 from controller.router.index.index import Matches
 from controller.router.load.active_sequences import Floats
 
-TEMPERATURE_MIN = 1e-6  # below this, practically only the lowest is drawn
+TEMPERATURE_MIN = 1e-6  # below this temperature, practically only the lowest cost is drawn
 
 Value: TypeAlias = Any
 """A number of one candidate, or a column with one for each candidate."""
@@ -51,19 +51,20 @@ Value: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """The weights of the cost terms, and how sharply the lowest cost is preferred. A request may have its own."""
+    """The weights of the cost terms, and how sharply the lowest cost is preferred. A request may override them."""
 
-    overlap_credit: float = 1.0  # credit for a block that is already on the device
-    credit_decay: float = 0.0  # reduction of the credit with the unread prompts of the worker; 0: none
-    prefill_scale: float = 1.0  # weight of prompt blocks to read, against blocks in use
-    request_weight: float = 0.0  # blocks added per request in flight
-    request_tokens: float = 0.0  # prompt tokens added per request in flight
-    recent_weight: float = 0.0  # weight of recently sent prompt tokens, relative to unread ones
+    overlap_credit: float = 1.0  # credit for a block that the device has cached
+    # how much the credit shrinks on a worker with more prompt tokens to prefill; 0 if it does not shrink
+    credit_decay: float = 0.0
+    prefill_scale: float = 1.0  # weight of prompt blocks to prefill, relative to blocks in use
+    request_weight: float = 0.0  # blocks added to the cost per request in flight
+    request_tokens: float = 0.0  # prompt tokens added to the cost per request in flight
+    recent_weight: float = 0.0  # weight of recently sent prompt tokens, relative to tokens to prefill
     host_weight: float = 0.75  # credit for a block in host memory
     disk_weight: float = 0.25  # credit for a block on disk
     track_prefill: bool = True  # count unread prompt tokens
     track_blocks: bool = True  # count blocks in use
-    temperature: float = 0.0  # of the random choice; 0: always the lowest cost
+    temperature: float = 0.0  # of the random choice; 0 always chooses the lowest cost
 
 
 USUAL = Pricing(overlap_credit=5.0, prefill_scale=20.0, request_tokens=512.0, recent_weight=0.1)
@@ -74,7 +75,9 @@ routing`). A hit is worth more than the time it saves, because a second copy evi
 
 
 class ScoredPrompt(msgspec.Struct):
-    """The prompt to place: its length, the sequence hashes of its full blocks, and the ranks that have them cached."""
+    """A prompt to be scored: its length, the sequence hashes of its full blocks, and the ranks that have blocks of it
+    cached.
+    """
 
     tokens: int  # at least 1
     block_tokens: int
@@ -83,51 +86,51 @@ class ScoredPrompt(msgspec.Struct):
 
     @property
     def required_blocks(self) -> int:
-        """Number of blocks of the prompt; the last may be partial."""
+        """Number of blocks of the prompt, rounded up, because the last block may be partial."""
         return -(-self.tokens // self.block_tokens)
 
 
 class Terms(msgspec.Struct, kw_only=True):
-    """The cost term by term, of one candidate or, as columns, of all. In blocks unless noted.
+    """The cost term by term: of one candidate as numbers, or of all candidates as columns. In blocks unless noted.
 
-    Explanations return it, so its field names are part of the API.
+    Explanations contain these terms, so the field names are part of the API.
     """
 
-    active_prefill_tokens: Value  # unread there, without this prompt
-    prefill: Value = 0.0  # to be read there including this prompt, as if nothing were cached
-    device: Value  # of this prompt, already on the device
-    host: Value  # further blocks of it, in host memory
-    disk: Value  # further blocks of it, on disk
-    sharers: Value  # requests in flight there that use all of its blocks cached there
+    active_prefill_tokens: Value  # prompt tokens to prefill at the candidate, without this prompt
+    prefill: Value = 0.0  # blocks to prefill with this prompt, as if none of it were cached
+    device: Value  # blocks of this prompt that the device has cached
+    host: Value  # further blocks of this prompt, in host memory
+    disk: Value  # further blocks of this prompt, on disk
+    sharers: Value  # requests in flight at the candidate that use all of its cached blocks of this prompt
     decay: Value = 1.0
     credit: Value = 0.0
-    copy: float = 0.0  # cost of one more copy of this prompt
+    copy: float = 0.0  # cost of one more copy of this prompt's blocks in a cache
     adjusted_prefill: Value = 0.0
-    waiting: Value = 0.0  # cost of what is to be read there, with the tokens added for requests in flight
-    active: Value  # in use there, without this prompt
-    shared: Value  # of this prompt, already in use there
-    others: Value  # in use there by other frontends that do not report to us
+    waiting: Value = 0.0  # cost of the prompts to prefill, with the tokens added for requests in flight
+    active: Value  # blocks in use at the candidate, without this prompt
+    shared: Value  # blocks of this prompt that are already in use there
+    others: Value  # blocks in use there by other frontends that do not report to our tracker
     decode: Value = 0.0
     kept: Value = 0.0  # the part of `decode` that counts
-    requests: Value  # in flight
+    requests: Value  # number of requests in flight
     lately: Value  # prompt tokens sent there recently, with exponentially decaying weight
-    in_flight: Value = 0.0  # additional cost of requests in flight
-    weight: Value  # of the worker
+    in_flight: Value = 0.0  # additional blocks for requests in flight
+    weight: Value  # weight of the worker
 
     @property
     def cost(self) -> float:
-        """The cost of one candidate: its total work per weight."""
+        """The cost of one candidate: the sum of its counted terms, divided by its weight."""
         work: float = self.waiting + self.kept + self.in_flight
         return work / self.weight if self.weight > 0 else inf
 
     def at(self, index: int) -> "Terms":
-        """Return the terms of one candidate from columns."""
+        """Return the terms of the candidate at this index, taken from columns."""
         size = self.weight.shape
         found = {name: np.broadcast_to(column, size)[index].item() for name, column in self._each()}
         return Terms(**{name: int(one) if name in _COUNTS else one for name, one in found.items()})
 
     def shown(self) -> dict[str, float]:
-        """Return all terms by name, the cost last."""
+        """Return all terms by name, and the cost as the last entry."""
         return {**dict(self._each()), "cost": self.cost}
 
     def _each(self) -> list[tuple[str, Value]]:
@@ -149,10 +152,10 @@ def costs(
     candidates: Iterable[CandidateLoad],
     terms: Terms | None = None,
 ) -> list[Value]:
-    """Return the cost of a prompt on each candidate.
+    """Return the cost of a prompt at each candidate.
 
-    With `terms`, the only entry of `candidates` has columns with the values of all. `terms` provides the blocks on slower
-    tiers, and its derived terms are filled in.
+    If `terms` is given, the only entry of `candidates` consists of columns with the values of all candidates. `terms`
+    then provides the blocks on slower tiers, and its derived terms are filled in.
     """
     tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
     tracked, scale = pricing.track_prefill, pricing.prefill_scale
@@ -188,9 +191,9 @@ def costs(
 
 
 def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
-    """Return the cost of a prompt on each candidate, as columns, and fill in the derived terms.
+    """Return the cost of a prompt at each candidate as a column, and fill in the derived terms.
 
-    Candidates of weight 0 cost infinity. Raise ValueError for an empty prompt.
+    A candidate of weight 0 costs infinity. Raise ValueError for an empty prompt.
     """
     tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
     if tokens < 1:
@@ -207,15 +210,16 @@ def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
 
 
 def per_weight(work: Floats, weights: Floats) -> Floats:
-    """Return the cost of work on workers of these weights; infinity for weight 0."""
+    """Return `work` divided by the weights of the workers, or infinity for weight 0."""
     return np.divide(work, weights, out=np.full_like(work, np.inf), where=weights > 0)
 
 
 def pick_lowest(costs: Floats, temperature: float, draw: float) -> int:
-    """Return the index of the cost that is picked. `draw`: a random number, at least 0 and below 1.
+    """Return the index of the cost that is picked. `draw` is a random number, at least 0 and below 1.
 
-    Temperature 0: the lowest; exact ties are drawn with equal chances. Above: each with a probability proportional to
-    exp(-(cost - lowest) / ((highest - lowest) · temperature)); never an infinite cost, unless all are.
+    At temperature 0 the lowest cost is picked, and exact ties are drawn with equal chances. At a higher temperature,
+    each cost is picked with a probability proportional to exp(-(cost - lowest) / ((highest - lowest) · temperature)).
+    An infinite cost is never picked, unless all costs are infinite.
     """
     lowest = costs.min()
     if temperature <= 0.0 or lowest == np.inf:

@@ -6,20 +6,21 @@
     round-robin    one after another, in proportion to the weights
     random         drawn, in proportion to the weights
 
-A candidate is a DP rank of a worker. This module draws no random numbers and reads no clock: the caller supplies both, so
-that the same history leads to the same choices.
+A candidate is a DP rank of a worker. This module draws no random numbers and reads no clock. The caller supplies
+both, so that the same history leads to the same choices.
 
     among = Filter(endpoints, rules, tried, room)
     choice = chooser.choose(among, prompt, mode=…, pricing=…, now=…, draw=…, others=…)              # raises the filter's errors
-    slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it leaves
+    slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it is sent
 
-The filter is applied only to the best few candidates, because filtering all takes longer than choosing. If none of these
-passes, the choice is repeated among the endpoints that pass.
+The filter is applied only to the best few candidates, because filtering all takes longer than choosing. If none of
+these passes, the choice is repeated among all endpoints that pass.
 
-Values that depend only on the endpoints (holders, rows of their loads) are cached between requests. This saves half of the
-25 µs that a choice of eight takes otherwise, and 12 ms among a thousand. Reported loads of others are cached for a moment.
-The costs of a handful of candidates are computed one by one with the same formula: a dozen sums over columns take longer.
-A choice of eight takes 12 µs this way, and 46 by columns (`python -m benchmarks choice`).
+Values that depend only on the endpoints (holders, rows of their loads) are cached between requests. This saves half
+of the 25 µs of a choice among eight workers, and 12 ms among a thousand. The external load that workers report is
+cached for REPORTS_S. The costs of a handful of candidates are computed one by one with the same formula, because a
+dozen sums over columns take longer. A choice among eight takes 12 µs one by one, and 46 µs by columns (`python -m
+benchmarks choice`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,19 +47,21 @@ from controller.router.selection.score import (
     score,
 )
 
-REPORTS_S = 0.02  # cache time of reported external load; workers report every 100 ms
-WEIGHTS_S = 0.02  # cache time of the fleet's weights; the filter checks the chosen worker's current weight
-KEPT_MAX = 64
-FEW = 16  # maximum candidates with costs computed one by one
-SMALL = 16  # largest group that is not cached; caching larger ones saves 250 of 400 µs among a thousand
-LOOKS = 8  # best candidates checked before all are filtered
-PAIRS = 2  # pairs drawn before all are filtered; a random number has digits for no more
+REPORTS_S = 0.02  # seconds for which reported external load is cached; workers report every 100 ms
+# seconds for which the fleet's weights are cached; the filter checks the chosen worker's current weight
+WEIGHTS_S = 0.02
+KEPT_MAX = 64  # largest number of cached sets of candidates, and of cached groups
+FEW = 16  # largest number of candidates for which costs are computed one by one
+# largest group of holders that is not cached; caching larger ones saves 250 of 400 µs among a thousand
+SMALL = 16
+LOOKS = 8  # number of best candidates that are checked before all are filtered
+PAIRS = 2  # pairs drawn before all are filtered, because a random number has digits for no more
 DRAWS = 4
-_MIXED = 1_000_000_007  # multiplier that derives another random number in 0…1 from one
+_MIXED = 1_000_000_007  # multiplier that derives another random number in 0…1 from a random number
 
 
 class Mode(StrEnum):
-    """How a worker is chosen."""
+    """The mode in which a worker is chosen."""
 
     KV = "kv"
     ROUND_ROBIN = "round-robin"
@@ -72,18 +75,19 @@ _KV = Mode.KV  # looking up an enum attribute takes 0.3 µs of the 12 µs of a c
 
 @dataclass(slots=True)
 class Candidates:
-    """Every rank of some endpoints, in their order, and the recently gathered external load."""
+    """The ranks of some endpoints as candidates of a choice, in the order of the endpoints, with cached values."""
 
-    endpoints: tuple[Endpoint, ...]  # each once
-    endpoint: Sequence[Endpoint]  # of each candidate
+    endpoints: tuple[Endpoint, ...]  # each endpoint once
+    endpoint: Sequence[Endpoint]  # the endpoint of each candidate
     holders: Sequence[WorkerRank]
-    loads: Sequence[RankLoad]  # live load of each, from the slot tracker
-    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]  # the same as tuples, if there are only a few
-    rows: Rows  # of the slot tracker
-    layout: int  # of the slot tracker's rows
-    at: Mapping[WorkerRank, int]  # index of each holder
+    loads: Sequence[RankLoad]  # live load of each candidate, from the slot tracker
+    # the same values as tuples, if there are at most FEW candidates; otherwise empty
+    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]
+    rows: Rows  # row of each candidate in the slot tracker
+    layout: int  # version of the slot tracker's rows
+    at: Mapping[WorkerRank, int]  # index of each holder among the candidates
     ranks: Floats  # number of ranks of each candidate's worker
-    caching: Floats  # 1: it has a prefix cache, and reports its content
+    caching: Floats  # 1 for a candidate that has a prefix cache and reports its content, otherwise 0
     groups: dict[int, tuple[tuple[WorkerRank, ...], Rows]] = field(default_factory=dict)
     reported_at: float = -inf
     external_requests: Floats = field(default_factory=lambda: np.zeros(0))
@@ -96,7 +100,7 @@ class Candidates:
 
     @classmethod
     def of(cls, endpoints: tuple[Endpoint, ...], slots: ActiveSequences) -> "Candidates":
-        """Return the candidates of these endpoints."""
+        """Return the ranks of these endpoints as candidates."""
         each = [(endpoint, holder) for endpoint in endpoints for holder in endpoint.holders]
         holders = [holder for _, holder in each]
         loads = slots.rank_loads(holders)
@@ -115,7 +119,7 @@ class Candidates:
         )
 
     def column(self, found: Mapping[WorkerRank, int]) -> Floats:
-        """Return the value of each candidate as a column, 0 if missing."""
+        """Return the value of each candidate as a column, with 0 for a candidate that is missing in `found`."""
         values = np.zeros(len(self))
         if isinstance(found, Depths):
             for group, depth in found.groups:
@@ -127,7 +131,10 @@ class Candidates:
         return values
 
     def _of(self, group: tuple[WorkerRank, ...]) -> Rows | list[int]:
-        """Return the candidates of a group. Those of a large one are cached: the index returns it for many prompts."""
+        """Return the indexes of a group's holders among the candidates.
+
+        The result for a large group is cached, because the index returns the same group for many prompts.
+        """
         if len(group) <= SMALL:
             return [self.at[holder] for holder in group if holder in self.at]
         kept = self.groups.get(id(group))
@@ -141,29 +148,29 @@ class Candidates:
 
 # Each request creates one; a dataclass takes three times as long.
 class ScoringRequest(msgspec.Struct, eq=False):
-    """One request with its candidates, at one moment."""
+    """One request to score, with its candidates and the state at one moment."""
 
     candidates: Candidates
     prompt: ScoredPrompt
     pricing: Pricing
     slots: ActiveSequences
-    # source of external load, which is not in the tracker; None: there is none
+    # source of the external load, which is not in the slot tracker; None if no other load exists
     others: ConnectedWorkers | None
     now: float
     draw: float
-    among: Filter | None = None  # the filter to apply; None: all candidates fit
-    device: Sequence[float] | None = None  # blocks on each candidate's device, set by `costs_of_few`
-    columns: tuple[Terms, Floats] | None = None  # the terms and costs of all, once computed
+    among: Filter | None = None  # the filter to apply; None if all candidates may be used
+    device: Sequence[float] | None = None  # number of cached blocks of each candidate, set by `costs_of_few`
+    columns: tuple[Terms, Floats] | None = None  # terms and costs of all candidates, once computed
 
     def fits(self, index: int) -> bool:
-        """Return whether a candidate's endpoint passes the filter."""
+        """Return whether a candidate's endpoint passes the filter, if a filter is set."""
         return self.among is None or self.among.fits(self.candidates.endpoint[index])
 
     def costs_of_few(self) -> list[float] | None:
-        """Return the cost at each candidate, computed one by one; None if the columns are required.
+        """Return the cost of each candidate, computed one by one, or None if the costs must be computed as columns.
 
-        They are required for more than a handful of candidates, blocks on slower tiers, prompts that shrink with time, and a
-        credit that decays.
+        Columns are required for more than FEW candidates, for blocks on slower tiers, for prompts that shrink with
+        time, and for a credit that decays.
         """
         candidates, prompt, pricing, slots = self.candidates, self.prompt, self.pricing, self.slots
         found = prompt.matches
@@ -201,19 +208,19 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
     @property
     def terms(self) -> Terms:
-        """The terms of the costs of all candidates."""
+        """The cost terms of all candidates."""
         return (self.columns or self._score())[0]
 
     @property
     def costs(self) -> Floats:
-        """The cost at each candidate: computed once, even if the load changes meanwhile."""
+        """The cost of each candidate. Computed once, even if the load changes meanwhile."""
         return (self.columns or self._score())[1]
 
     def _score(self) -> tuple[Terms, Floats]:
-        """Compute the cost at each candidate.
+        """Compute the terms and the cost of each candidate as columns.
 
-        If prefixes are cached, blocks in use count as already cached. They will be by the time this prompt is read, and so
-        requests with the same beginning stay together before an event reports it.
+        If a worker caches prefixes, blocks in use there count as cached, because they will be cached when this prompt
+        is prefilled. So requests with the same beginning stay together, even before a KV event reports the blocks.
         """
         candidates, prompt = self.candidates, self.prompt
         found, (shared, sharers) = prompt.matches, self.slots.shared(prompt.blocks, candidates.rows)
@@ -241,7 +248,7 @@ class ScoringRequest(msgspec.Struct, eq=False):
 
     @property
     def weights(self) -> Floats:
-        """The fleet's weight of each candidate's worker, at most `WEIGHTS_S` old."""
+        """The fleet's weight of each candidate's worker, at most WEIGHTS_S old."""
         candidates = self.candidates
         if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
             weights = [endpoint.weight for endpoint in candidates.endpoint]
@@ -249,11 +256,11 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return candidates.weights
 
     def weight(self, index: int) -> float:
-        """Return the fleet's current weight of a candidate's worker: above 0, or the filter would reject it."""
+        """Return the fleet's current weight of a candidate's worker, at least WEIGHT_MIN."""
         return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
 
     def external(self) -> tuple[Floats, Floats]:
-        """Return the external requests and tokens at each candidate, at most `REPORTS_S` old."""
+        """Return the external requests and tokens of each candidate, at most REPORTS_S old."""
         candidates = self.candidates
         if self.others is None:
             return np.zeros(len(candidates)), np.zeros(len(candidates))
@@ -264,7 +271,10 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return candidates.external_requests, candidates.external_tokens
 
     def external_at(self, index: int) -> tuple[float, float]:
-        """Return the external requests and tokens at a candidate: as reported for its rank, or an equal share of the worker's."""
+        """Return the external requests and tokens of one candidate.
+
+        They are reported for its rank, or an equal share of what its worker reports.
+        """
         if self.others is None:
             return 0.0, 0.0
         endpoint, ranks = self.candidates.endpoint[index], self.candidates.endpoint[index].ranks
@@ -277,33 +287,38 @@ class ScoringRequest(msgspec.Struct, eq=False):
         return (whole.running + whole.waiting) / ranks, whole.active_tokens / ranks
 
     def in_flight(self, index: int) -> float:
-        """Return the requests in flight at a candidate, with its share of those admitted for its worker but not sent."""
+        """Return the requests in flight at a candidate, with its share of those that are admitted for its worker but not
+        sent.
+        """
         endpoint, load = self.candidates.endpoint[index], self.candidates.loads[index]
         return len(load.requests) + endpoint.kept.requests / endpoint.ranks + self.external_at(index)[0]
 
 
 class Selection(msgspec.Struct, eq=False):
-    """The chosen candidate, and the request's cached blocks there. Do not store it: it holds the costs of all candidates."""
+    """The chosen candidate, and the number of the prompt's blocks cached there.
+
+    Do not store this object, because it holds the costs of all candidates.
+    """
 
     endpoint: Endpoint
     holder: WorkerRank
     mode: Mode
     request: ScoringRequest
-    overlap_blocks: float  # blocks of its prompt cached there; those on slower tiers count in part
+    overlap_blocks: float  # number of prompt blocks cached there; a block on a slower tier counts in part
     index: int
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that must be read, for `ActiveSequences.add`; 0 if prompts are not tracked."""
+        """Number of prompt tokens to prefill, for `ActiveSequences.add`. 0 if the pricing does not track prompts."""
         prompt = self.request.prompt
         left = prompt.tokens - int(self.overlap_blocks * prompt.block_tokens)
         return left if left > 0 and self.request.pricing.track_prefill else 0
 
     def explain(self) -> list[tuple[WorkerRank, Terms]]:
-        """Return each candidate with its cost terms, the lowest cost first.
+        """Return each candidate with its cost terms, lowest cost first. Must be called before the request is counted.
 
-        Call it before anything is added to the tracker. It includes endpoints that a `Filter` would reject. In modes other
-        than kv the costs are those that kv would have used.
+        The result includes endpoints that a `Filter` would reject. In modes other than kv, the costs are those that
+        kv would use.
         """
         terms, holders = self.request.terms, self.request.candidates.holders
         order = np.argsort(self.request.costs, kind="stable").tolist()
@@ -311,16 +326,17 @@ class Selection(msgspec.Struct, eq=False):
 
 
 class Chooser:
-    """Chooses among candidates, for all models of a frontend."""
+    """Chooses a candidate for each request, for all models of a frontend. Keeps the state of the modes that rotate."""
 
     def __init__(self, slots: ActiveSequences) -> None:
         self._slots = slots
-        self._kept: dict[tuple[str, Lineage, int], Candidates] = {}  # candidates of recent requests
-        self._turn = 0  # turn counter of least-loaded
-        # last turn by the tracker's rows; a new holder of a row may inherit it
+        # candidates of recent requests, by model, lineage and number of endpoints
+        self._kept: dict[tuple[str, Lineage, int], Candidates] = {}
+        self._turn = 0  # number of picks of the mode least-loaded
+        # last pick by the tracker's rows; a new holder of a row may inherit the value
         self._last: Floats = np.zeros(0)
         self._due_now = 0.0  # virtual time of round-robin
-        self._due: dict[WorkerRank, float] = {}
+        self._due: dict[WorkerRank, float] = {}  # virtual time at which each holder is next in round-robin
 
     def choose(
         self,
@@ -333,15 +349,16 @@ class Chooser:
         pricing: Pricing = USUAL,
         others: ConnectedWorkers | None = None,
     ) -> Selection:
-        """Select a candidate for a request: one that passes the filter, or one of these endpoints (at least one).
+        """Choose a candidate for a request: one that passes the filter, or one of the given endpoints.
 
         Args:
-            among: a filter, or endpoints that all may be used.
+            among: a filter, or at least one endpoint; all given endpoints may be used.
             now: the slot tracker's time.
             draw: a random number, at least 0 and below 1.
-            others: source of the external load; None if no other frontend sends there, or the others report to our tracker.
+            others: source of the external load; None if no other frontend sends to these workers, or if the other frontends
+                report their requests to our tracker.
 
-        Raise ValueError for an empty prompt, and the errors of the filter.
+        Raise ValueError for an empty prompt, and the errors of the filter if no endpoint passes.
         """
         endpoints: Sequence[Endpoint]
         if isinstance(among, Filter):
@@ -351,7 +368,7 @@ class Chooser:
                 request = ScoringRequest(candidates, prompt, pricing, self._slots, others, now, draw, among)
                 if (index := self._pick(request, mode)) is not None:
                     return _chosen(request, mode, index)
-                draw = draw * _MIXED % 1.0  # its first digits have drawn candidates that do not fit
+                draw = draw * _MIXED % 1.0  # the first digits have drawn candidates that do not fit
             endpoints = among.left()
         else:
             endpoints = among
@@ -361,7 +378,7 @@ class Chooser:
         return _chosen(request, mode, index)
 
     def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
-        """Return the candidates of these endpoints (at least one), cached by model, lineage and their number."""
+        """Return the candidates of these endpoints (at least one), from the cache if the endpoints are the same."""
         endpoints = tuple(endpoints)
         name = (endpoints[0].model, endpoints[0].lineage, len(endpoints))
         kept = self._kept.get(name)
@@ -373,16 +390,16 @@ class Chooser:
         return kept
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop all endpoints except `keys`."""
+        """Drop the state of all endpoints except `keys`."""
         self._due = {holder: due for holder, due in self._due.items() if holder[:2] in keys}
         self._kept.clear()
 
-    # --- the modes: each returns the picked candidate's index, or None if its first few choices do not fit -------
+    # --- the modes: each returns the index of the picked candidate, or None if its first few choices do not fit
 
     def _pick(self, request: ScoringRequest, mode: Mode) -> int | None:
         if mode is _KV:
             pricing = request.pricing
-            if pricing.temperature > 0.0:  # may pick a higher cost too; all candidates fit
+            if pricing.temperature > 0.0:  # a candidate of higher cost may be picked; all candidates fit
                 return pick_lowest(request.costs, pricing.temperature, request.draw)
             few = request.costs_of_few() if request.among is not None else None
             return _lowest(request.costs.copy() if few is None else few, request)
@@ -413,10 +430,10 @@ class Chooser:
         return None
 
     def _next_in_turn(self, request: ScoringRequest) -> int | None:
-        """Return the candidate that is due first. Each pick delays a candidate by the inverse of its weight."""
+        """Return the candidate that is due first, or None. Each pick delays the candidate by the inverse of its weight."""
         holders, now, get = request.candidates.holders, self._due_now, self._due.get
         dues = [get(holder, now) for holder in holders]
-        # a candidate that was unavailable does not catch up on its missed turns
+        # a candidate that was unavailable does not catch up on its missed picks
         turns = np.where(request.weights > 0, np.maximum(dues, now), inf)
         for _ in range(min(LOOKS, len(turns))):
             index = int(turns.argmin())
@@ -429,7 +446,10 @@ class Chooser:
 
 
 def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
-    """Return the index of the lowest cost that fits. Ties are drawn with the remaining digits of the random number."""
+    """Return the index of the lowest cost that fits, or None.
+
+    Ties are drawn with the remaining digits of the random number.
+    """
     draw = request.draw
     for _ in range(min(LOOKS, len(costs))):
         ties: Sequence[int] | Rows = ()
@@ -451,7 +471,10 @@ def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
 
 
 def _less_loaded_of_two(request: ScoringRequest) -> int | None:
-    """Return the index of the less loaded of two drawn candidates that both fit; the first if they are equal."""
+    """Return the index of the less loaded of two drawn candidates that both fit, or None.
+
+    The first wins if both are equal.
+    """
     size, draw = len(request.candidates), request.draw
     if size == 1:
         return 0 if request.fits(0) else None
@@ -465,9 +488,9 @@ def _less_loaded_of_two(request: ScoringRequest) -> int | None:
 
 
 def _drawn(request: ScoringRequest) -> int | None:
-    """Return the index of a candidate that fits, drawn in proportion to the weights."""
+    """Return the index of a candidate that fits, drawn in proportion to the weights, or None if the first few do not fit."""
     sums, draw = np.cumsum(request.weights), request.draw
-    if sums[-1] <= 0.0:  # the cached weights are all 0: all workers came into service just now
+    if sums[-1] <= 0.0:  # the cached weights are all 0, because all workers came into service a moment ago
         sums = np.arange(1.0, len(sums) + 1)
     for _ in range(DRAWS):
         at = draw * sums[-1]
