@@ -1,35 +1,39 @@
-"""The cost of sending a request to a worker, in blocks of prompt to compute and of KV cache in use.
+"""The cost of a request at a worker, in blocks: prompt blocks to compute and KV blocks in use.
 
-    prefill  = (prompt tokens still to be read there + the prompt's own) / block tokens
-    credit   = overlap_credit · decay · device + host_weight · host + disk_weight · disk      blocks it has already
-    copy     = (overlap_credit - 1) · blocks, if above 0; see below
+    prefill  = (prompt tokens to prefill at the worker + the prompt's own) / block tokens
+    credit   = overlap_credit · decay · device + host_weight · host + disk_weight · disk
+    copy     = (overlap_credit - 1) · blocks of the prompt, if above 0
     beside   = (request_tokens · requests in flight + recent_weight · prompt tokens sent there lately) / block tokens
     adjusted = max(prefill + copy - credit, 0)
     waiting  = prefill_scale · (adjusted + beside)
-    decode   = blocks in use there, plus those of this prompt that are not      (+ other frontends' tokens / block tokens)
+    decode   = blocks in use there, plus the prompt's blocks that are not      (+ other frontends' tokens / block tokens)
     cost     = (waiting + decode + request_weight · requests in flight) / weight
 
-The lowest cost is the best. These are the rules of NVIDIA Dynamo's router, with its names and (in `Pricing()`) its defaults,
-with these differences:
+`device`, `host` and `disk` are the numbers of the prompt's blocks that the worker has cached on each tier. The other
+names on the right are weights in `Pricing`, except `decay` and `weight`, which are explained below.
 
-- `weight` is the fleet's view of the worker (1: healthy). A worker of half the weight is assumed to be twice as slow: all its
-  work costs double. An open breaker does not raise the cost, it excludes the worker (`filter.Filter`); a half-open one
+The lowest cost is the best. These are the rules of NVIDIA Dynamo's router, with its names and (in `Pricing()`) its
+defaults, but with these differences:
+
+- `weight` is the fleet's view of the worker (1: healthy). A worker of half the weight is assumed to be half as fast, so all its
+  work costs double. An open breaker does not raise the cost, but excludes the worker (`filter.Filter`). A half-open breaker
   admits a single request, at the fleet's weight.
-- Requests of other frontends are counted as the worker reports them, if their routers do not report to us.
-- Blocks in use by requests count as cached already, if prefixes are cached at all.
-- A credit above 1 is the price of a computed block beyond its computation: it evicts another one from the cache (`copy`).
-  It is therefore not subtracted from the unread tokens of other prompts there. If several requests there use a prefix, each
-  counts its share: many pay for one more copy, and a hot prefix gets as many copies as it needs. A block on a slower
-  tier saves its part of that, too.
-- Prompt tokens sent there in the last ten seconds or so count a little even after they have been read. Among workers with
-  nothing to read, the one with the fewest is next, so that work is also balanced over seconds.
-- A request in flight weighs something in tokens too, which means the same for blocks of any size. Without it nothing would
-  count against a worker that has all of a prompt, however many requests with the same prompt it has.
+- Requests of other frontends are counted as the worker reports them, if their routers do not report to ours.
+- Blocks in use by requests count as cached already, if the worker caches prefixes at all.
+- A credit above 1 is the price of a computed block beyond its computation, because the block evicts another one from the cache
+  (`copy`). It is therefore not subtracted from the tokens to prefill of other prompts. If several requests at a worker use a
+  prefix, each counts its share of the price: many requests pay for one more copy, so a hot prefix gets as many copies as it
+  needs. A block on a slower tier also saves its part of the price.
+- Prompt tokens sent to a worker in the last ten seconds or so count a little even after they have been prefilled. Among workers
+  with nothing to prefill, the one with the fewest such tokens is next, so that work is also balanced over seconds.
+- A request in flight also counts as a number of prompt tokens, which means the same for blocks of any size. Without this term,
+  a worker with all blocks of a prompt would cost nothing, however many requests with the same prompt it has.
 
-`decay` reduces the credit of a worker the more it has to read compared with the least loaded; off by default. If prompts are
-not tracked (a worker that only decodes), the credit is subtracted from the decode blocks.
+`decay` reduces the credit of a worker with more prompt tokens to prefill than the least loaded worker; off by
+default. If prompts are not tracked (a worker that only decodes), the credit is subtracted from the decode blocks.
 
-`costs` is the only implementation of this formula: called with numbers it prices a few candidates, with columns all of them.
+`costs` is the only implementation of this formula. Called with numbers it computes the cost of a few candidates, and
+called with columns that of all.
 """
 
 from collections.abc import Iterable, Sequence
