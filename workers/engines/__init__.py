@@ -1,1 +1,1 @@
-"""The Engine protocol and the engines: simulated, transformers, openai."""
+"""The `Engine` protocol and its three implementations: simulated, transformers and openai."""

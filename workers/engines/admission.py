@@ -1,4 +1,7 @@
-"""Engines that limit the requests of another: to a fixed number, or so that its steps stay fast."""
+"""Wrappers that limit how many requests an engine accepts or runs at once.
+
+`LimitedEngine` enforces a fixed number of requests. `AdaptiveEngine` lowers the batch size while the engine's steps are slow.
+"""
 
 import asyncio
 import contextlib
@@ -23,28 +26,31 @@ from workers.engines.engine import (
 )
 from workers.kv_transfer.messages import Buffer, Description
 
-TOLERATED = 1.5
-CUT, LEAST = 0.9, 0.25  # factor on the running requests; smallest share of the batch
-GROWS = 1 / 32  # share of the batch, per increase
-ADJUST_S = 0.25
-STEPS_LEAST = 4
-OUTLIER = 3.0  # times the target: longer steps count as this
+TOLERATED = 1.5  # target duration of a step, as a multiple of the profile's full-batch step
+CUT, LEAST = (
+    0.9,
+    0.25,
+)  # a cut limits the batch to CUT × running requests, but to no less than LEAST × full batch
+GROWS = 1 / 32  # share of the full batch by which one increase raises the limit
+ADJUST_S = 0.25  # seconds between two adjustments of the limit
+STEPS_LEAST = 4  # measured steps that an adjustment needs
+OUTLIER = 3.0  # a step longer than OUTLIER × target counts as OUTLIER × target
 
 AT_CAPACITY = "overloaded: Server overloaded: worker at capacity"
 
 
 class WrappedEngine:
-    """Forwards to another engine. All methods are called on the worker's loop; `deliver` may be called from any thread."""
+    """Base of the wrappers. Every method forwards to the wrapped engine, unless a subclass overrides the method."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # no wrapper changes these
+        # no wrapper overrides these methods
         self.awaits, self.phase, self.check = engine.awaits, engine.phase, engine.check
         self.export, self.trust = engine.export, engine.trust
         self.chaos, self.heal = engine.chaos, engine.heal
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)  # only some engines have these: stats, counters
+        return getattr(self._engine, name)  # attributes that only some engines have: stats, counters
 
     @property
     def identity(self) -> EngineIdentity:
@@ -53,16 +59,16 @@ class WrappedEngine:
 
     @property
     def kv(self) -> tuple[Description, ...]:
-        """The layout of its KV blocks."""
+        """The layout of the engine's KV blocks; empty if requests cannot move with their KV cache."""
         return self._engine.kv
 
     @property
     def announces(self) -> bool:
-        """Whether the engine announces every change of its prefix cache."""
+        """Whether the engine reports every change of its prefix cache by KV events."""
         return self._engine.announces
 
     def submit(self, key: int, request: Generate) -> None:
-        """Accept a request."""
+        """Pass a request to the engine under this key."""
         self._engine.submit(key, request)
 
     def cancel(self, key: int) -> None:
@@ -70,15 +76,15 @@ class WrappedEngine:
         self._engine.cancel(key)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Reserve room for a request that arrives with its KV cache, or return why not."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
         return self._engine.reserve(key, request, room_tokens)
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once."""
+        """Limit the running batch to this share (0 to 1) of its full size."""
         self._engine.limit_batch(share)
 
     def ranks(self) -> list[Load]:
-        """Return the load of each DP rank."""
+        """Return the load of each DP rank, or an empty list if there is only one rank."""
         return self._engine.ranks()
 
     async def stop(self) -> None:
@@ -87,17 +93,22 @@ class WrappedEngine:
 
 
 class RequestLimit:
-    """Tracks which requests are inside the engine and which wait. Pure: the caller submits the admitted ones."""
+    """Tracks which requests are inside the engine and which wait for a free slot.
+
+    This class only keeps the records. The caller submits the admitted requests to the engine.
+    """
 
     def __init__(self, limit: int, queue: int) -> None:
         """Admit at most `limit` requests, and queue at most `queue` more.
 
-        In the turn of the loop in which a slot becomes free, one more may wait.
+        A request that leaves the engine frees a slot, which a waiting request gets in the next event loop iteration. Until then,
+        one more request may wait.
         """
         self.limit, self.queue = limit, queue
         self.refused = 0
         self.inside: set[int] = set()
-        self._begun: dict[int, Generate] = {}  # waiting, already started on another worker: they go first
+        # Both hold waiting requests. Those in `_begun` already have tokens from another worker, and are admitted first.
+        self._begun: dict[int, Generate] = {}
         self._fresh: dict[int, Generate] = {}
 
     @property
@@ -113,7 +124,7 @@ class RequestLimit:
         return found
 
     def enters(self, key: int) -> bool:
-        """Admit a request that cannot wait; return False if there is no room."""
+        """Admit a request that cannot wait. Return False, and count a refusal, if no slot is free or other requests wait."""
         free = len(self.inside) < self.limit and not self.waiting
         if free:
             self.inside.add(key)
@@ -122,7 +133,11 @@ class RequestLimit:
         return free
 
     def take(self, key: int, request: Generate) -> str:
-        """Accept a request. Return `inside`, `waits` or `refused`."""
+        """Admit, queue or refuse a request.
+
+        Return `inside` if the caller must submit the request to the engine now. Return `waits` if the request is queued, and
+        `refused` if the queue is full.
+        """
         if len(self.inside) + self.waiting >= self.limit + self.queue:
             self.refused += 1
             return "refused"
@@ -133,12 +148,12 @@ class RequestLimit:
         return "waits"
 
     def forget(self, key: int) -> bool:
-        """Drop a finished or cancelled request. Return whether it was waiting; unknown keys are ignored."""
+        """Drop a finished or cancelled request. Return True if the request was waiting. Unknown keys are ignored."""
         self.inside.discard(key)
         return self._begun.pop(key, None) is not None or self._fresh.pop(key, None) is not None
 
     def next(self) -> tuple[int, Generate] | None:
-        """Admit the next waiting request; None if none waits or there is no room."""
+        """Admit the next waiting request and return it with its key. Return None if no request waits or no slot is free."""
         line = self._begun or self._fresh
         if not line or len(self.inside) >= self.limit:
             return None
@@ -147,22 +162,23 @@ class RequestLimit:
         return key, line.pop(key)
 
     def clear(self) -> None:
-        """Drop all requests."""
+        """Forget all requests, admitted and waiting."""
         self.inside.clear()
         self._begun.clear()
         self._fresh.clear()
 
 
 class LimitedEngine(WrappedEngine):
-    """Limits an engine to N requests at once, and queues up to Q more here.
+    """Limits an engine to N requests at once, and queues up to Q more requests in front of it.
 
         submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
              ├───▶ fewer than Q waiting ─▶ wait
              └───▶ else ─────────────────▶ overloaded
 
-    Exactly N + Q requests are accepted, for any Q. Among waiting requests, those already started on another worker go first;
-    then priority decides. Canaries do not count; the engine limits them itself. A request that arrives with its KV cache either
-    enters the engine at once or is refused, because it can keep decoding at its source.
+    "Inside" are the requests that the engine has. N + Q requests are accepted in total, whatever Q is. Waiting requests that were
+    already started on another worker are admitted first, by priority, and then the others, by priority. Canaries bypass both
+    limits, because the engine limits them itself. A request that arrives with its KV cache never waits. If it cannot enter the
+    engine at once, it is refused, and continues to decode at its source.
     """
 
     def __init__(self, engine: Engine, limit: int, queue: int) -> None:
@@ -170,13 +186,16 @@ class LimitedEngine(WrappedEngine):
         self.requests = RequestLimit(limit, queue)
         self._deliver: Deliver = discard_output
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0  # thread id of the loop
+        self._thread = 0  # id of the event loop's thread
         self._own: EngineIdentity | None = None
-        self._seen: EngineIdentity | None = None  # the inner identity that `_own` was made from
+        self._seen: EngineIdentity | None = None  # the engine's identity from which `_own` was derived
 
     @property
     def identity(self) -> EngineIdentity:
-        """The engine's identity. Its batch is at most the limit; all other accepted requests may wait."""
+        """The engine's identity with two values replaced.
+
+        `max_batch` of the profile is at most N. `waiting_max` is the number of all other accepted requests.
+        """
         inner = self._engine.identity
         if self._own is None or self._seen is not inner:
             most, wait = self.requests.limit, self.requests.queue
@@ -186,7 +205,7 @@ class LimitedEngine(WrappedEngine):
         return self._own
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
-        """Start the engine. Raise EngineDead with the reason if it cannot."""
+        """Start the engine. Raise EngineDead with the reason if the engine cannot start."""
         self._deliver, self._loop, self._thread = deliver, asyncio.get_running_loop(), threading.get_ident()
         await self._engine.start(self._delivered, announce)
 
@@ -208,7 +227,7 @@ class LimitedEngine(WrappedEngine):
         self._schedule_admission()
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Reserve room for a request that arrives with its KV cache, or return why not."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
         if not self.requests.enters(key):
             return AT_CAPACITY
         room = self._engine.reserve(key, request, room_tokens)
@@ -218,12 +237,12 @@ class LimitedEngine(WrappedEngine):
         return _LimitedImport(room, lambda: self._ended([key]))
 
     def load(self) -> Load:
-        """Return the engine's load, including the requests that wait here."""
+        """Return the engine's load. Requests in this wrapper's queue count as waiting."""
         load, waiting = self._engine.load(), self.requests.waiting
         return msgspec.structs.replace(load, waiting=load.waiting + waiting) if waiting else load
 
     def ranks(self) -> list[Load]:
-        """Return the load of each DP rank."""
+        """Return the load of each DP rank, or an empty list if there is only one. Queued requests count as waiting."""
         loads = self._engine.ranks()
         for rank, waiting in self.requests.waiting_by_rank().items() if loads else ():
             if rank < len(loads):
@@ -231,14 +250,14 @@ class LimitedEngine(WrappedEngine):
         return loads
 
     async def stop(self) -> None:
-        """Stop the engine."""
+        """Stop the engine and forget all waiting requests."""
         self.requests.clear()
         await self._engine.stop()
 
     # --- output, and admission of waiting requests
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Deliver the engine's output, from any thread."""
+        """Deliver the engine's output, and free the slots of the requests that have ended. Called from any thread."""
         self._deliver(out)
         ended = [key for key, chunk in out if chunk.finish or chunk.error]
         if not ended:
@@ -247,7 +266,7 @@ class LimitedEngine(WrappedEngine):
             self._ended(ended)
         else:
             assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed in the meantime
                 self._loop.call_soon_threadsafe(self._ended, ended)
 
     def _ended(self, keys: list[int]) -> None:
@@ -256,7 +275,10 @@ class LimitedEngine(WrappedEngine):
         self._schedule_admission()
 
     def _schedule_admission(self) -> None:
-        """Admit waiting requests in the next turn of the loop: an engine may refuse a request within `submit`."""
+        """Schedule the admission of waiting requests for the next event loop iteration.
+
+        Admission at once could recurse, because an engine may refuse a request within `submit`.
+        """
         if self.requests.waiting and self._loop is not None:
             self._loop.call_soon(self._admit_waiting)
 
@@ -266,7 +288,10 @@ class LimitedEngine(WrappedEngine):
 
 
 class _LimitedImport:
-    """The reservation for an arriving request, which counts as inside until it is aborted or its stream ends."""
+    """An `Import` that frees a slot of `LimitedEngine` when it is aborted.
+
+    The arriving request takes a slot from its reservation until it is aborted or its stream ends.
+    """
 
     def __init__(self, room: Import, aborted: Callable[[], None]) -> None:
         self._room = room
@@ -274,21 +299,21 @@ class _LimitedImport:
         self.cached_tokens = room.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Copy verified blocks. Raise MoveRefused."""
+        """Copy verified KV blocks of one shard into the reserved blocks. Raise MoveRefused."""
         await self._room.take(shard, first, data)
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Start to decode. Raise MoveRefused."""
+        """Start to decode the arrived request. Raise MoveRefused."""
         await self._room.commit(tokens, computed)
 
     def abort(self) -> None:
-        """Free the reservation."""
+        """Free the reserved KV blocks and the slot."""
         self._room.abort()
         self._aborted()
 
 
 class BatchLimit:
-    """The batch limit of one engine. Pure; `step` may be called from any thread."""
+    """Computes the batch limit of one engine from the durations of its steps. `step` may be called from any thread."""
 
     def __init__(self, profile: Profile) -> None:
         self.most = self.limit = max(1, profile.max_batch)
@@ -297,14 +322,17 @@ class BatchLimit:
         self._sum_s, self._steps = 0.0, 0
 
     def step(self, took_s: float) -> None:
-        """Record the duration of a step without prefill."""
+        """Record the duration of a step without prefill, in seconds."""
         if 0.0 < self.target_s < inf and took_s > 0.0:
             with self._lock:
                 self._sum_s += min(took_s, OUTLIER * self.target_s)
                 self._steps += 1
 
     def adjust(self, running: int) -> bool:
-        """Adjust the limit if enough steps were recorded since the last call. Return whether it changed."""
+        """Lower or raise the limit if at least 4 steps were recorded since the last adjustment. Return whether it changed.
+
+        `running` is the number of requests that the engine runs now.
+        """
         with self._lock:
             if self._steps < STEPS_LEAST:
                 return False
@@ -320,41 +348,46 @@ class BatchLimit:
 
 
 class AdaptiveEngine(WrappedEngine):
-    """Limits how many requests an engine runs at once so that its steps stay fast (AIMD).
+    """Limits how many requests an engine runs at once so that its steps stay fast.
 
-    The limit starts at the full batch. It drops while steps are late, and grows back step by step.
+    The limit starts at the full batch size. The limit is cut by a factor while steps are slow, and then raised again by a
+    constant amount (AIMD: additive increase, multiplicative decrease).
 
         target: 1.5 times the duration of a full-batch step, by the engine's profile
         every 0.25 s, if at least 4 steps were measured:
             their mean is above the target ──▶ limit to 0.9 times the running requests, at least a quarter of the batch
             the limit is reached           ──▶ raise it by 1/32 of the batch, at most to the batch
 
-    Only steps without prefill are measured: they show how long decoding currently takes on this machine, which the duration of a
-    whole request does not. Off by default; meant for engines in which all requests share each step.
+    Only steps without prefill are measured, because they show how long decoding currently takes on this machine. The duration of
+    a whole request does not show that. The limit is off by default. It is meant for engines in which all requests share each
+    step.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._batch: BatchLimit | None = None  # set by `start`: the profile is known only then
-        self._requested = 1.0
+        self._batch: BatchLimit | None = None  # set by `start`, because the profile is not known earlier
+        self._requested = 1.0  # the share that the worker has set by `limit_batch`
         self._deliver: Deliver = discard_output
-        self._now: Callable[[], float] = float  # the loop's clock; may be called from any thread
-        self._last_at: float | None = None  # end of the last step after which requests continued
+        self._now: Callable[[], float] = float  # the event loop's clock; may be called from any thread
+        self._last_at: float | None = None  # end of the previous step; None if no request continued after it
         self._adjusted_at = -inf
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
-        """Start the engine and measure its steps."""
+        """Start the engine and begin to measure its steps. Raise EngineDead with the reason if the engine cannot start."""
         self._deliver, self._now = deliver, asyncio.get_running_loop().time
         await self._engine.start(self._delivered, announce)
         self._batch = BatchLimit(self._engine.identity.profile)
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once."""
+        """Limit the running batch to this share of its full size, or to the measured limit if that is lower."""
         self._requested = share
         self._apply()
 
     def load(self) -> Load:
-        """Return the engine's load with its current limit. Called with every beat; adjusts the limit."""
+        """Return the engine's load with the current batch limit.
+
+        The worker calls this for each heartbeat. The call also adjusts the limit, at most every 0.25 s.
+        """
         load, batch = self._engine.load(), self._batch
         if batch is None:
             return load
@@ -371,7 +404,7 @@ class AdaptiveEngine(WrappedEngine):
         self._engine.limit_batch(min(self._requested, own))
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Deliver a step's output, from any thread, and record the duration of the step."""
+        """Record the duration of a step and deliver the step's output. Called from any thread."""
         now, last, batch = self._now(), self._last_at, self._batch
         reads = self._engine.phase().prefill_tokens > 0 or any(c.cached_tokens is not None for _, c in out)
         continues = any(chunk.finish is None and chunk.error is None for _, chunk in out)
@@ -382,7 +415,10 @@ class AdaptiveEngine(WrappedEngine):
 
 
 def _full_step_s(profile: Profile) -> float:
-    """Return the duration of a full-batch step by a profile, extrapolated in proportion; inf if the profile has none."""
+    """Return the duration in seconds of a decode step of a full batch, by a profile; inf if the profile has no step times.
+
+    If the profile's largest measured batch is smaller than a full batch, its step time is scaled in proportion.
+    """
     if not profile.tpot_ms:
         return inf
     batch, milliseconds = profile.tpot_ms[-1]

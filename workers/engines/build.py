@@ -1,6 +1,6 @@
-"""Builds engines from settings.
+"""Builds a worker's engine from the worker's settings.
 
-Each engine is imported only when it is used: torch takes seconds to import, aiohttp 0.2 s.
+Each engine's module is imported only when that engine is used, because torch takes seconds to import, and aiohttp 0.2 s.
 """
 
 from pathlib import Path
@@ -11,7 +11,10 @@ from workers.engines.engine import Engine
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
-    """Build the engine for these settings, not yet started. Raise HoldfastError if it cannot be built."""
+    """Return the engine for these settings, with the configured limits around it. The engine is not started yet.
+
+    Raise HoldfastError if the engine cannot be built.
+    """
     engine = _engine(settings)
     if settings.adaptive_batch:
         from workers.engines.admission import AdaptiveEngine
@@ -51,7 +54,7 @@ def _openai(settings: WorkerSettings) -> Engine:
             silent_s=settings.upstream_silent_s,
             retry_after_max_s=settings.upstream_retry_after_max_s,
             times=AccountTimes(identity_s=settings.upstream_identity_s),
-            # an absolute path, which is the name that `up` and other workers use
+            # an absolute path, because `up` and other workers identify the tokenizer by its absolute path
             tokenizer=str(Path(settings.model).resolve()),
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),

@@ -1,4 +1,4 @@
-"""The faults that can be injected into an engine: steps that raise or are slow, and wrong tokens."""
+"""Injects faults into an engine: failing steps, slow steps and wrong tokens."""
 
 from dataclasses import dataclass, field
 
@@ -7,27 +7,40 @@ import xxhash
 CORRUPT_ONE_IN = 8
 DRIFT = 0.05
 SLOW_TIMES = 5.0
-KINDS = ("error", "corrupt", "drift", "sampler", "slow")  # those that can be healed
+KINDS = ("error", "corrupt", "drift", "sampler", "slow")  # the faults that `heal` can end
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineFaults:
-    """The faults active in an engine now, until healed or for a number of requests. A fresh value is a healthy engine."""
+    """The faults that are active in an engine now.
 
-    healthy: bool = True  # every pass succeeds and gives the right tokens, at any speed
+    A fault ends when it is healed. An `error` fault may also end after a number of failed requests. A new object has no fault.
+    """
+
+    healthy: bool = True  # every pass succeeds and gives the right logits, at any speed
     error: bool = False
     errors_left: int = 0  # number of requests still to fail; 0: all requests until healed
     raising_rank: int = 0
     corrupt_one_in: int = 0
     drift: float = 0.0
-    sampler: bool = False  # any token is drawn at temperatures above 0; greedy answers stay right
-    slow: float = 1.0  # factor on a step's duration: the largest of any rank, as all wait for the slowest
+    sampler: bool = False  # above temperature 0, the sampler draws any token; greedy answers stay right
+    slow: float = (
+        1.0  # factor on a step's duration: the largest of all ranks, because they wait for the slowest
+    )
     slowness: dict[int, float] = field(default_factory=dict)  # by rank
     dead: bool = False
-    _count: int = 0  # tokens counted while corrupting, or drawn by a broken sampler
+    _count: int = 0  # number of pseudo-random draws so far; each draw is a hash of this number
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Begin one fault, or `heal` all; False if it is unknown. An argument of 0 selects the fault's default."""
+        """Begin a fault, or end all faults if `fault` is `heal`. Return False if the fault is unknown.
+
+        The meaning of `argument` depends on the fault:
+
+            error    number of requests that fail; 0: all requests, until the fault is healed
+            corrupt  one in this many tokens is wrong; 0: one in 8
+            drift    strength of the drift; 0: 0.05
+            slow     factor on the duration of a step of `rank`; 0: 5
+        """
         match fault:
             case "error":
                 self.error, self.errors_left, self.raising_rank = True, int(argument), rank
@@ -51,7 +64,7 @@ class EngineFaults:
         return True
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End one fault. All faults except `slow` affect all ranks together. A dead engine stays dead."""
+        """End one fault. `slow` ends for this rank only, and every other fault for all ranks. A dead engine stays dead."""
         match fault:
             case "error":
                 self.error, self.errors_left = False, 0
@@ -70,7 +83,10 @@ class EngineFaults:
         self.slow = max(self.slowness.values(), default=1.0)
 
     def raised(self, requests: int) -> int:
-        """Return how many of `requests` fail now because of the `error` fault, and count them."""
+        """Return how many of `requests` requests fail now because of the `error` fault.
+
+        If the fault was injected for a number of requests, subtract the returned number from the remaining ones.
+        """
         if not self.error:
             return 0
         if not self.errors_left:
@@ -82,17 +98,22 @@ class EngineFaults:
         return taken
 
     def altered(self, token: int, first: int, count: int) -> int:
-        """Return the token as the faulty engine outputs it: one in k is another of the `count` tokens from `first` on.
+        """Return the token that an engine with the `corrupt` fault outputs instead of `token`.
 
-        A hash of a running count selects them. Corrupting every k-th token in turn would never affect some streams, and a choice
-        keyed by the text would never affect some canaries.
+        On average one in `corrupt_one_in` tokens is replaced by another of the `count` token ids that begin with `first`. A hash
+        of a running count selects the tokens to replace. If every k-th token were replaced instead, some streams would never be
+        affected. If a hash of the text selected the tokens, some canaries would never be affected.
         """
         if not self.corrupt_one_in or (dice := self._dice()) % self.corrupt_one_in:
             return token
         return first + (token - first + 1 + (dice >> 32) % (count - 1)) % count
 
     def drawn(self, token: int, temperature: float, first: int, count: int) -> int:
-        """Return the token as the sampler draws it: while it is broken, any of the `count` tokens from `first` on."""
+        """Return the token that the sampler draws instead of `token`.
+
+        With the `sampler` fault and a temperature above 0, this is any of the `count` token ids that begin with `first`.
+        Otherwise it is `token`.
+        """
         return first + self._dice() % count if self.sampler and temperature > 0 else token
 
     def _dice(self) -> int:

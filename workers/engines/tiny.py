@@ -1,14 +1,14 @@
 """Builds a tiny real model: `holdfast model tiny DIR`.
 
-Llama architecture, 4 layers, hidden 256, 8 heads over 4 KV heads, a byte-level BPE vocabulary of 2,048 trained on the standard
-library's sources, seeded weights: 4.2 million parameters, 17 MB. Its answers make no sense. It allows tests with real tensors,
-a real KV cache and real faults without a download.
+The model allows tests with real tensors, a real KV cache and real faults without a download. Its answers make no sense. It has
+the Llama architecture with 4 layers, a hidden size of 256, and 8 heads over 4 KV heads. Its vocabulary is a byte-level BPE of
+2,048 tokens, trained on the sources of Python's standard library. Its 4.2 million parameters (17 MB) are seeded random numbers.
 
-The weights are drawn with a standard deviation of 0.2, not Llama's usual 0.02. At 0.02 a greedy answer repeats itself (11
-distinct tokens in 128), which makes useless canaries; at 0.2 there are 124 in 128.
+The weights are drawn with a standard deviation of 0.2 instead of Llama's usual 0.02. At 0.02, a greedy answer repeats itself (11
+distinct tokens in 128), so it would be useless as a canary. At 0.2, an answer has 124 distinct tokens in 128.
 
-The same Python and library versions give the same bytes. Another Python release has other sources, hence another vocabulary. To
-share the model, share the folder: a worker's revision is a hash of the folder's content.
+The same versions of Python and of the libraries give the same bytes. Another Python release has other sources, so its vocabulary
+differs. To use the same model on several hosts, copy the folder, because a worker's revision is a hash of the folder's content.
 """
 
 import argparse
@@ -68,9 +68,10 @@ class FolderInUse(HoldfastError):
 
 
 def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
-    """Write the tiny model and its tokenizer into `directory` and return it. Takes about ten seconds.
+    """Write the tiny model and its tokenizer into `directory`, and return `directory`. This takes about ten seconds.
 
-    Raise TorchMissing or FolderInUse.
+    `progress` is called with a line of text before each slow part. Raise TorchMissing, or FolderInUse if the folder has foreign
+    files.
     """
     require_torch()
     _claim(directory)
@@ -82,12 +83,15 @@ def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
 
 
 def write_model(directory: Path, config: Config) -> None:
-    """Write a model of these sizes into a folder, without its vocabulary."""
+    """Write the weights and the configuration files of a model into a folder, but no vocabulary.
+
+    `config` is the content of config.json, which contains the sizes of the model.
+    """
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     _write_weights(directory / "model.safetensors", config)
-    # safetensors makes the file readable by its owner only; give it the mode of the other files
+    # safetensors makes the file readable only by its owner; give the file the mode of the other files
     (directory / "model.safetensors").chmod((directory / "tokenizer_config.json").stat().st_mode & 0o666)
-    # config.json comes last: a folder that has it is complete
+    # config.json is written last, so that a folder with a config.json is complete
     _write_json(directory / "config.json", config)
 
 
@@ -97,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Build the tiny model; return the exit code."""
+    """Build the tiny model and return the exit code: 0 for success, 1 for an error, which is printed to stderr."""
     try:
         directory = build_tiny(args.directory, lambda line: print(f"{line} …", file=sys.stderr))
     except HoldfastError as error:
@@ -183,7 +187,7 @@ def _shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_weights(path: Path, config: Config) -> None:
-    """Write seeded weights, drawn with numpy's PCG64: its streams are stable across releases, torch's are not."""
+    """Write seeded random weights. They are drawn with numpy's PCG64, because torch's generators may change between releases."""
     import numpy
     import torch
     from safetensors.torch import save_file

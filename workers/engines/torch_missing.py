@@ -1,4 +1,4 @@
-"""Checks that torch is installed. It is an extra: most of Holdfast runs without it."""
+"""Checks that torch and the other optional packages for real models are installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class TorchMissing(HoldfastError):
 
 
 def require_torch(find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise TorchMissing unless everything that real models need is installed. Imports nothing."""
+    """Raise TorchMissing unless all packages that real models need are installed. The check imports none of them."""
     if missing := [name for name in NEEDED if find(name) is None]:
         raise TorchMissing(
             f"real models need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
