@@ -1,18 +1,21 @@
-"""The openai engine: forwards the worker's requests to an OpenAI-compatible server.
+"""The openai engine, which forwards requests to an OpenAI-compatible server, the upstream.
 
-Each request is one streamed completion. All output that arrives in one turn of the event loop is delivered together.
-If the upstream accepts and returns token ids, a continuation is exact. If it only handles text, chunks carry text, and the
-registration has `exact=False`.
+Each request is one streamed completion. All output that arrives in one event loop iteration is delivered together. If the
+upstream accepts and returns token ids, an answer can be continued exactly on another worker. If the upstream only handles text,
+chunks carry text, and the worker registers with `exact=False`.
 
-A request moves with its KV cache from one vLLM server to another by a handle, which travels as one block of KV cache that holds
-the whole sequence (`Handed`, `Arriving`). vLLM's own connector (NIXL) transfers the blocks. The worker requests one more token
-from the source server, with `do_remote_decode`. This costs the source one step, because its prefix cache has the rest. It
-answers with a handle that locates the blocks, and keeps them for a lease of 30 s. The target receives the handle with the same
-tokens, and pulls the blocks.
+A request can move with its KV cache from one vLLM server to another by a handle, which tells the target where the source keeps
+the request's KV blocks:
 
-Pitfalls of moves (vLLM 0.32): Streamed answers carry no handle, so the handle is requested without streaming. The blocks of a
-cancelled request are not kept for other servers, but its prefix stays in the cache. The target must continue exactly the tokens
-that the handle covers: one more token that begins a new block terminates its engine.
+1. The source's worker requests one more token from its server, with `do_remote_decode`. This costs the server one step, because
+   its prefix cache has all earlier tokens.
+2. The server answers with a handle, and keeps the blocks for a lease of 30 s.
+3. The handle travels between the workers in the form of one KV block that holds the whole sequence (`Handed`, `Arriving`).
+4. The target's server receives the handle with the same tokens, and pulls the blocks by vLLM's own connector (NIXL).
+
+Pitfalls of such moves (vLLM 0.32): Streamed answers carry no handle, so the handle is requested without streaming. vLLM does not
+keep the blocks of a cancelled request for other servers, but the request's prefix stays in the cache. The target must continue
+exactly the tokens that the handle covers. One more token that begins a new block terminates the target's engine.
 """
 
 import asyncio
@@ -65,14 +68,18 @@ from workers.kv_transfer.messages import Buffer, Description
 
 STOP_S_MAX = 2.0
 RETRY_S = 0.5  # between two attempts to reach the upstream at the start
-HANDLE_BYTES = 2 * 1024 * 1024  # one block number needs about six bytes
-TOKENS_MAX = HANDLE_BYTES // 2  # of a sequence: the block must have at least two bytes per token
+HANDLE_BYTES = (
+    2 * 1024 * 1024
+)  # size of the KV block that carries a handle; one block number needs about six bytes
+TOKENS_MAX = (
+    HANDLE_BYTES // 2
+)  # of a sequence that can move: a KV block must have at least two bytes per token
 
 log = structlog.get_logger(__name__)
 
 
 class OpenAIEngine:
-    """An `Engine` in front of one upstream. It injects no faults: to rehearse one, break the upstream itself."""
+    """An `Engine` that forwards requests to one upstream. It cannot inject faults."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -90,8 +97,12 @@ class OpenAIEngine:
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
         self._places = Places()
-        self._runs = settings.batch_max  # maximum number of requests that run at once; the others wait
-        self._stopped: dict[int, Generate] = {}  # requests stopped for a move, with what remains of each
+        self._runs = (
+            settings.batch_max
+        )  # maximum number of requests that are at the upstream at once; the others wait
+        self._stopped: dict[
+            int, Generate
+        ] = {}  # for each request stopped for a move, the request that would continue it
         self._out: list[tuple[int, Chunk]] = []
         self._health = UpstreamHealth(settings.silent_s)
 
@@ -145,7 +156,7 @@ class OpenAIEngine:
             self._begin(key, request)
 
     def _refusal(self, request: Generate) -> str | None:
-        """Return the error for a request that must not be sent to the upstream; None if it may be sent."""
+        """Return the error for a request that must not be sent to the upstream, or None if the request may be sent."""
         if self._watch is not None and self._watch.changed:
             return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
         if closed_s := self._gate.closed_s(canary=request.canary):
@@ -162,8 +173,11 @@ class OpenAIEngine:
         return None
 
     def _begin(self, key: int, request: Generate, handle: Handle | None = None) -> None:
-        """Serve a request. `handle` locates the KV cache of a request from another server."""
-        # real servers reject a longer request instead of truncating it
+        """Start a task that serves a request.
+
+        If the request comes from another server with its KV cache, `handle` locates the KV cache there.
+        """
+        # real servers reject a request with a larger `max_tokens`, instead of stopping at the end of the context
         most = min(request.sampling.max_tokens, self.identity.context_tokens - len(request.tokens))
         if most <= 0:
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
@@ -186,8 +200,8 @@ class OpenAIEngine:
     def trust(self, trusted: bool) -> None:
         """Set whether requests may reuse blocks of the upstream's prefix cache.
 
-        While the worker is distrusted, requests read and store no reusable blocks, like canaries. The worker cannot empty that
-        cache, so blocks computed before are never reused.
+        While the worker is distrusted, requests read no cached blocks and store no reusable ones, as canaries do. Blocks computed
+        before the worker became distrusted are never reused, because the worker cannot empty the upstream's cache.
         """
         self._epochs.trust(trusted)
         if self.announces:
@@ -195,9 +209,9 @@ class OpenAIEngine:
                 self._announce(rank, [Cleared()])
 
     async def _serve(self, key: int, request: Generate, handle: Handle | None) -> None:
-        """Send a request to the upstream once a slot there is free.
+        """Wait for a free slot, send a request to the upstream, and relay the answer.
 
-        Canaries use no slot. A request that arrives with a KV cache does not wait, because the lease on that cache is short.
+        Canaries use no slot. Neither does a request that arrives with its KV cache, because the lease on that cache is short.
         """
         assert self._exchange is not None
         try:
@@ -211,7 +225,7 @@ class OpenAIEngine:
                 self._requests.end(key)
 
     def _enqueue(self, key: int, chunks: list[Chunk]) -> None:
-        """Queue a request's chunks for delivery at the end of this turn of the loop."""
+        """Queue a request's chunks for delivery in the next event loop iteration, together with those of other requests."""
         if not self._requests.record(key, chunks):
             return
         if not self._out:
@@ -220,7 +234,7 @@ class OpenAIEngine:
 
     def _flush(self) -> None:
         out, self._out = self._out, []
-        if out:  # empty if it was flushed earlier
+        if out:  # empty if an earlier call has delivered the chunks
             self._deliver(out)
 
     # --- moves to and from another server of the same kind
@@ -243,7 +257,10 @@ class OpenAIEngine:
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], Handle]:
-        """End a request's stream; return all its tokens and a handle to their KV cache. Raise MoveEnded."""
+        """End a request's stream. Return all its tokens and a handle to their KV cache.
+
+        Raise MoveEnded if the request has ended or the upstream gives no handle. Without a handle, the request continues here.
+        """
         one = self._requests.get(key)
         if one is None or one.movable is None or self._upstream is None:
             raise MoveEnded("the request is over")
@@ -260,17 +277,23 @@ class OpenAIEngine:
             raise MoveEnded(str(error)) from error
 
     def resume(self, key: int) -> None:
-        """Continue a request after `hand_over` has ended its stream, as a new request to the same server."""
+        """Continue a request as a new request to the same server, after `hand_over` has ended its stream.
+
+        The call has no effect if the request was not stopped.
+        """
         if (rest := self._stopped.pop(key, None)) is not None:
             rest.cache_salt = read_salt(rest.cache_salt)[1]
             self._begin(key, rest)
 
     def accept(self, key: int, request: Generate, handle: Handle) -> None:
-        """Continue a request from another server, with the KV cache that this handle locates."""
+        """Continue a request that arrived from another server. `handle` locates its KV cache there."""
         self._begin(key, request, handle)
 
     def limit_batch(self, share: float) -> None:
-        """Send the upstream at most this share of the batch at once, because its own scheduler cannot be limited."""
+        """Limit how many requests are at the upstream at once to this share of the batch.
+
+        The worker applies the limit itself, because the upstream's scheduler cannot be limited.
+        """
         whole = self._settings.batch_max
         self._runs = max(1, int(whole * share))
         self._places.limit(None if share == 1 else self._runs)
@@ -294,9 +317,9 @@ class OpenAIEngine:
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
 
     async def check(self) -> None:
-        """Raise EngineDead if the upstream is unhealthy, EngineChanged if it has changed.
+        """Raise EngineDead if the upstream is unhealthy, and EngineChanged if the upstream's identity has changed.
 
-        It is unhealthy if it refuses health checks, or if it neither answers them nor sends tokens.
+        An upstream is unhealthy if it refuses several health checks in a row, or if it neither answers them nor sends tokens.
         """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
@@ -315,7 +338,7 @@ class OpenAIEngine:
         return False
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """Do nothing: there is no fault to end."""
+        """Do nothing, because this engine has no injected faults."""
 
     async def stop(self) -> None:
         tasks = [*self._following, *(one.task for one in self._requests)]
@@ -330,7 +353,7 @@ class OpenAIEngine:
 
 
 class UpstreamWait:
-    """Waits at a worker's start for its upstream, which may still be loading."""
+    """Waits at a worker's start until the upstream answers. The upstream may still be loading its model."""
 
     def __init__(self, upstream: Upstream, settings: UpstreamSettings) -> None:
         self._upstream = upstream
@@ -339,11 +362,14 @@ class UpstreamWait:
 
     @property
     def awaits(self) -> Awaits | None:
-        """The reason for the wait; None before the first attempt has failed, and after one has succeeded."""
+        """The reason for the wait. None before the first attempt has failed, and after an attempt has succeeded."""
         return Awaits(self._why, self._upstream.model) if self._why else None
 
     async def abilities(self) -> Abilities:
-        """Poll until the upstream answers; return its abilities. Raise EngineDead if it takes too long."""
+        """Poll the upstream until it answers, and return its abilities.
+
+        Raise EngineDead if the upstream does not answer within the configured time, `start_s`.
+        """
         loop, patience_s = asyncio.get_running_loop(), self._settings.start_s
         until = loop.time() + patience_s
         while True:
@@ -362,7 +388,10 @@ class UpstreamWait:
             await asyncio.sleep(RETRY_S)
 
     def _reload_key(self) -> None:
-        """Re-read the key file, so that a corrected file needs no restart. Raise UpstreamUnavailable."""
+        """Re-read the API key file, if one is configured, so that a corrected file needs no restart.
+
+        Raise UpstreamUnavailable if the file cannot be read.
+        """
         if self._settings.key_file is None:
             return
         try:
@@ -372,7 +401,10 @@ class UpstreamWait:
 
 
 def description(model: str, revision: str, engine_version: str) -> Description:
-    """Return the description of a handle: servers of the same version and model accept each other's handles."""
+    """Return the KV layout that represents a handle. Its values ensure that a handle only moves to a compatible server.
+
+    Compatible are servers of the same engine version that serve the same model and revision.
+    """
     return Description(
         model=model, revision=revision, dtype=f"handle/{engine_version}", layers=1, heads=1, head_size=1,
         block_size=TOKENS_MAX, block_bytes=HANDLE_BYTES,
@@ -380,20 +412,26 @@ def description(model: str, revision: str, engine_version: str) -> Description:
 
 
 def continued(request: Generate, tokens: Sequence[int]) -> Generate:
-    """Return a request that continues after `tokens`. Tokens generated in the meantime count against its limits."""
+    """Return a request that continues `request` after `tokens`, which are its prompt and the tokens generated so far.
+
+    The generated tokens are subtracted from `max_tokens` and `min_tokens`.
+    """
     generated = len(tokens) - len(request.tokens)
     sampling = request.sampling
     less = msgspec.structs.replace(
         sampling,
         max_tokens=sampling.max_tokens - generated,
         min_tokens=max(0, sampling.min_tokens - generated),
-        prompt_logprobs=None,  # already delivered
+        prompt_logprobs=None,  # they have already been delivered
     )
     return msgspec.structs.replace(request, tokens=list(tokens), sampling=less)
 
 
 class Handed:
-    """An `Export`: a request that moves to another worker by a handle. Nothing can be sent before the request has stopped."""
+    """The `Export` of a request that moves to another worker by a handle.
+
+    There is no handle before the request has stopped, so no block can be sent before that.
+    """
 
     def __init__(self, engine: OpenAIEngine, key: int) -> None:
         self._engine = engine
@@ -408,7 +446,10 @@ class Handed:
         return Stopped(tokens, len(tokens))
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Return the handle, padded to the size of a block. Raise MoveEnded before `stop`, or if it is too long."""
+        """Return the handle as JSON, padded to the size of a block.
+
+        Raise MoveEnded if `stop` has not been called, or if the handle is too long.
+        """
         if self._handle is None:
             raise MoveEnded("the request has not stopped")
         words = json.dumps(self._handle).encode()
@@ -424,7 +465,7 @@ class Handed:
 
 
 class Arriving:
-    """An `Import`: the reservation for a request that arrives by a handle."""
+    """The `Import` of a request that arrives by a handle."""
 
     cached_tokens = 0
 
@@ -438,7 +479,7 @@ class Arriving:
         self._words = bytes(data)
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Have the upstream continue with the handle that arrived. Raise MoveRefused if it is invalid."""
+        """Continue the request at the upstream, with the handle that arrived. Raise MoveRefused if the handle is invalid."""
         try:
             handle = json.loads(self._words)
         except ValueError:

@@ -1,12 +1,13 @@
-"""Re-reads the identity of an upstream: its model, weights, version, context and extensions.
+"""Detects that an upstream has changed: its model, weights, version, context or extensions.
 
-every 10 s, or at once after 401, 403, 404 or a broken connection
+The upstream's identity is read every 10 s, and at once after a 401, 403, 404 or a broken connection:
+
     read ── the same ──▶ nothing
-      ├── it does not answer ──▶ read again after a second
-      └── differs, and a second read confirms it ──▶ changed: the worker's instance ends
+      ├── the upstream does not answer ──▶ read again after a second
+      └── differs, and a second read gives the same difference ──▶ changed: the worker's instance ends
 
-A probe for KV handles costs the upstream a lease of blocks. So it is repeated only after the upstream was unreachable, or may
-have been replaced by another server.
+A probe for KV handles makes the upstream keep blocks for a lease of 30 s. So this probe is repeated only after the upstream was
+unreachable, or may have been replaced by another server.
 """
 
 import asyncio
@@ -20,16 +21,16 @@ from workers.engines.openai.upstream import PROBE_TOKENS, Upstream, UpstreamUnav
 
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
-CONFIRM_S = 0.2  # until a difference is read a second time
-PROBE_S_MAX = 10.0  # for the completion of one token; a busy server may take longer, without having changed
-HANDLES_S_MIN = 30.0  # until a probe for KV handles is repeated; doubles after each failure
-HANDLES_S_MAX = 900.0
+CONFIRM_S = 0.2  # between a read that differs and the read that confirms it
+PROBE_S_MAX = 10.0  # for the completion of a probe; a busy server may take longer, which is no change
+HANDLES_S_MIN = 30.0  # between two probes for KV handles; the wait doubles after each failure
+HANDLES_S_MAX = 900.0  # longest wait between two probes for KV handles
 
 log = structlog.get_logger(__name__)
 
 
 class IdentityWatch:
-    """Compares an upstream with what its worker has registered."""
+    """Compares an upstream's current identity with the one that the worker has registered."""
 
     def __init__(self, upstream: Upstream, known: Abilities, every_s: float = EVERY_S) -> None:
         self._upstream = upstream
@@ -37,48 +38,58 @@ class IdentityWatch:
         self._every_s = every_s
         self._doubted = asyncio.Event()
         self._reading = asyncio.Lock()
-        self._began_at = float("-inf")  # of the last read
-        self._away = False
+        self._began_at = float("-inf")  # start of the last read; loop seconds
+        self._away = False  # the upstream did not answer the last read
         self.doubts = 0  # number of times that the upstream behaved like another server, or was unreachable
         self._handles_doubted = not known.handles
         self._handles_wait_s = HANDLES_S_MIN
         now = asyncio.get_running_loop().time()
-        self._handles_at = now if known.handles else now + HANDLES_S_MIN  # the next probe for handles
-        self.changed = ""  # the fields that differ; empty: none
+        self._handles_at = (
+            now if known.handles else now + HANDLES_S_MIN
+        )  # earliest time of the next probe for handles
+        self.changed = ""  # the fields that have changed; empty: none
 
     def note(self, field: str) -> None:
-        """Record a change that another component has detected."""
+        """Record that `field` has changed, as detected by another component. An earlier change is kept instead."""
         self.changed = self.changed or field
 
     def doubt(self, *, slow: bool = False) -> None:
-        """Trigger a read at once: the upstream has answered like another server, or its connection broke.
+        """Trigger a read at once, because the upstream answered like another server, or its connection broke.
 
-        `slow`: the upstream was only late, like a busy server, so its further abilities are not probed again.
+        `slow` means that the upstream was only late, as a busy server is. Its further abilities are then not probed again.
         """
         if not slow:
             self.distrust()
         self._doubted.set()
 
     def distrust(self) -> None:
-        """Probe the upstream's further abilities again: handles at the next read, constraints when needed."""
+        """Have the upstream's further abilities probed again.
+
+        KV handles are probed by the next read, and constraints when a request needs one.
+        """
         self.doubts += 1
         self._handles_doubted = True
 
     async def follow(self) -> None:
-        """Read repeatedly, until a change is found."""
+        """Read the upstream's identity repeatedly, until a change is found."""
         while not self.changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AWAY_S if self._away else self._every_s):
                     await self._doubted.wait()
             if self._doubted.is_set() and self._away:
-                await asyncio.sleep(AWAY_S)  # each failing request sets the doubt again
+                await asyncio.sleep(
+                    AWAY_S
+                )  # while the upstream is away, each failing request triggers a read
             await self.look()
 
     async def look(self) -> str:
-        """Read now. Return the fields that have changed; empty if none has, or if the upstream does not answer."""
+        """Read the upstream's identity now. Return the fields that have changed, with their old and new values.
+
+        Return an empty string if no field has changed, or if the upstream does not answer.
+        """
         asked_at = asyncio.get_running_loop().time()
         async with self._reading:
-            if self.changed or self._began_at > asked_at:  # the read of another caller is recent enough
+            if self.changed or self._began_at > asked_at:  # another caller's read began after this call
                 return self.changed
             self._began_at = asyncio.get_running_loop().time()
             self._doubted.clear()
@@ -96,7 +107,9 @@ class IdentityWatch:
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamUnavailable as error:
-                if not isinstance(error.__cause__, TimeoutError):  # otherwise the upstream was just busy
+                if not isinstance(
+                    error.__cause__, TimeoutError
+                ):  # after a timeout, the upstream may just be busy
                     self.distrust()
                 self._away = True
             return self.changed
@@ -113,15 +126,15 @@ class IdentityWatch:
         if seen.identity != known.identity:
             return seen.identity
         listed = replace(listed, version=known.version if version is None else version, told=told)
-        # where ids are in logprobs, some tokens lack them
+        # if token ids are read from logprobs, some tokens have none, so a longer completion is needed
         tokens = 1 if known.ids_from == "token_ids" else PROBE_TOKENS
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
         return replace(found, handles=await self._hands_over(found)).identity
 
     async def _hands_over(self, found: Abilities) -> bool:
-        """Return whether the upstream gives KV handles. Probe it if in doubt, at most every 30 s.
+        """Return whether the upstream gives KV handles. If that is in doubt, probe the upstream, at most every 30 s.
 
-        The wait doubles after each answer that is inconclusive or still has no handle.
+        The wait until the next probe doubles, up to 15 min, after each answer that is inconclusive or still has no handle.
         """
         known, now = self._known.handles, asyncio.get_running_loop().time()
         if not self._handles_doubted or now < self._handles_at:

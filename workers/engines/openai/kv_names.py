@@ -1,22 +1,24 @@
-"""Decodes an engine's KV events, and translates its own block names into Holdfast's sequence hashes.
+"""Decodes an upstream engine's KV events, and translates its block names into sequence hashes.
 
-An engine's block hashes have no meaning outside the engine. The event of each stored block contains the block's tokens and
-parent. From these, this module computes the name that all of Holdfast uses (`events.blocks`). It records the names, and
-translates later events with them. The states of a block:
+An engine's own block names have no meaning outside the engine. Each event of a stored block contains the block's tokens and its
+parent block. From these, this module computes the block's sequence hash, which is the name that all of Holdfast uses
+(`events.blocks`). The names are recorded, because later events contain only the engine's own names. A block can be:
 
-    known      its name is recorded: the engine has the block, or had it when events were lost
-    held       number of copies per tier: vLLM computes a prompt twice if it arrives twice at once, keeps and reports both
-    hidden     it has no name that a router could look up: a block of a canary, an image or an unknown adapter
+    known      its sequence hash is recorded: the engine has the block, or had the block when events were lost
+    held       at least one tier has a copy. Copies are counted: if a prompt arrives twice at once, vLLM computes, keeps and
+               reports both copies
+    hidden     known, but without a sequence hash, so that no router can find it: a block of a canary, an image or an unknown
+               adapter
 
-An engine that continues after its worker was convicted keeps its computed blocks. So each conviction begins an epoch, which is
-part of the salts of all later prompts (`salt_of`). Only blocks stored in the last epoch can be reused; the first block of an
-epoch hides all earlier blocks.
+An engine that continues after its worker was convicted keeps the blocks that it has computed. Therefore each conviction begins a
+new epoch, and the epoch's number is part of the salts of all later prompts (`salt_of`). Only blocks stored in the newest epoch
+can be reused. The first block stored in an epoch hides all earlier blocks.
 
-After lost events (`lose`) no block is held, but all are still known. If the engine then stores a block on its device right
-after a known one, the engine must have all blocks before it, and they become held again. So blocks in use are recovered
-without a replay.
+After lost events (`lose`), all blocks are still known, but none is held. If the engine then stores a block on its device after a
+known block, the engine must have that known block and all blocks before it. These blocks become held again. So the blocks in use
+are recovered without a replay.
 
-Pure: no IO, no clock. Used by one thread.
+This module does no I/O and uses no clock. Apart from `Names.salted`, one thread uses it.
 """
 
 import math
@@ -34,10 +36,12 @@ from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from events.wire import Generate
 
 SALTED_MAX = 10_000  # recorded salted prompts, for engines that do not report salts
-EPOCH_DIGITS_MAX = 18  # microseconds since 1970 have 16
-KNOWN_MAX = 2_000_000  # blocks; 16 tokens each are 32 million tokens
-CANARY_SALT = "holdfast-canary-"  # prefix of salts that keep canaries out of the prefix cache
-EPOCH_SALT = "holdfast-epoch-"  # followed by a number, a dash, and the request's own salt
+EPOCH_DIGITS_MAX = 18  # an epoch is a time in microseconds since 1970, which has 16 digits
+KNOWN_MAX = 2_000_000  # known blocks of one rank; with 16 tokens each, 32 million tokens
+CANARY_SALT = "holdfast-canary-"  # prefix of the salts by which canaries share no blocks of the prefix cache
+EPOCH_SALT = (
+    "holdfast-epoch-"  # prefix of a salt; the epoch's number, a dash, and the request's own salt follow
+)
 REASONS = ("orphan", "odd_size", "unnamed", "full")
 
 Key = int | bytes
@@ -75,24 +79,28 @@ class MalformedKvBatch(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """The engine has stored these consecutive blocks, the first one right after `parent`.
+    """Reports that the engine has stored these consecutive blocks. The first block follows `parent`.
 
-    Without tokens, the event only reports on which tier known blocks are.
+    An event without tokens only reports that the tier `tier` has blocks that were reported earlier.
     """
 
     keys: list[Key]
-    parent: Key | None
-    tokens: Sequence[int]
+    parent: Key | None  # None: the first block begins the prompt
+    tokens: Sequence[int]  # of all blocks
     block_tokens: int
     tier: Tier = Tier.DEVICE
-    lora: str | None = ""  # None: an adapter with an unknown name
-    extras: Sequence[object] = ()  # per block, the parts of its hash besides tokens: names, salts, images
-    group: int | None = None
+    lora: str | None = (
+        ""  # name of the LoRA adapter; empty: no adapter; None: an adapter with an unknown name
+    )
+    extras: Sequence[
+        object
+    ] = ()  # per block, what its hash covers besides the tokens: adapter names, salts, images
+    group: int | None = None  # number of the KV cache group; None: the engine has only one
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """The engine has one copy less of each of these blocks."""
+    """Reports that the engine has removed one copy of each of these blocks from one tier."""
 
     keys: list[Key]
     tier: Tier = Tier.DEVICE
@@ -101,7 +109,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """The engine has emptied its prefix cache."""
+    """Reports that the engine has emptied its prefix cache."""
 
 
 UpstreamEvent = BlocksStored | BlocksRemoved | AllCleared
@@ -109,22 +117,22 @@ UpstreamEvent = BlocksStored | BlocksRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True)
 class UpstreamBatch:
-    """The events of one engine step, and its time by the engine's clock."""
+    """One KV-event batch of an engine, which contains the events of one step."""
 
-    at: float
+    at: float  # time of the step, by the engine's clock
     events: list[UpstreamEvent]
-    unknown: int = 0  # skipped events of unknown kinds
+    unknown: int = 0  # number of skipped events of unknown kinds
 
 
 def read_batch(payload: bytes) -> UpstreamBatch:
-    """Decode a batch. Raise MalformedKvBatch.
+    """Decode a KV-event batch in the format of vLLM, which SGLang uses, too. Raise MalformedKvBatch.
 
-    vLLM's format, also used by SGLang: msgpack of `[time, [event, ...], DP rank]`. An event is a map (`{"type": "BlockStored",
-    "block_hashes": ...}`, vLLM 0.32), or an array with its type's name first and its fields in the same order (SGLang, earlier
-    vLLM). Newer engines append fields, and earlier ones have fewer. All of them are accepted, and unknown fields skipped.
+    A batch is the msgpack of `[time, [event, ...], DP rank]`. In vLLM 0.32, an event is a map, such as `{"type": "BlockStored",
+    "block_hashes": ...}`. In SGLang and earlier versions of vLLM, an event is an array of the type's name and the fields, in the
+    same order. Newer engines append fields, and older ones have fewer. All these forms are accepted, and unknown fields are
+    skipped.
 
-    The whole batch is rejected if any required part cannot be read. If only a part were used, blocks could stay listed after
-    they were removed.
+    If any required part cannot be read, the whole batch is rejected. A partly processed batch could leave removed blocks listed.
     """
     try:
         said = msgspec.msgpack.decode(payload)
@@ -146,7 +154,7 @@ def _kind(said: Any) -> str:
 
 
 def _event(said: Any) -> UpstreamEvent | None:
-    """Decode one event; None if it does not concern this engine's prefix cache, or is of an unknown kind."""
+    """Decode one event. Return None if its kind is unknown, or if the event does not concern this engine's own prefix cache."""
     reader = _READERS.get(_kind(said))
     if reader is None:
         return None
@@ -161,7 +169,7 @@ def _event(said: Any) -> UpstreamEvent | None:
 
 def _stored(fields: Fields, tier: Tier) -> BlocksStored | None:
     if fields.get("kv_cache_spec_kind") not in _WHOLE_PREFIX:
-        return None  # blocks of an attention window at the end of the prompt: they do not form a prefix
+        return None  # a sliding attention window keeps blocks of the prompt's end only, which form no prefix
     parent, lora = fields["parent_block_hash"], fields.get("lora_name") or ""
     size, tokens = int(fields["block_size"]), array(_TOKEN, fields["token_ids"])
     if size < 1 and tokens:
@@ -203,38 +211,49 @@ def _key(said: object) -> Key:
 
 
 def salt_of(epoch: int, salt: str) -> str:
-    """Return the salt to send to the engine. In epoch 0 it is the request's own salt, unless that looks like an epoch's."""
+    """Return the salt to send to the engine for a request with the salt `salt` in this epoch.
+
+    In epoch 0, this is the request's own salt, unless the request's salt has the form of an epoch's salt.
+    """
     return f"{EPOCH_SALT}{epoch}-{salt}" if epoch or salt.startswith(EPOCH_SALT) else salt
 
 
 def read_salt(salt: str) -> tuple[int, str]:
-    """Split a salt into the epoch in which the block was stored and the request's own salt."""
+    """Split a salt that was sent to the engine into the epoch and the request's own salt. The inverse of `salt_of`.
+
+    The epoch is 0 if the salt contains none.
+    """
     epoch, dash, own = salt.removeprefix(EPOCH_SALT).partition("-")
     known = salt.startswith(EPOCH_SALT) and dash and len(epoch) <= EPOCH_DIGITS_MAX
     return (int(epoch), own) if known and epoch.isdecimal() and epoch.isascii() else (0, salt)
 
 
 class CacheEpochs:
-    """Salts that prevent the reuse of possibly wrong blocks in an upstream's prefix cache, which the worker cannot empty.
+    """Salts requests so that they do not reuse possibly wrong blocks of an upstream's prefix cache.
 
-    Each conviction of this worker, in any of its instances, begins an epoch with its own salt. So a request only reuses blocks
-    computed after the last conviction. While the worker is distrusted and no later epoch has begun, requests neither reuse
-    blocks nor leave reusable ones.
+    The worker cannot empty an upstream's prefix cache. Instead, each conviction of this worker, in any of its instances, begins
+    an epoch, and each epoch has another salt. So a request only reuses blocks that were computed after the last conviction.
+
+    When the worker becomes distrusted, requests get unique salts, so that they share no blocks with other requests. They do so
+    until the worker is trusted again and a later epoch has begun.
     """
 
     def __init__(self) -> None:
         self._trusted = True
-        self._epoch = 0  # the last epoch seen
-        self._spoilt = -1  # the last epoch that may contain wrong blocks
+        self._epoch = 0  # the newest epoch of any request so far
+        self._spoilt = -1  # the newest epoch that may contain wrong blocks; -1: no epoch
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far. Until trusted again, requests leave no reusable blocks, like canaries."""
+        """Set whether requests may reuse blocks. When the worker becomes distrusted, no block computed so far is reused later."""
         self._trusted = trusted
         if not trusted:
             self._spoilt = self._epoch
 
     def salted(self, request: Generate) -> Generate:
-        """Add the salt of its epoch to a request. Canaries already have a salt."""
+        """Return the request with the salt of its epoch, or with a unique salt if it must not reuse blocks.
+
+        Canaries are returned unchanged, because `upstream.completion` adds a unique salt to them.
+        """
         if request.canary:
             return request
         self._epoch = max(self._epoch, request.cache_epoch)
@@ -247,10 +266,10 @@ class CacheEpochs:
 class Block:
     """One block that the engine has reported."""
 
-    name: int | None  # its sequence hash; None: hidden
-    parent: Key | None
-    seed: int  # of this block's local hash, and of those of all blocks after it
-    copies: list[int] = field(default_factory=lambda: [0, 0, 0])  # by tier
+    name: int | None  # the sequence hash; None: the block is hidden
+    parent: Key | None  # the engine's name of the block before this one; None: the block begins the prompt
+    seed: int  # seed of the local hashes of this block and of all blocks after it
+    copies: list[int] = field(default_factory=lambda: [0, 0, 0])  # number of copies by tier
 
     @property
     def held(self) -> bool:
@@ -259,20 +278,22 @@ class Block:
 
 
 class Names:
-    """The blocks of one rank of an engine. The block size in tokens is that of the first stored blocks."""
+    """Records the blocks of one rank of an engine, and translates the engine's block names into sequence hashes."""
 
     def __init__(self, known_max: int = KNOWN_MAX, salted_max: int = SALTED_MAX) -> None:
         """Keep at most `known_max` known blocks and `salted_max` salted prompts."""
-        self.block_tokens: int | None = None
-        self.passed_over = dict.fromkeys(REASONS, 0)  # skipped blocks, by reason
+        self.block_tokens: int | None = None  # block size in tokens, from the first stored block; None before
+        self.passed_over = dict.fromkeys(REASONS, 0)  # number of skipped blocks by reason
         self._known: dict[Key, Block] = {}
         self._known_max = known_max
         self._salted_max = salted_max
-        self._group: int | None = None  # the KV cache group with the prefix's blocks, if there are several
+        self._group: int | None = (
+            None  # the KV cache group with the blocks of prefixes; None: the engine has only one
+        )
         self._lost = False  # some blocks may be known but not held
-        self._reports_salts = False  # false for earlier versions of vLLM
-        self._epoch = 0  # epoch of the blocks that can be reused
-        # the first local hashes that recent salted prompts would have without a salt
+        self._reports_salts = False  # the engine has reported a salt; earlier versions of vLLM report none
+        self._epoch = 0  # the newest epoch; only its blocks can be reused
+        # for each recent salted prompt, the local hash that its first block would have without the salt
         self._salted: dict[int, None] = {}
 
     def __len__(self) -> int:
@@ -280,7 +301,7 @@ class Names:
         return len(self._known)
 
     def take(self, events: Sequence[UpstreamEvent]) -> list[KvEvent]:
-        """Process the events of one batch, and return them with Holdfast's names."""
+        """Process the events of one KV-event batch, and return Holdfast's events, which have sequence hashes as block names."""
         out: list[KvEvent] = []
         for event in events:
             match event:
@@ -293,10 +314,10 @@ class Names:
         return out
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record a salted prompt that is being sent to the engine. May be called from another thread.
+        """Record a salted prompt that the worker is sending to the engine. May be called from another thread.
 
-        If an engine does not report salts, the blocks of this prompt look like those of a prompt without a salt. Until the engine
-        has reported a salt, blocks that begin in the same way are hidden.
+        If an engine does not report salts, the blocks of a salted prompt look like those of a prompt without a salt. So until the
+        engine has reported a salt, all blocks of prompts with the same first block are hidden.
         """
         size = self.block_tokens
         if self._reports_salts or size is None or len(tokens) < size:
@@ -307,14 +328,14 @@ class Names:
             del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:
-        """Mark all blocks as not held, because events were lost. They stay known."""
+        """Mark all blocks as not held, because events were lost, and return the events to announce. The blocks stay known."""
         for block in self._known.values():
             block.copies = [0, 0, 0]
         self._lost = True
         return [Cleared()]
 
     def forget(self) -> list[KvEvent]:
-        """Drop all known blocks: the cache is empty, or belongs to a restarted engine."""
+        """Drop all known blocks, because the engine has emptied its cache or restarted. Return the events to announce."""
         self._known.clear()
         return [Cleared()]
 
@@ -339,7 +360,7 @@ class Names:
             out.append(Stored(named, None if parent is None else parent.name, event.tier))
 
     def _obstacle(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> str:
-        """Return the reason why these blocks are skipped; empty if they are not."""
+        """Return the reason, one of `REASONS`, to skip these blocks; empty if the blocks can be recorded."""
         size, count = event.block_tokens, len(event.keys)
         if size != self.block_tokens or len(event.tokens) != count * size:
             return "odd_size"  # a partial block, or a prefix with holes
@@ -349,7 +370,7 @@ class Names:
         return "full" if full else ""
 
     def _add(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> list[Block]:
-        """Record that these blocks are held, and return them."""
+        """Record that the event's tier holds these blocks, and return the blocks."""
         seed, local, visible = self._hash(event, parent, out)
         name, before = None if parent is None else parent.name, event.parent
         made: list[Block] = []
@@ -369,7 +390,10 @@ class Names:
     def _hash(
         self, event: BlocksStored, parent: Block | None, out: list[KvEvent]
     ) -> tuple[int, list[int], int]:
-        """Return the blocks' local hashes and their seed, and how many of the first blocks a router could look up."""
+        """Return the seed of the local hashes, the local hash of each block, and the number of visible blocks.
+
+        Only the first blocks are visible, which means that a router may look them up. The remaining blocks are hidden.
+        """
         others = _others(next(iter(event.extras), None), event.lora)
         if parent is not None:
             hashes = blocks.local_hashes(event.tokens, event.block_tokens, parent.seed)
@@ -382,19 +406,19 @@ class Names:
         hashes = blocks.local_hashes(event.tokens, event.block_tokens, seed)
         self._reports_salts = self._reports_salts or salt != ""
         unreported = not self._reports_salts and hashes[0] in self._salted
-        # `others` are an image, or something unknown
+        # what remains in `others` is an image, or something unknown
         apart = others or event.lora is None or own_salt.startswith(CANARY_SALT)
         return seed, hashes, 0 if apart or unreported or epoch < self._epoch else _without_extras(event)
 
     def _begin(self, epoch: int, out: list[KvEvent]) -> None:
-        """Hide everything stored in earlier epochs."""
+        """Begin an epoch: hide all blocks stored in earlier epochs, and add the event to announce to `out`."""
         self._epoch = epoch
         for block in self._known.values():
             block.name = None
         out.append(Cleared())
 
     def _locate(self, event: BlocksStored, out: list[KvEvent]) -> None:
-        """Record the tier of known blocks."""
+        """Record that the event's tier holds these blocks. Blocks that are not known, or without a held parent, are skipped."""
         for key in event.keys:
             block = self._known.get(key)
             before = None if block is None or block.parent is None else self._known.get(block.parent)
@@ -406,7 +430,11 @@ class Names:
                 out.append(Stored([block.name], None if before is None else before.name, event.tier))
 
     def _has_all(self, key: Key, tier: Tier, out: list[KvEvent]) -> bool:
-        """Return whether a block and all blocks before it are held. A block stored right after it on the device proves this."""
+        """Return whether a block and all blocks before it are held, given that a block after it was stored on `tier`.
+
+        If `tier` is the device, this proves that the device has all blocks before. Known blocks that are not held then become
+        held, and the events to announce are added to `out`.
+        """
         lost: list[Block] = []
         at: Key | None = key
         while at is not None:
@@ -443,7 +471,7 @@ class Names:
             if not block.held:
                 del self._known[key]
         last = out[-1] if out else None
-        # vLLM reports each block separately
+        # join the events of consecutive blocks, because vLLM reports each block separately
         if gone and isinstance(last, Removed) and last.tier == event.tier:
             last.blocks.extend(gone)
         elif gone:
@@ -452,7 +480,7 @@ class Names:
     # --- bounds
 
     def _forget_unheld(self) -> bool:
-        """Drop the blocks that are known but not held. Return whether any were dropped."""
+        """Drop the blocks that are known but not held. Return True if at least one was dropped."""
         before, lost, self._lost = len(self._known), self._lost, False
         if lost:
             self._known = {key: block for key, block in self._known.items() if block.held}
@@ -460,7 +488,10 @@ class Names:
 
 
 def _without_extras(event: BlocksStored) -> int:
-    """Return how many of the blocks come before the first with further parts in its hash. The first block is not examined."""
+    """Return how many blocks precede the first one with further parts in its hash, such as an image.
+
+    The first block is not examined and always counts, because the caller has examined it.
+    """
     for place, extra in enumerate(event.extras[1 : len(event.keys)], 1):
         if _others(extra, event.lora):
             return place
@@ -468,5 +499,5 @@ def _without_extras(event: BlocksStored) -> int:
 
 
 def _others(extra: object, lora: str | None) -> list[object]:
-    """Return the parts of a block's hash besides its tokens and the adapter's name."""
+    """Return what a block's hash covers besides the block's tokens and the adapter's name: salts, images."""
     return [one for one in extra or () if one != lora] if isinstance(extra, list | tuple) else []

@@ -1,15 +1,17 @@
-"""Tracks the prefix cache of one rank of an upstream, from its KV events and replays of lost ones.
+"""Tracks the prefix cache of one rank of an upstream, from the upstream's KV-event batches.
 
-    connect, reconnect ──▶ restore: request what follows the last batch
-                              │ it continues from there ──▶ in step
-                              └ it does not ──▶ announce an empty cache; request all that is left
-    batch ── follows ──▶ take ──▶ in step
+An upstream publishes its KV events in numbered batches. Lost batches are requested again from the upstream's replay endpoint.
+
+    connect, reconnect ──▶ restore: request the batches after the last one
+                              │ the replay continues from the last one ──▶ up to date
+                              └ it does not ──▶ announce an empty cache; request all batches that the upstream still has
+    batch ── follows ──▶ take ──▶ up to date
           ├─ lost or restarted ──▶ restore
           └─ cannot be read ──▶ announce an empty cache
-    nothing for a while ──▶ check: request what follows the last batch
+    no batch for a while ──▶ check: request the batches after the last one
 
 If an upstream has no replay endpoint, or the endpoint does not answer, the cache counts as empty until new batches fill it.
-This module uses no sockets and no clock: `ask` is a callable.
+This module uses no sockets and no clock. The caller passes a function, `ask`, which requests replays.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,24 +28,25 @@ Verdict = Literal["follows", "heard", "restarted", "lost"]
 
 @dataclass(slots=True)
 class Cursor:
-    """The position in one rank's batches. `number` is None before the first batch: any batch may follow.
+    """The number and time of the last processed KV-event batch of one rank.
 
-    An engine numbers its batches from 0 and stamps each with its own clock. Number and time together identify a batch:
+    An engine numbers its batches from 0 and adds a timestamp of its own clock to each. Compared with the last processed batch,
+    `judge` classifies a batch as follows:
 
-        the next number                    it follows
-        an earlier number, not newer       a duplicate: a replay and the live stream overlap
-        an earlier number, but newer       the engine has restarted, with an empty cache
-        any other number                   the batches in between are lost
+        the next number                        follows    process it
+        not a higher number, not a later time  heard      a duplicate, because a replay and the live stream overlap
+        not a higher number, but a later time  restarted  the engine has restarted, with an empty cache
+        any other number                       lost       the batches in between are lost
 
-    A replay request starts at the last batch already processed. If that batch is returned with another time, or not at all,
-    the events since then are unknown.
+    A replay is requested from the last processed batch on, so that this batch can be compared. If the replay contains it with
+    another time, or not at all, the events since then are unknown.
     """
 
-    number: int | None = None
-    at: float = 0.0
+    number: int | None = None  # None before the first batch: any batch may follow
+    at: float = 0.0  # seconds, by the engine's clock
 
     def judge(self, number: int, at: float) -> Verdict:
-        """Classify a batch by its number and time."""
+        """Classify a batch by its number and time, see above."""
         if self.number is None or number == self.number + 1:
             return "follows"
         if number > self.number:
@@ -51,11 +54,11 @@ class Cursor:
         return "heard" if at <= self.at else "restarted"
 
     def is_last(self, number: int, at: float) -> bool:
-        """Return whether this is the last processed batch."""
+        """Return whether a batch with this number and time is the last processed one."""
         return (number, at) == (self.number, self.at)
 
     def take(self, number: int, at: float) -> None:
-        """Advance to a batch."""
+        """Record this batch as the last processed one."""
         self.number, self.at = number, at
 
     def reset(self) -> None:
@@ -66,14 +69,14 @@ class Cursor:
 Frame = tuple[int, bytes]
 """A batch's number and payload."""
 
-ASKS_MAX = 20  # per restore; each request must advance the position
+ASKS_MAX = 20  # replay requests per restore; each of them must advance the position
 COUNTED = ("batches", "malformed", "unknown", "lost", "restarted", "cleared", "replayed", "replay_failed")
 
 log = structlog.get_logger(__name__)
 
 
 class NoReplay(Exception):
-    """The upstream offers no replay, or does not answer."""
+    """The upstream has no replay endpoint, or does not answer a replay request."""
 
 
 Ask = Callable[[int], Iterable[Frame]]
@@ -81,12 +84,12 @@ Ask = Callable[[int], Iterable[Frame]]
 
 
 def no_replay(first: int) -> Iterable[Frame]:
-    """Raise NoReplay, like an upstream without a replay endpoint."""
+    """Raise NoReplay. This is the `Ask` for an upstream without a replay endpoint."""
     raise NoReplay("it has no replay endpoint")
 
 
 class UpstreamRank:
-    """The prefix cache of one rank of one upstream."""
+    """Tracks the prefix cache of one rank of an upstream, and announces the changes."""
 
     def __init__(
         self, rank: int, announce: Callable[[int, list[KvEvent]], None], ask: Ask = no_replay
@@ -100,7 +103,10 @@ class UpstreamRank:
         self._log = log.bind(rank=rank)
 
     def check(self) -> None:
-        """Check for missed batches: the loss of the last batch leaves no gap in the numbers."""
+        """Request the batches after the last processed one, to detect that the newest batches were lost.
+
+        Such a loss is not visible as a gap in the numbers. If no replay is possible, the known blocks stay valid.
+        """
         if self._cursor.number is None:
             return
         try:
@@ -111,12 +117,12 @@ class UpstreamRank:
             self._log.info("upstream_kv_events_not_checked", reason=str(reason))
 
     def counts(self) -> dict[str, int]:
-        """Return counts of batches, of errors in them, and of skipped blocks."""
+        """Return, by name, the numbers of batches, of errors in batches, and of skipped blocks."""
         passed_over = self.names.passed_over
         return self.counters | {f"blocks_{reason}": count for reason, count in passed_over.items()}
 
     def receive(self, number: int, payload: bytes) -> None:
-        """Process a batch of the live stream."""
+        """Process a batch of the live stream. If batches before it are lost, restore them first."""
         batch = self._read(number, payload)
         if batch is None:
             return
@@ -160,7 +166,10 @@ class UpstreamRank:
             self._announce(self._rank, events)
 
     def clear(self, *, another_life: bool = False) -> None:
-        """Announce an empty cache. `another_life`: the engine has restarted, so the same names may mean other blocks."""
+        """Announce an empty cache, and accept any batch as the next one.
+
+        `another_life` means that the engine has restarted, so its block names may now refer to other blocks.
+        """
         if len(self.names) or self._cursor.number is not None:
             self.counters["cleared"] += 1
             self._announce(self._rank, self.names.forget() if another_life else self.names.lose())
@@ -169,7 +178,10 @@ class UpstreamRank:
     # --- replays
 
     def restore(self, *, another_life: bool = False) -> None:
-        """Process the missed batches from a replay; if there is no replay, announce an empty cache."""
+        """Process the missed batches from a replay. If no replay is possible, announce an empty cache.
+
+        `another_life` means that the engine has restarted. All its batches are then requested, from number 0 on.
+        """
         try:
             if another_life or self._cursor.number is None or not self._continued():
                 self.clear(another_life=another_life)
@@ -180,7 +192,10 @@ class UpstreamRank:
             self.clear(another_life=another_life)
 
     def _continued(self) -> bool:
-        """Replay all batches after the last one. Return False if the upstream does not continue from it. Raise NoReplay."""
+        """Process a replay of all batches after the last processed one. Raise NoReplay.
+
+        Return False if the replay does not begin with the last processed batch.
+        """
         assert self._cursor.number is not None
         frames = iter(self._ask(self._cursor.number))
         number, payload = next(frames, (-1, b""))
@@ -190,7 +205,10 @@ class UpstreamRank:
         return self._take_all(frames) or self._replay(self._cursor.number + 1)
 
     def _replay(self, first: int) -> bool:
-        """Replay all available batches from `first` on; request again those that a replay itself lost. Raise NoReplay."""
+        """Process a replay of all batches from number `first` on that the upstream still has, and return True.
+
+        If the replay has a gap, request another replay from the gap on. Raise NoReplay if the gaps remain.
+        """
         for _ in range(ASKS_MAX):
             before = self._cursor.number
             if self._take_all(self._ask(first)):
@@ -201,7 +219,7 @@ class UpstreamRank:
         raise NoReplay("its replays have gaps")
 
     def _take_all(self, frames: Iterable[Frame]) -> bool:
-        """Process consecutive batches. Return False at a gap."""
+        """Process consecutive batches. Stop and return False at a gap in their numbers; return True without a gap."""
         for number, payload in frames:
             batch = self._read(number, payload)
             if batch is None:

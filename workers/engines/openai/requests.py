@@ -1,4 +1,4 @@
-"""Tracks the requests that the worker forwards to the upstream, and the progress of each."""
+"""Tracks the requests that the worker forwards to the upstream, and limits how many are there at once."""
 
 import asyncio
 import contextlib
@@ -10,33 +10,37 @@ from heapq import heapify, heappop, heappush
 from events.wire import Chunk, Generate
 from workers.engines.engine import CANARIES_MAX, Phase
 
-JOINS_WITHIN_S = 0.25  # a request may join the step that began at most this long before it arrived
+JOINS_WITHIN_S = (
+    0.25  # a request may still join an upstream's step if it arrives within this time after the step's start
+)
 
 
 @dataclass(slots=True, eq=False)
 class UpstreamRequest:
-    """One request that is at the upstream, or waits here for a slot."""
+    """One request that the upstream serves, or that waits in this worker for a slot at the upstream."""
 
     task: "asyncio.Task[None]"
     prompt_tokens: int
     arrived_at: float  # monotonic seconds
-    length: int  # tokens so far, including the prompt
-    movable: Generate | None  # the original request, if it can move to another server
-    silent: bool = True  # no output yet
-    generated: list[int] = field(default_factory=list)  # tokens generated so far, if the request can move
+    length: int  # number of tokens so far, including the prompt
+    movable: Generate | None  # the original request; None if the request cannot move to another server
+    silent: bool = True  # no output has arrived yet
+    generated: list[int] = field(
+        default_factory=list
+    )  # tokens generated so far; empty if the request cannot move
     canary: bool = False
-    sent: bool = False  # otherwise the request waits here
+    sent: bool = False  # sent to the upstream; False while the request waits for a slot
 
 
 class UpstreamRequests:
-    """All requests of one worker for its upstream, by the worker's keys."""
+    """The requests of one worker for its upstream, by request key."""
 
     def __init__(self, most: int) -> None:
-        """Accept at most `most` requests at once."""
+        """Accept at most `most` requests at once, not counting canaries."""
         self._most = most
         self._by_key: dict[int, UpstreamRequest] = {}
-        self.token_at = 0.0  # when a token of any stream last arrived; monotonic seconds
-        # when the last token arrived, or an idle upstream got a request; monotonic seconds
+        self.token_at = 0.0  # time of the last token or text of any stream; monotonic seconds
+        # time of the last output, or of the request that ended the upstream's idle time; monotonic seconds
         self._moved_at = 0.0
 
     def __len__(self) -> int:
@@ -49,13 +53,14 @@ class UpstreamRequests:
         return iter(self._by_key.values())
 
     def get(self, key: int) -> UpstreamRequest | None:
-        """Return a request; None if there is none with this key."""
+        """Return the request with this key, or None if there is no such request."""
         return self._by_key.get(key)
 
     def overload(self, *, canary: bool) -> str | None:
-        """Return the error if no more requests are accepted; None if there is room.
+        """Return the error for a new request, or None if the request can be accepted.
 
-        Canaries do not count, and a few of them are always accepted, so that a full worker is checked, too.
+        Canaries do not count against the limit. Up to `CANARIES_MAX` canaries are accepted even at the limit, so that a full
+        worker is checked, too.
         """
         canaries = self.canaries
         if len(self._by_key) - canaries < self._most or (canary and canaries < CANARIES_MAX):
@@ -69,11 +74,11 @@ class UpstreamRequests:
 
     @property
     def tokens(self) -> int:
-        """The sum of the requests' tokens."""
+        """Number of tokens of all requests, prompts included."""
         return sum(one.length for one in self)
 
     def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
-        """Add a request that this task sends to the upstream."""
+        """Add a request that `task` sends to the upstream. `movable`: the request can move to another server."""
         now, length = time.monotonic(), len(request.tokens)
         if not self._by_key:
             self._moved_at = now
@@ -82,19 +87,20 @@ class UpstreamRequests:
 
     @property
     def sent_now(self) -> int:
-        """Number of requests sent to the upstream."""
+        """Number of requests that are at the upstream now. Requests that wait for a slot do not count."""
         return sum(one.sent for one in self)
 
     def sent(self, key: int) -> None:
-        """Record that a request is now sent to the upstream."""
+        """Record that a request has got its slot and is sent to the upstream. Unknown keys are ignored."""
         if one := self._by_key.get(key):
             one.arrived_at, one.sent = time.monotonic(), True
 
     def record(self, key: int, chunks: Sequence[Chunk]) -> bool:
-        """Record output of the upstream; return whether there are chunks to deliver.
+        """Record a request's output. Return True if there are chunks to deliver, and False for unknown keys or no chunks.
 
-        Only tokens, text and an end reset the age of the step. SSE comments, empty events and partial lines yield no chunk and
-        do not count: a proxy may send them while the engine hangs.
+        `phase` measures the age of the current step from the last chunk, which has tokens, text or the end of an answer. SSE
+        comments, empty events and partial lines yield no chunk. They must not reset the age of the step, because a proxy may send
+        them while the engine hangs.
         """
         if chunks:
             self._moved_at = time.monotonic()
@@ -115,10 +121,14 @@ class UpstreamRequests:
         self._by_key.pop(key, None)
 
     def phase(self) -> Phase:
-        """Return the current phase of the upstream, derived from its answers."""
+        """Return the current phase of the upstream, derived from the output that has arrived.
+
+        The phase is prefill if any request at the upstream may still compute its prompt, otherwise decode.
+        """
         if not self._by_key:
             return Phase("idle", self._moved_at)
-        # While tokens of any stream arrive, each step is observed: prompts that arrived after its start do not excuse a delay.
+        # If some streams have begun, their output shows when each step starts. A prompt that arrived more than JOINS_WITHIN_S
+        # after the start of the current step is not part of that step, so the prompt must not count as prefill.
         there = [one for one in self if one.sent]
         silent = [one for one in there if one.silent]
         brings_tokens, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
@@ -127,26 +137,28 @@ class UpstreamRequests:
 
 
 class Places:
-    """A limited number of request slots at the upstream; unlimited until `limit` is called. Other requests wait, by priority.
+    """Limits how many requests are at the upstream at once. Requests without a slot wait, the lowest `priority` number first.
 
-    Requests of equal priority are served first come, first served. A server's scheduler fixes its batch size at the start. The
-    only way to reduce the batch is to send fewer requests.
+    Requests of equal priority get slots in the order of their arrival. There is no limit until `limit` is called. The limit is
+    applied in the worker because a server's batch size cannot be changed after the server's start.
     """
 
     def __init__(self) -> None:
         self._limit: int | None = None
-        self._taken = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
-        self._numbered = 0
+        self._taken = 0  # number of slots in use
+        self._waiting: list[
+            tuple[int, int, asyncio.Future[None]]
+        ] = []  # a heap of (priority, arrival number, future)
+        self._numbered = 0  # arrival number of the last request that had to wait
 
     def limit(self, most: int | None) -> None:
-        """Set the number of slots; None: no limit. A request that has a slot keeps it."""
+        """Set the number of slots. None removes the limit. A request that already has a slot keeps it."""
         self._limit = most
         self._admit_waiting()
 
     @contextlib.asynccontextmanager
     async def one(self, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for a free slot and hold it. The lowest `priority` goes first."""
+        """Wait for a free slot, and hold the slot inside the `async with` block. The lowest `priority` number goes first."""
         await self._acquire(priority)
         try:
             yield

@@ -1,13 +1,13 @@
-"""Decides from an upstream's answers whether it is dead, and whether it accepts new requests.
+"""Decides from its answers whether an upstream is dead, and whether it accepts new requests.
 
-| health check | effect |
+| result of a health check | effect |
 |---|---|
-| a good answer, however late | resets both counters below |
-| a refusal: an error status, a connection that cannot be made | REFUSALS_MAX in a row: dead |
-| no answer in time | dead once neither an answer nor a token has come for `silent_s` |
+| a good answer | resets both counters: refusals in a row, and the time without an answer |
+| a refusal: an error status, or a failed connection | the upstream is dead after REFUSALS_MAX refusals in a row |
+| no answer in time | the upstream is dead if neither an answer nor a token has come for `silent_s` |
 
-A token of any stream since the last check has the same effect: a saturated server answers /health late or not at all, and must
-not be restarted for that. Errors do not count as tokens.
+A token of any stream since the start of the check counts as a good answer. A saturated server answers /health late or not at
+all, and must not be restarted for that. Errors in a stream do not count as tokens.
 
 After a 429, or a 503 with `Retry-After`, the worker is closed to new requests:
 
@@ -20,35 +20,37 @@ from email.utils import parsedate_to_datetime
 
 import structlog
 
-ANSWER_S_MAX = 8.0  # for one check over all paths: below the worker's own deadline of 10 s
+ANSWER_S_MAX = 8.0  # for one check over all paths; the worker's own deadline for a check is 10 s
 REFUSALS_MAX = 3  # in a row
-# default of `silent_s`: longer than a compilation or a garbage collection, equal to `dead_after`
+# default of `silent_s`: longer than a server's compilation or garbage collection, and equal to the setting `dead_after`
 SILENT_S = 30.0
 TOO_MANY, UNAVAILABLE = 429, 503
-DEFAULT_S = 1.0  # after a 429 without a duration
-MAX_S = 60.0  # the longest duration: a wrong header must not close a worker for hours
+DEFAULT_S = 1.0  # time for which a 429 without `Retry-After` closes a worker
+MAX_S = 60.0  # longest time for which a refusal closes a worker: a wrong header must not close it for hours
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthAnswer:
-    """The result of one health check: the reason why it failed, or empty."""
+    """The result of one health check."""
 
-    trouble: str = ""
-    timed_out: bool = False  # no answer came in time
+    trouble: str = ""  # the reason why the check failed; empty: the upstream is healthy
+    timed_out: bool = False  # the check failed because no answer came in time
 
 
 class UpstreamHealth:
-    """The health of one upstream. Times are monotonic seconds."""
+    """Decides from consecutive health checks whether one upstream is dead. All times are monotonic seconds."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
-        self.refusals = 0  # in a row
-        self._silent_since: float | None = None  # start of the first of the consecutive unanswered checks
+        self.refusals = 0  # number of refused checks in a row
+        self._silent_since: float | None = (
+            None  # start of the first unanswered check in a row; None: the last was answered
+        )
 
     def judge(self, answer: HealthAnswer, began_at: float, token_at: float, now: float) -> str:
-        """Return why the upstream is dead; empty if it is not.
+        """Process one health check. Return why the upstream is dead, or an empty string if it is not dead.
 
         Args:
             answer: the result of the check.
@@ -77,7 +79,10 @@ class UpstreamHealth:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds in `Retry-After`; None if there are none. A date is relative to the server's own `Date`."""
+    """Return the seconds of the `Retry-After` header; None if the header is missing or invalid.
+
+    If the header holds a date, the result is the time from the response's `Date` header to that date.
+    """
     text = headers.get("Retry-After", "").strip()
     try:
         if text.replace(".", "", 1).isdecimal():
@@ -89,21 +94,28 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 class RetryGate:
-    """Tracks whether one upstream accepts new requests. Canaries have a separate gate: a busy server may still answer them."""
+    """Tracks whether one upstream accepts new requests.
+
+    Users' requests and canaries have separate gates. A refused user's request closes only the gate of users' requests, because a
+    busy server may still answer canaries. A refused canary closes both gates.
+    """
 
     def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:
-        """`now`: monotonic seconds. `max_s`: the longest time for which the gate closes; 0: it never closes."""
+        """Use the clock `now` (monotonic seconds). Close for at most `max_s` seconds; 0: never close."""
         self._now = now
         self._max_s = max_s
         self._users_until = float("-inf")
         self._canaries_until = float("-inf")
 
     def closed_s(self, *, canary: bool = False) -> float:
-        """Return for how many seconds the gate stays closed; 0: it is open."""
+        """Return for how many seconds the gate stays closed. 0 means that the gate is open."""
         return max(0.0, (self._canaries_until if canary else self._users_until) - self._now())
 
     def refused(self, status: int, headers: Mapping[str, str], *, canary: bool) -> bool:
-        """Process a refused request. Return whether it closes the gate; if so, the refusal is no failure of the upstream."""
+        """Process the status and headers of a refused request.
+
+        Return True if the refusal closes the gate. The caller must not count such a refusal as a failure of the upstream.
+        """
         seconds = retry_after_s(headers)
         if status == TOO_MANY and seconds is None:
             seconds = DEFAULT_S

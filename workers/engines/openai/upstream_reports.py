@@ -1,8 +1,9 @@
-"""Reads an upstream's reports: its load (`/metrics`) and its KV events.
+"""Reads two optional reports of an upstream: its load (`/metrics`) and its KV events.
 
-A worker can serve without them. Without metrics, the worker reports the load of its own requests. Without KV events, its
-registration states that it announces none. A start waits a few seconds for the first reports, because the registration contains
-the block size. A failed subscription is retried in the background; once it succeeds, the worker registers a new instance.
+Without metrics, the worker reports the load of its own requests only. Without KV events, the worker's registration states that it
+announces none. At its start, the worker waits a few seconds for the first reports, because its registration contains the
+upstream's block size. A failed subscription to KV events is retried in the background. When a retry succeeds, the worker ends
+its instance and registers a new one.
 """
 
 import asyncio
@@ -28,9 +29,9 @@ from workers.engines.openai.upstream_metrics import (
 if TYPE_CHECKING:
     from workers.engines.openai.kv_events import UpstreamKvEvents  # needs pyzmq
 
-READ_S_MAX = 1.0
-CONNECT_S_MAX = 5.0  # for subscriptions to all KV event endpoints of the upstream
-LOOK_S = 0.02
+READ_S_MAX = 1.0  # for one read of the metrics
+CONNECT_S_MAX = 5.0  # for the subscriptions to all KV event endpoints of the upstream
+LOOK_S = 0.02  # between two checks of a condition that another thread sets
 STOP_S_MAX = 0.5
 EVENTS_AGAIN_S_MAX = 900.0  # between two subscription attempts
 
@@ -39,19 +40,19 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountTimes:
-    """How often an upstream is polled, and how long to wait for it, in seconds."""
+    """How often an upstream is polled, and how long the worker waits for it. All times are in seconds."""
 
     every_s: float = EVERY_S  # between two reads of its metrics
     stale_s: float = STALE_S  # older metrics are ignored
-    stored_s: float = 5.0  # for the KV events of a prompt that the upstream has computed
+    stored_s: float = 5.0  # for the first KV event, after the upstream has computed a prompt
     identity_s: float = 10.0  # between two reads of its identity
     key_s: float = 1.0  # between two reads of its API key's file
-    # until a failed subscription to the upstream's KV events is retried; doubles each time
+    # until a failed subscription to the upstream's KV events is retried; doubles after each retry
     events_again_s: float = 30.0
 
 
 class UpstreamAccount:
-    """Reads one upstream's metrics and KV events."""
+    """Reads the metrics and the KV events of one upstream."""
 
     def __init__(
         self,
@@ -61,7 +62,15 @@ class UpstreamAccount:
         replays: Sequence[str] = (),
         times: AccountTimes | None = None,
     ) -> None:
-        """Use these endpoints for KV events and replays. `own` returns this worker's number of requests at the upstream."""
+        """Create an account of `upstream` that is not started.
+
+        Args:
+            upstream: the client of the server.
+            own: returns the number of this worker's requests that are at the upstream.
+            endpoints: ZeroMQ endpoints of the KV events, one per DP rank; empty: do not subscribe.
+            replays: ZeroMQ endpoints that replay lost KV events, one per DP rank; empty: there are none.
+            times: intervals and time limits.
+        """
         self._upstream = upstream
         self._own = own
         self._endpoints = endpoints
@@ -91,41 +100,50 @@ class UpstreamAccount:
 
     @property
     def dp(self) -> int:
-        """Number of DP ranks that are distinguished: those with received KV events."""
+        """Number of DP ranks that the worker distinguishes: the number of KV event endpoints, or 1 without KV events."""
         return len(self._endpoints) if self.announces else 1
 
     @property
     def block_tokens(self) -> int | None:
-        """Tokens per block, from the upstream's KV events, otherwise from its metrics."""
+        """Tokens per block, from the upstream's KV events, or from its metrics at the start. None if neither reports it."""
         if self._events is not None and self.announces:
             return self._events.block_tokens
         return self._first.block_tokens if self._first is not None else None
 
     @property
     def kv_blocks(self) -> int | None:
-        """Number of the upstream's blocks, on all ranks."""
+        """Number of KV blocks of all the upstream's ranks, from its metrics at the start. None if they do not report it."""
         if self._first is None or self._first.kv_blocks is None:
             return None
         return self._first.kv_blocks * len(self._first.ranks)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of the upstream's KV events and of errors in them; empty without a subscription."""
+        """Counts of the upstream's KV-event batches and of errors in them, by name; empty without a subscription."""
         return {} if self._events is None else self._events.counters
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record a salted prompt that is being sent: not every server version reports salts in its KV events."""
+        """Record a salted prompt that is being sent to the upstream.
+
+        The record is needed because not every server version reports salts in its KV events.
+        """
         if self._events is not None:
             self._events.salted(tokens)
 
     # --- load
 
     def load(self, own: Load, batch_max: int) -> Load:
-        """Return the upstream's load, from its metrics and from the requests sent to it."""
+        """Return the load of the whole upstream, or `own` if there are no recent metrics.
+
+        `own` is the load of this worker's requests. `batch_max` is how many requests the upstream is assumed to run at once.
+        """
         return self._load.combined(own, batch_max, asyncio.get_running_loop().time())
 
     def ranks(self, kv_blocks: int) -> list[Load]:
-        """Return the load of each DP rank, if there are several and the metrics contain it."""
+        """Return the load of each DP rank. `kv_blocks` is the number of blocks of all ranks together.
+
+        The list is empty if there is one rank only, or if no recent metrics contain the load of each rank.
+        """
         report = self._load.fresh(asyncio.get_running_loop().time())
         if self.dp == 1 or report is None or len(report.ranks) != self.dp:
             return []
@@ -156,9 +174,9 @@ class UpstreamAccount:
             )
 
     async def resubscribe(self, abilities: Abilities, on_subscribed: Callable[[str], None]) -> None:
-        """Retry a subscription that failed at the start; the wait doubles each time.
+        """Retry a subscription that failed at the start, until it succeeds. The wait doubles after each retry.
 
-        `on_subscribed` is called once it succeeds: the worker has registered without KV events, so it begins a new instance.
+        Then call `on_subscribed` with "kv_events". The worker has registered without KV events, so it must begin a new instance.
         """
         wait_s = self._times.events_again_s
         while self._endpoints and not self.announces:
@@ -170,8 +188,10 @@ class UpstreamAccount:
                 return
 
     async def _try_to_subscribe(self, abilities: Abilities, announce: Announce) -> str:
-        """Try to subscribe; return the reason for a failure, empty if it succeeded."""
-        from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is needed
+        """Try to subscribe to the KV events. Return the reason for a failure; empty if the subscription succeeded."""
+        from workers.engines.openai.kv_events import (
+            UpstreamKvEvents,
+        )  # imports pyzmq, so only where it is needed
 
         self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)
         events.start()
@@ -187,7 +207,7 @@ class UpstreamAccount:
 
 
 async def _wait_until(holds: Callable[[], bool], within_s: float) -> bool:
-    """Wait until a condition set by another thread holds; return False if it does not in time."""
+    """Wait until a condition that another thread sets holds. Return False if it does not hold within `within_s` seconds."""
     until = asyncio.get_running_loop().time() + within_s
     while not holds():
         if asyncio.get_running_loop().time() > until:
