@@ -1,6 +1,7 @@
-"""What an upstream serves, and which extensions of OpenAI's API it supports.
+"""An upstream's identity, its lineage, and the extensions of OpenAI's API that it supports.
 
-The lineage of a server's answers names the weights, and the settings that change how it computes:
+The lineage is a text that names the server's weights, and the settings that change how the server computes. Its values come from
+these pages:
 
     /v1/models        root, max_model_len      vLLM, SGLang; llama-server: n_ctx, size of the weights
     /get_model_info   weight_version           SGLang
@@ -8,7 +9,7 @@ The lineage of a server's answers names the weights, and the settings that chang
     /metrics          cache_dtype of vllm:cache_config_info
 
 A missing page contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
-are excluded: a restart alone does not change the lineage.
+are excluded, so that a restart alone does not change the lineage.
 """
 
 import re
@@ -26,33 +27,33 @@ Told = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """An upstream's identity, and which of the extensions used by Holdfast it supports."""
+    """An upstream's identity, and the extensions of OpenAI's API that the upstream supports."""
 
     model: str
     version: str = "unknown"
-    context_tokens: int | None = None
-    token_prompts: bool = False
+    context_tokens: int | None = None  # None: not reported
+    token_prompts: bool = False  # a prompt may consist of token ids
     extensions: bool = False  # fields outside OpenAI's API are accepted or ignored
-    ids_from: IdsFrom = "nowhere"
-    token_ms: float = 50.0  # measured on one stream
-    ranks: int = 1  # DP ranks that a request can be sent to
+    ids_from: IdsFrom = "nowhere"  # which part of an answer contains the token ids
+    token_ms: float = 50.0  # time per token, measured on one stream
+    ranks: int = 1  # number of DP ranks that a request can be sent to
     handles: bool = False  # can hand over a request's KV cache to another server: see `Upstream.handle`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it; empty: not reported
-    also_served: tuple[str, ...] = ()  # further names under which it lists the same weights, sorted
-    size: int | None = None  # of the weights, in bytes, as /v1/models lists it
-    # by page: the upstream's other reports on its weights and on how it computes
+    also_served: tuple[str, ...] = ()  # further names of the same weights in /v1/models, sorted
+    size: int | None = None  # size of the weights in bytes, as /v1/models lists it; None: not reported
+    # by page, the values of the lineage that pages other than /v1/models report
     told: Mapping[str, Told] = field(default_factory=dict)
 
     @property
     def lineage(self) -> str:
-        """The upstream's reports on its weights and on how it computes; empty: none."""
+        """The lineage: what the upstream reports about its weights and how it computes. Empty if it reports nothing."""
         return lineage(self.root, self.context_tokens, self.size, self.told)
 
     @property
     def identity(self) -> dict[str, object]:
-        """The part that must not change while the worker's instance runs.
+        """The values that must not change while the worker's instance runs.
 
-        Excludes `created` of /v1/models, because some servers compute it anew for each answer.
+        They do not contain `created` of /v1/models, because some servers compute `created` anew for each answer.
         """
         return {
             "model": self.model,
@@ -69,29 +70,32 @@ class Abilities:
 
     @property
     def exact(self) -> bool:
-        """Whether a continuation can be requested token by token.
+        """Whether prompts and answers consist of token ids, so that an answer can be continued exactly.
 
-        Ids in logprobs are not enough: llama-server omits a token that leaves a character incomplete. It always omits the same
-        tokens, so such ids suffice for canaries.
+        Token ids in logprobs are not enough, because llama-server omits a token that leaves a character incomplete. For canaries
+        such ids suffice, because the same tokens are always omitted.
         """
         return self.token_prompts and self.ids_from == "token_ids"
 
     def ids_for(self, request: Generate) -> IdsFrom:
-        """Return which part of the answer to this request contains its token ids."""
+        """Return which part of the answer to this request contains the token ids that the worker reads."""
         if request.canary and self.ids_from == "nowhere":
             return "text_bytes"
         return self.ids_from if self.exact or request.canary else "nowhere"
 
 
 def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
-    """Merge a new read of the lineage pages into the known values. A page that could not be read keeps its previous values."""
+    """Return the values of the lineage by page after a new read, `now`.
+
+    A page that could not be read (None) keeps its values in `known`, or has none if it was never read.
+    """
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
 
 
 def lineage(root: str, context_tokens: int | None, size: int | None, told: Mapping[str, Told]) -> str:
-    """Return the name of a lineage, which is part of the canary key; empty if nothing is reported.
+    """Return the text of a lineage, which is part of the canary key. Empty if no value is reported.
 
-    Only the last component of a folder's path is used: hosts keep the same weights in different folders.
+    The text contains only the last component of `root`, because hosts keep the same weights in different folders.
     """
     pairs = [("root", root.rstrip("/").rpartition("/")[2]), ("max_model_len", str(context_tokens or ""))]
     pairs += [("size", str(size or "")), *(pair for path in sorted(told) for pair in told[path])]

@@ -1,4 +1,8 @@
-"""Sends one request from a worker to its upstream and relays the answer."""
+"""Sends requests to the upstream and relays the answers.
+
+Two helpers adapt the requests: `Constraints` translates a required form of the answer, and `UpstreamKey` follows the API key
+file.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,19 +33,19 @@ from workers.engines.openai.upstream import (
 from workers.engines.openai.upstream_health import RetryGate
 
 OVERLOADED = "overloaded"
-# of a prompt: a logprob takes about 80 bytes, and a prompt has at most 100,000 tokens
+# size of an answer with the logprobs of a prompt: each takes about 80 bytes, and a prompt has at most 100,000 tokens
 LOGPROBS_BYTES_MAX = 32 * 1024 * 1024
 KEY_EVERY_S = 1.0  # between two reads of the key's file
 KEY_READ_S_MAX = 2.0  # a file system that hangs must not delay requests
-STRANGE = (*UNAUTHORIZED, 404)  # statuses that suggest that the server was replaced
+STRANGE = (*UNAUTHORIZED, 404)  # statuses which suggest that another server has replaced the upstream
 
 log = structlog.get_logger(__name__)
 Emit = Callable[[list[Chunk]], None]
 
-WORD = "zebra"  # an unlikely answer to three token ids
+WORD = "zebra"  # an unlikely answer to the prompt of a probe
 Style = Literal["structured_outputs", "guided", "response_format"]
 GUIDED = "guided_"
-KINDS = ("json", "regex", "choice", "grammar")  # both of vLLM's names support these
+KINDS = ("json", "regex", "choice", "grammar")  # kinds of constraints that `guided` supports, too
 SCHEMA = {"name": "probe", "schema": {"type": "string", "enum": [WORD]}}
 PROBES: dict[Style, JsonObject] = {
     "structured_outputs": {"structured_outputs": {"choice": [WORD]}},
@@ -59,33 +63,35 @@ REPEAT_S_MAX = 900.0
 
 @dataclass(slots=True)
 class Failed:
-    """A failed probe: the time of its repetition (loop seconds), and the wait until then."""
+    """The schedule for the repetition of a failed probe."""
 
-    again_at: float
-    wait_s: float
+    again_at: float  # time of the repetition; loop seconds
+    wait_s: float  # seconds between the failure and the repetition
 
 
 @dataclass(frozen=True, slots=True)
 class Obeyed:
-    """A successful probe: its expiry (loop seconds), and the upstream's doubt count at that time."""
+    """The conditions under which a successful probe stays valid."""
 
-    until: float
-    doubts: int
+    until: float  # time of its expiry; loop seconds
+    doubts: int  # the upstream's doubt count at the probe; the probe is invalid when the count has changed
 
 
 class Constraints:
-    """Probes which request fields a server obeys to constrain its answers, when a request first needs one.
+    """Finds out which request field makes a server constrain the form of its answers, such as to a JSON schema.
 
-    vLLM has used two names: first `guided_choice` and similar fields, later `structured_outputs`. A server ignores a name that it
-    does not know, so acceptance proves nothing. The probe sends each name with a choice of one word. The name is used if the
-    answer is that word.
+    Servers use different fields: `response_format`, and in vLLM first `guided_choice` and similar fields, later
+    `structured_outputs`. A server ignores a field that it does not know, so it proves nothing that a request was accepted. When a
+    request first needs a constraint, a probe requests a short completion with each field until one works. The probe's constraint
+    allows only one word. If the answer is that word, the field works.
 
-    Behind a reasoning parser, vLLM constrains only what follows the reasoning, so the word does not appear. There, a name is used
-    if the server rejects a contradictory constraint. The contradiction is one that the server rejects before it reaches the
-    engine: in some versions, a grammar that does not compile ends vLLM's engine.
+    With a reasoning parser, vLLM does not constrain the reasoning, so the answer is not that word. Therefore a field also counts
+    as working if the server rejects a contradictory constraint. The contradiction is one that the server rejects before it
+    reaches the engine, because in some versions, a grammar that does not compile terminates vLLM's engine.
 
-    A failed probe is repeated after 10 s, and the wait doubles each time, up to 15 min. A successful probe is repeated after 15
-    min, or as soon as the upstream may have been replaced by another server: after 401, 403, 404 or a broken connection.
+    A failed probe is repeated after 10 s, and the wait doubles after each failure, up to 15 min. A successful probe is repeated
+    after 15 min. It is repeated earlier if another server may have replaced the upstream, that is, after 401, 403, 404 or a
+    broken connection.
     """
 
     def __init__(
@@ -93,9 +99,11 @@ class Constraints:
         complete: Callable[[JsonObject], Awaitable[str | None]],
         doubts: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`complete` returns the text of a short completion with these fields; None if the server rejects them.
+        """Probe by means of two functions.
 
-        `doubts` returns how often the upstream has behaved like another server.
+        Args:
+            complete: returns the text of a short completion with the given fields, or None if the server rejects them.
+            doubts: returns how often the upstream has behaved like another server.
         """
         self._complete = complete
         self._doubts = doubts
@@ -104,7 +112,10 @@ class Constraints:
         self._probing = asyncio.Lock()
 
     async def translate(self, guided: JsonObject) -> JsonObject:
-        """Translate a client's constraint into fields that the server obeys. Raise Fault if it obeys none."""
+        """Translate a client's constraint into a request field that the server obeys.
+
+        Raise Fault if the server obeys no field that can express the constraint.
+        """
         ((field, value),) = guided.items()
         kinds = _kinds(field, value)
         if field == "response_format" and await self._obeys("response_format"):
@@ -133,7 +144,10 @@ class Constraints:
             return False
 
     async def _probe(self, style: Style) -> bool:
-        """Return whether the server obeys this name, or at least validates it. Raise Fault, UpstreamUnavailable."""
+        """Return whether the server obeys the field of this style, or at least rejects a contradictory value.
+
+        Raise Fault or UpstreamUnavailable if the probe cannot be completed.
+        """
         text = await self._complete(PROBES[style])
         if text is None:
             return False
@@ -141,7 +155,7 @@ class Constraints:
 
 
 def _kinds(field: str, value: object) -> JsonObject:
-    """Convert a field's constraint to the form of `structured_outputs`."""
+    """Return the constraint in a client's field in the form of `structured_outputs`, which maps each kind to its value."""
     if field.startswith(GUIDED) or not isinstance(value, dict):
         return {field.removeprefix(GUIDED): value}
     if field != "response_format":
@@ -153,7 +167,7 @@ def _kinds(field: str, value: object) -> JsonObject:
 
 
 class UpstreamKey:
-    """Keeps an upstream's key equal to the content of a key file. Without a file the key never changes."""
+    """Keeps an upstream's API key equal to the content of a key file. Without a file, the key never changes."""
 
     def __init__(self, upstream: Upstream, file: Path | None) -> None:
         self._upstream = upstream
@@ -161,13 +175,13 @@ class UpstreamKey:
         self._trouble = ""
 
     async def follow(self, every_s: float = KEY_EVERY_S) -> None:
-        """Read the file repeatedly, until cancelled."""
+        """Read the file every `every_s` seconds until cancelled. Return at once if there is no file."""
         while self._file is not None:
             await asyncio.sleep(every_s)
             await self.read()
 
     async def replaced(self, used: str) -> bool:
-        """Re-read the file. Return whether the key now differs from `used`, which the upstream refused."""
+        """Re-read the file. Return whether the key now differs from `used`, the key with which a request failed."""
         await self.read()
         return self._upstream.key != used
 
@@ -190,14 +204,14 @@ class UpstreamKey:
             log.info("upstream_key_replaced", file=str(self._file))
 
     def _note(self, trouble: str) -> None:
-        """Log each new reason once."""
+        """Log the reason why the file cannot be read, unless the previous read failed for the same reason. Empty: no error."""
         if trouble and trouble != self._trouble:
             log.warning("upstream_key_unreadable", reason=trouble, advice="the last good key stays in use")
         self._trouble = trouble
 
 
 class Exchange:
-    """Sends requests to one upstream and relays the answers."""
+    """Sends requests to one upstream, and passes the answers to the engine as chunks."""
 
     def __init__(
         self,
@@ -215,7 +229,11 @@ class Exchange:
         self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
 
     async def answer(self, request: Generate, handle: Handle | None, emit: Emit) -> None:
-        """Relay the upstream's answer. If it refused an API key that was replaced in the meantime, retry once."""
+        """Send a request, and pass the chunks of the answer, or of an error, to `emit`.
+
+        If the upstream refuses the request and the API key file has a new key, retry once with that key. `handle` locates the KV
+        cache of a request that comes from another server.
+        """
         used = self._upstream.key
         error = await self._attempt(request, handle, emit)
         if error is not None and await self._key.replaced(used):
@@ -224,7 +242,11 @@ class Exchange:
             emit([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
 
     async def _attempt(self, request: Generate, handle: Handle | None, emit: Emit) -> str | None:
-        """Send a request once. Return the error if no answer began; None if the answer was relayed."""
+        """Send a request once, and pass the chunks of the answer to `emit`.
+
+        Return the error if the upstream refused the request, or cannot serve it. Otherwise return None. A broken connection is
+        passed to `emit` as a chunk, too.
+        """
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
             if request.guided is not None:
@@ -242,16 +264,21 @@ class Exchange:
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamUnavailable) as error:
-            self._identity.doubt()  # after a restart it may be another server
+            self._identity.doubt()  # another server may have replaced the upstream
             words = str(error) or type(error).__name__
             self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except Exception as error:  # a bug in this worker: the caller must not wait for ever
+        except (
+            Exception
+        ) as error:  # a bug in this worker; without an error chunk, the caller would wait for ever
             log.exception("request_failed")
             emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
-        """Return the error in a response that is not a stream. Re-read the identity if another server may have answered."""
+        """Return the error in a response with an error status.
+
+        If the status suggests that another server has replaced the upstream, re-read the upstream's identity.
+        """
         error = await refusal(response, canary=canary)
         if self._gate.refused(response.status, response.headers, canary=canary):
             return f"{OVERLOADED}: {error.partition(': ')[2] or error}"
@@ -268,28 +295,28 @@ class Exchange:
 
 
 class RankedToken(msgspec.Struct):
-    """One token of one position, as vLLM describes it."""
+    """vLLM's record of one candidate token at one position of a prompt. Only the field that is used here is decoded."""
 
     logprob: float | None = None
 
 
 class EchoedChoice(msgspec.Struct):
-    """A choice of a completion response. Only the field used here is decoded."""
+    """A choice of a completion response. Only the field that is used here is decoded."""
 
     prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class EchoedAnswer(msgspec.Struct):
-    """A completion response. Only the field used here is decoded."""
+    """A completion response. Only the field that is used here is decoded."""
 
     choices: list[EchoedChoice]
 
 
 async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Generate) -> list[Logprob]:
-    """Return the logprobs of a request's prompt, if it asks for them. Raise Fault, or UpstreamUnavailable.
+    """Return the logprobs of a request's prompt, or an empty list if the request does not need them.
 
-    vLLM does not stream its `prompt_logprobs`. They come from a separate request before the answer, which leaves the prompt in
-    its cache.
+    vLLM does not stream its `prompt_logprobs`, so they are obtained by a separate request before the answer. That request leaves
+    the prompt in vLLM's cache. Raise Fault or UpstreamUnavailable.
     """
     top = request.sampling.prompt_logprobs
     if top is None:
@@ -303,9 +330,9 @@ async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Gen
 
 
 def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the logprob of each token of a prompt, with the `top` best at its position. Raise Fault.
+    """Return the logprob of each token of a prompt, with the `top` best tokens at its position.
 
-    The logprob of the first token has no meaning.
+    The logprob of the first token is 0, because no model output precedes it. Raise Fault if `answer` has no valid logprobs.
     """
     try:
         found = msgspec.json.decode(answer, type=EchoedAnswer).choices[0].prompt_logprobs
@@ -327,9 +354,9 @@ def _position(token: int, ranked: dict[str, RankedToken], top: int) -> Logprob:
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
-    """Prepend the prompt's logprobs, `found`, to those of the first chunk with tokens. Return the chunks.
+    """Prepend the prompt's logprobs, `found`, to those of the first chunk with tokens, and return `chunks`.
 
-    `found` is cleared after that.
+    `found` is then cleared, so that the logprobs are delivered once.
     """
     if not found:
         return chunks

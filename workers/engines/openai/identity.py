@@ -15,18 +15,20 @@ from workers.engines.openai.capabilities import Abilities
 from workers.engines.openai.upstream_health import MAX_S, SILENT_S
 from workers.engines.openai.upstream_reports import AccountTimes, UpstreamAccount
 
-CONTEXT_TOKENS = 4096  # if the upstream does not report it
+CONTEXT_TOKENS = 4096  # used if neither the settings nor the upstream contain a context length
 MOST_TOKENS = 1 << 31
-BLOCK_TOKENS = 16  # if the upstream does not report it
-PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile; never corrected by measurements
-BATCH_SLOWDOWN = 2.0  # an estimate: time per token of a full batch, as a multiple of a single stream's
+BLOCK_TOKENS = 16  # used if neither the settings nor the upstream contain a block size
+PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile, which no measurement corrects
+BATCH_SLOWDOWN = (
+    2.0  # an estimate of the time per token in a full batch, as a multiple of that of a single stream
+)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamSettings:
-    """The server's address, settings that replace or supplement its own reports, and limits."""
+    """The settings of the openai engine: the server's address, limits, and values that replace the server's own reports."""
 
     url: str
     key: str = ""
@@ -34,24 +36,32 @@ class UpstreamSettings:
     tokenizer: str = ""
     revision: str = "unknown"
     context_tokens: int | None = None
-    block_tokens: int | None = None  # None, here and below: as the upstream reports
+    block_tokens: int | None = None  # `None` for this field and the next one: use the upstream's report
     kv_blocks: int | None = None
     kv_events: Sequence[str] = ()  # endpoints on which the upstream's DP ranks publish and replay KV events
     kv_replays: Sequence[str] = ()
     batch_max: int = 64
     waiting_max: int = 256
-    start_s: float = 1800.0  # a real server loads weights first
+    start_s: float = 1800.0  # longest wait for the server at the start; a real server loads weights first
     retry_after_max_s: float = MAX_S  # the longest time for which a `Retry-After` closes the worker
     # seconds without a token or an answer to a health check after which the upstream is dead
     silent_s: float = SILENT_S
-    handle_s: float = 1.0  # for one step, most of it cached
+    handle_s: float = (
+        1.0  # time limit for a KV handle, which costs the server one step with a mostly cached prompt
+    )
     times: AccountTimes = field(default_factory=AccountTimes)
 
 
 def identify(
     settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None = None
 ) -> EngineIdentity:
-    """Return the identity of a server with these abilities and, if it has sent any yet, its own reports."""
+    """Return the engine identity of a server.
+
+    Args:
+        settings: values that replace or limit what the server reports.
+        known: the server's abilities.
+        account: the server's metrics and KV events; None before the first ones are read.
+    """
     said = known.context_tokens
     context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
     block_tokens = _block_tokens(settings.block_tokens, account)
@@ -86,7 +96,7 @@ def identify(
 
 
 def config_digest(folder: Path) -> str:
-    """Return a digest of the `generation_config.json` in a model's folder; empty if there is none."""
+    """Return a digest (16 hex digits) of the `generation_config.json` in a model's folder; empty if there is no such file."""
     try:
         return hashlib.sha256((folder / "generation_config.json").read_bytes()).hexdigest()[:16]
     except OSError:
@@ -94,7 +104,10 @@ def config_digest(folder: Path) -> str:
 
 
 def server_address(url: str) -> str:
-    """Return a server's host and port. A loopback address becomes this host's name, which no other host shares."""
+    """Return the `host:port` of a server's URL.
+
+    A loopback address is replaced by this host's name, so that servers on different hosts have different addresses.
+    """
     parsed = URL(url)
     host = parsed.host or ""
     local = host == "localhost" or host.startswith("127.") or host in ("::1", "0.0.0.0", "::")
@@ -102,9 +115,9 @@ def server_address(url: str) -> str:
 
 
 def _block_tokens(given: int | None, account: UpstreamAccount | None) -> int:
-    """Return the number of tokens of a block: as configured, or as the upstream reports.
+    """Return the number of tokens per block: the configured number, `given`, or else what the upstream reports.
 
-    If the two values differ and the upstream's KV events name blocks, the upstream's value is used.
+    If the worker receives the upstream's KV events, the upstream's value is used even if another one is configured.
     """
     said = None if account is None else account.block_tokens
     if account is not None and account.announces and said is not None and given not in (None, said):

@@ -1,11 +1,14 @@
 """Receives the KV events of an upstream's prefix cache over ZeroMQ (vLLM, SGLang).
 
-    SUB      tcp://host:5557    (topic, number, payload), number in 8 bytes, big endian
+The upstream publishes numbered KV-event batches, and replays lost batches on request. The sockets and their multipart messages:
+
+    SUB      tcp://host:5557    (topic, number, payload); the number has 8 bytes, big endian
     DEALER   tcp://host:5558    a replay: send ("", first number); each answer is ("", [topic,] number, payload), the last has -1
 
-Each DP rank publishes on its own port, one above that of the previous rank. Everything runs in one thread, because decoding and
-hashing the blocks of a busy server would delay the streams. `kv_rank` handles losses, `kv_names` translates block names. Only
-this module uses ZeroMQ; it is imported only if an upstream's events are configured.
+Each DP rank publishes on a port of its own, which is one above that of the previous rank. One separate thread receives the events
+of all ranks, because on the event loop, decoding and hashing the blocks of a busy server would delay the streams. `kv_rank`
+restores lost batches, and `kv_names` translates block names. Only this module uses ZeroMQ, and it is imported only if an
+upstream's KV events are configured.
 """
 
 import contextlib
@@ -22,15 +25,17 @@ from zmq.utils.monitor import recv_monitor_message
 from workers.engines.engine import Announce
 from workers.engines.openai.kv_rank import Frame, NoReplay, UpstreamRank, no_replay
 
-POLL_MS = 100  # the longest delay of `stop`
-HEARD_MAX = 1000  # batches of one rank per turn
+POLL_MS = 100  # an idle thread notices `stop` after this time at the latest
+HEARD_MAX = 1000  # KV-event batches received from one rank before the other ranks are polled
 BATCH_BYTES_MAX = 256 * 1024 * 1024
-WAITING_MAX = 100_000  # queued batches; vLLM keeps as many for a slow subscriber
-REPLAY_SILENCE_S = 2.0  # the upstream polls for requests between two batches, or every 0.1 s
-REPLAY_S_MAX = 30.0
+WAITING_MAX = 100_000  # queued KV-event batches; vLLM keeps as many for a slow subscriber
+REPLAY_SILENCE_S = (
+    2.0  # wait for the next answer of a replay; the upstream polls for requests at least every 0.1 s
+)
+REPLAY_S_MAX = 30.0  # for a whole replay
 RECONNECT_S_MAX = 2.0
-QUIET_S = 10.0  # a replay of missed batches is requested from a rank that is silent for longer
-PAUSE_S = 1.0  # after a bug in this worker
+QUIET_S = 10.0  # if a rank publishes nothing for longer, a replay is requested to detect lost batches
+PAUSE_S = 1.0  # after an unexpected exception, which is a bug of this worker
 STOP_S_MAX = 1.0
 _NUMBER_BYTES = 8
 
@@ -38,14 +43,18 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamKvEvents:
-    """Receives the KV events of one upstream, with one endpoint per DP rank, and translates them into Holdfast's."""
+    """Receives the KV events of one upstream, and announces them with Holdfast's block names."""
 
     def __init__(
         self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce, quiet_s: float = QUIET_S
     ) -> None:
-        """Subscribe to these endpoints, one per rank.
+        """Prepare a subscription, which `start` begins.
 
-        `replays` are the endpoints that replay lost batches. They also serve to check a rank that is silent for `quiet_s`.
+        Args:
+            endpoints: the endpoints on which the DP ranks publish, one per rank.
+            replays: the endpoints that replay lost KV-event batches, one per rank; empty: there are none.
+            announce: called with the number of a rank and its KV events, from the receiving thread.
+            quiet_s: if a rank publishes nothing for this many seconds, a replay is requested from it.
         """
         self._quiet_s = quiet_s
         self._context = zmq.Context()
@@ -57,40 +66,42 @@ class UpstreamKvEvents:
         self._replays = bool(replays)
         self._bad_frames = 0
         self._bugs = 0
-        self._met: set[UpstreamRank] = set()
-        self._heard_at: dict[UpstreamRank, float] = {}
-        self.over = False  # the thread must end
+        self._met: set[UpstreamRank] = set()  # ranks that have accepted the subscription at least once
+        self._heard_at: dict[
+            UpstreamRank, float
+        ] = {}  # time of each rank's last message or check, monotonic seconds
+        self.over = False  # True: the thread must end
         self._thread = threading.Thread(target=self._run, name="upstream-kv-events", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the receiving thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, within a second. May be called from any thread, and twice."""
+        """Stop the receiving thread, and wait for its end for up to a second. May be called from any thread, and twice."""
         self.over = True
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Record a salted prompt that is being sent to the upstream."""
+        """Record, for all ranks, a salted prompt that is being sent to the upstream."""
         for rank in self._ranks:
             rank.names.salted(tokens)
 
     @property
     def connected(self) -> bool:
-        """Whether every rank has accepted the subscription once, and earlier batches were requested from it."""
+        """Whether every rank has accepted the subscription at least once, and a replay of its batches was requested."""
         return len(self._met) == len(self._ranks)
 
     @property
     def block_tokens(self) -> int | None:
-        """How many tokens a block has, once the upstream has stored one."""
+        """Number of tokens per block. None until a KV event has reported a stored block."""
         sizes = [rank.names.block_tokens for rank in self._ranks]
         return max((size for size in sizes if size is not None), default=None)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of received batches and of errors in them, over all ranks."""
+        """Counts of received KV-event batches and of errors in them, by name, over all ranks."""
         total: Counter[str] = Counter(bad_frames=self._bad_frames, mistakes=self._bugs)
         for rank in self._ranks:
             total.update(rank.counts())
@@ -138,18 +149,20 @@ class UpstreamKvEvents:
         socket.setsockopt(zmq.RCVHWM, WAITING_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECT_S_MAX * 1e3))
-        # A host that vanishes does not close its connection: without heartbeats a dead connection would never be noticed.
+        # A host that crashes does not close its connections. Only heartbeats detect that such a connection is dead.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")  # any topic: an endpoint is one rank of one upstream
+        socket.setsockopt(
+            zmq.SUBSCRIBE, b""
+        )  # all topics, because an endpoint belongs to one rank of one upstream
         return socket
 
     def _safely(self, rank: UpstreamRank, work: Callable[[], None]) -> None:
-        """Run `work`. If it fails by a bug, log the error and clear the rank rather than keep wrong blocks."""
+        """Run `work`. If it raises, log the error and announce an empty cache, so that the rank lists no wrong blocks."""
         try:
             work()
         except Exception:
-            if self.over:  # stopping: no subscriber is left
+            if self.over:  # errors during the stop have no consequence
                 return
             self._bugs += 1
             log.exception("upstream_kv_events_failed")
@@ -158,7 +171,7 @@ class UpstreamKvEvents:
             time.sleep(PAUSE_S)
 
     def _watch(self, monitor: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
-        """Catch up when an upstream has connected or reconnected."""
+        """Restore the rank's batches after a connection or reconnection, which the monitor socket reports."""
         while monitor.poll(0):
             recv_monitor_message(monitor)
             self._heard_at[rank] = time.monotonic()
@@ -177,12 +190,12 @@ class UpstreamKvEvents:
             rank.receive(int.from_bytes(frames[1], "big"), frames[2])
 
     def _replay(self, endpoint: str, first: int) -> Iterator[Frame]:
-        """Request a replay and yield its batches up to the end. Raise NoReplay."""
+        """Request a replay from batch number `first` on, and yield the number and payload of each batch. Raise NoReplay."""
         until = time.monotonic() + REPLAY_S_MAX
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
-            # no limit here: the upstream's own limit drops batches that are not read at once
+            # no limit for received batches: if this socket did not accept them at once, the upstream would drop them
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
             socket.connect(endpoint)
@@ -195,7 +208,10 @@ class UpstreamKvEvents:
                 yield number, frames[-1]
 
     def _answer(self, socket: "zmq.Socket[bytes]", endpoint: str, until: float) -> list[bytes]:
-        """Return the next frames of a replay. Raise NoReplay if none arrive in time, or they are invalid."""
+        """Return the frames of a replay's next message. Raise NoReplay if no message arrives in time, or if it is invalid.
+
+        `until` is the time limit of the whole replay, in monotonic seconds.
+        """
         silent = time.monotonic() + REPLAY_SILENCE_S
         while self.over or not socket.poll(POLL_MS):
             if self.over or time.monotonic() > min(silent, until):

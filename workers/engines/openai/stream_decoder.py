@@ -1,7 +1,7 @@
-"""Decodes an upstream's answer stream. Bytes in, chunks out; no IO, no clock.
+"""Decodes the bytes of an upstream's answer stream into chunks. It does no I/O and uses no clock.
 
-HTTP 200 does not guarantee a valid answer. The cases below must not look like a normal end to the client. All but the first are
-faults of the engine:
+HTTP 200 does not guarantee a valid answer. In the following cases, the decoder reports an error instead of a normal end. All of
+them except the first count as faults of the engine:
 
     an error object that the request caused (`refusal_of`)               invalid_request
     any other error object, with or without [DONE] after it              engine_error
@@ -9,11 +9,11 @@ faults of the engine:
     the stream ends without any finish_reason                            stream_incomplete
     a null or infinite logprob; only token id 0                          non_finite
 
-Repeated token id 0 is a sign of NaN logits on vLLM: the argmax of NaN is 0, and vLLM answers HTTP 200. Consecutive zeros are
-held back until another token follows, so that a client never sees zeros that come from NaN.
+Repeated token id 0 is a sign of NaN logits on vLLM: the argmax of NaN is 0, and vLLM answers HTTP 200. Consecutive tokens with
+id 0 are held back until another token follows, so that a client never sees zeros that come from NaN.
 
-vLLM reports a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. Any other
-server would fail such a request too, and the error is no sign of an unhealthy server.
+If vLLM cannot compile a request's grammar, it answers HTTP 200 and sends `{"error": {…, "code": 400}}` in the stream. Such a
+request would fail on any other server, too, so the error is no sign of an unhealthy server.
 """
 
 import json
@@ -27,10 +27,10 @@ from events.wire import Chunk, Generate, Logprob, finish_reason
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
 ZEROS_MAX = 8  # this many consecutive tokens with id 0 are a fault
-ZEROS_ALONE_MAX = 3  # a user's answer may consist of this many zeros
-WORDS_MAX = 200  # of the upstream's text
+ZEROS_ALONE_MAX = 3  # a user's answer of tokens with id 0 only is a fault if it has more tokens than this
+WORDS_MAX = 200  # characters of an upstream's message that an error quotes
 ENGINE_GONE = "EngineCore encountered an issue"  # vLLM's error for each request that was lost together with its engine's process
-NAMES_MAX = 100  # of the error type and the field name
+NAMES_MAX = 100  # characters of an error's type, and of the field name in an error
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
 """Statuses about the caller, the address or the moment, not about the content of the request."""
 MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "UnprocessableEntityError"))
@@ -49,7 +49,7 @@ one, and a canary is never continued.
 
 
 class Fault(Exception):
-    """The upstream's stream is not an answer. Carries a reason of `events.wire.ERRORS` and the detail."""
+    """The upstream's stream is not a valid answer. The message is a reason of `events.wire.ERRORS`, a colon and the detail."""
 
 
 @dataclass(slots=True)
@@ -62,20 +62,20 @@ class StreamPiece:
 
 
 class UpstreamStream:
-    """Decodes the stream of one request. `over` is set after a chunk with a finish reason or an error."""
+    """Decodes the stream of one request. `over` becomes true with the chunk that has a finish reason or an error."""
 
     def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
         self.over = False
         self._request = request
         self._ids_from = ids_from
         self._pending = bytearray()
-        self._held: list[StreamPiece] = []  # consecutive zeros, not yet returned
-        self._zeros = 0  # number of consecutive zeros
-        self._only_zeros = True
+        self._held: list[StreamPiece] = []  # held-back pieces that end with token id 0
+        self._zeros = 0  # number of tokens with id 0 since the last other token
+        self._only_zeros = True  # all tokens so far have id 0
         self._token_count = 0
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Decode these bytes; return the completed chunks, at most one of them final."""
+        """Decode the next bytes of the stream and return the chunks that they complete. Only the last one may end the answer."""
         chunks: list[Chunk] = []
         try:
             for payload in self._payloads(data):
@@ -87,13 +87,13 @@ class UpstreamStream:
         return chunks
 
     def end(self) -> list[Chunk]:
-        """Return the last chunks after the upstream has closed the stream."""
+        """Return the last chunk after the upstream has closed the stream: an error, or nothing if the answer had ended."""
         if self.over:
             return []
         return [self._end(error="stream_incomplete: the upstream closed without a finish reason")]
 
     def _payloads(self, data: bytes) -> Iterator[str]:
-        """Yield the data of each complete server-sent event line."""
+        """Yield the content of each complete `data:` line. Keep an incomplete line for the next call. Raise Fault."""
         pending = self._pending
         pending += data
         lines: list[bytes] = []
@@ -116,7 +116,7 @@ class UpstreamStream:
         if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
             raise Fault(error_of(said, canary=self._request.canary))
         choices = said.get("choices") or []
-        if not choices:  # a usage event: tokens are counted here instead
+        if not choices:  # a usage event, which is not needed because the decoder counts the tokens
             return
         try:
             yield from self._choice(choices[0])
@@ -142,7 +142,11 @@ class UpstreamStream:
         yield self._chunk(last, finish=finish_reason(reason))
 
     def _release_zeros(self, piece: StreamPiece) -> StreamPiece | None:
-        """Hold back a run of zeros; return it together with the piece once another token follows."""
+        """Hold back pieces that end with token id 0, until another token follows.
+
+        Return the piece to deliver, joined with the pieces held back before, or None if the piece is held back. Raise Fault after
+        ZEROS_MAX zeros in a row.
+        """
         for token in piece.tokens:
             self._zeros = self._zeros + 1 if token == 0 else 0
             self._only_zeros = self._only_zeros and token == 0
@@ -157,7 +161,7 @@ class UpstreamStream:
         return _joined(held)
 
     def _check_zeros_alone(self) -> None:
-        """Raise Fault if a whole answer is zeros, unless a user asked for so few tokens that they may be real."""
+        """Raise Fault if all tokens of the answer have id 0. A user's answer of up to ZEROS_ALONE_MAX tokens may be real."""
         if (
             self._token_count
             and self._only_zeros
@@ -175,7 +179,10 @@ class UpstreamStream:
 
 
 def read_piece(choice: JsonObject, ids_from: IdsFrom, wanted: int) -> StreamPiece:
-    """Return the content of one choice. Raise Fault for logprobs that are not numbers."""
+    """Return the content of one choice of an event, with the `wanted` best logprobs per token; 0: none.
+
+    Raise Fault for token ids or logprobs that are invalid.
+    """
     given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
         logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
@@ -193,7 +200,7 @@ def read_piece(choice: JsonObject, ids_from: IdsFrom, wanted: int) -> StreamPiec
 
 
 def _ids(given: Iterable[object]) -> list[int]:
-    """Validate token ids. Raise Fault for an invalid one, which would break the frame shared by all requests."""
+    """Return the token ids. Raise Fault for an invalid one, because it would break the frame that all requests share."""
     ids = []
     for token in given:
         if type(token) is not int or not 0 <= token < 2**31:
@@ -203,7 +210,10 @@ def _ids(given: Iterable[object]) -> list[int]:
 
 
 def _classic(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
-    """Read the logprobs of /v1/completions: parallel lists, tokens as text or as `token_id:N` (vLLM)."""
+    """Read logprobs in the form of /v1/completions, which consists of parallel lists.
+
+    Tokens are given as text, or by vLLM as `token_id:N`. Return the logprobs, and an empty list of token ids. Raise Fault.
+    """
     tops = given.get("top_logprobs") or []
     found: list[Logprob] = []
     for place, value in enumerate(given.get("token_logprobs") or []):
@@ -214,7 +224,7 @@ def _classic(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
 
 
 def _detailed(given: JsonObject, wanted: int) -> tuple[list[Logprob], list[int]]:
-    """Read logprobs that carry token ids (llama.cpp)."""
+    """Read logprobs in llama.cpp's form, in which each token has an id. Return the logprobs and the token ids. Raise Fault."""
     found: list[Logprob] = []
     ids: list[int] = []
     for position in given.get("content") or []:
@@ -237,7 +247,7 @@ def _token_id(name: str) -> int | None:
 
 
 def finite(value: float | None) -> float:
-    """Return a logprob. Raise Fault if it is null or infinite."""
+    """Return a logprob as a float. Raise Fault if the value is null, NaN or infinite."""
     if value is None or not math.isfinite(value):
         raise Fault(f"non_finite: a logprob is {value}")
     return float(value)
@@ -256,15 +266,15 @@ def _cut(words: str) -> str:
 
 
 def is_client_error(status: int) -> bool:
-    """Return whether an HTTP status means that the request itself is invalid."""
+    """Return whether an HTTP status means that the content of the request is invalid."""
     return 400 <= status < 500 and status not in NOT_THE_CLIENTS
 
 
 def refusal_of(said: object, status: int | None = None) -> RequestRefusal | None:
-    """Return the refusal in an error object of an OpenAI-compatible server; None if the client did not cause it.
+    """Return the refusal in a server's error object, or None if the client did not cause the error.
 
-    `status` is the HTTP status of the response. None: the object came in a stream. Then its own `code` or `status` decides, or
-    its `type` if it has neither.
+    `status` is the HTTP status of the response. It is None for an error object in a stream. Then the object's own `code` or
+    `status` decides, or its `type` if it has neither.
     """
     fields = _fields(said)
     kind, param = fields.get("type"), fields.get("param")
@@ -282,9 +292,9 @@ def refusal_of(said: object, status: int | None = None) -> RequestRefusal | None
 
 
 def error_of(said: object, status: int | None = None, *, canary: bool) -> str:
-    """Return the `error` of a chunk for an error object, as in `refusal_of`.
+    """Return the text for a chunk's `error` field from a server's error object. `status` has the meaning of `refusal_of`.
 
-    A refused canary is never a client's error: canaries are known to be valid.
+    A refused canary is never the client's error, because canaries are known to be valid.
     """
     refusal = None if canary else refusal_of(said, status)
     if refusal is not None:
@@ -297,13 +307,13 @@ def error_of(said: object, status: int | None = None, *, canary: bool) -> str:
 
 
 def _fields(said: object) -> dict[str, object]:
-    """Return the fields of an error object. OpenAI nests them one level deeper."""
+    """Return the fields of an error object; empty if it has none. OpenAI nests the fields in a field `error`."""
     error = said.get("error", said) if isinstance(said, dict) else said
     return error if isinstance(error, dict) else {}
 
 
 def _status(fields: dict[str, object]) -> int | None:
-    """Return the HTTP status named in an error object."""
+    """Return the HTTP status (400 to 599) that an error object contains, or None if it contains none."""
     for name in ("code", "status", "status_code"):
         value = fields.get(name)
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
@@ -314,7 +324,7 @@ def _status(fields: dict[str, object]) -> int | None:
 
 
 def error_words(said: object) -> str:
-    """Return the message of an error body, cut to a readable length."""
+    """Return the message of an error object, cut to WORDS_MAX characters."""
     if isinstance(said, dict):
         error = said.get("error", said)
         said = error.get("message", error) if isinstance(error, dict) else error

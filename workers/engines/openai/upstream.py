@@ -1,6 +1,6 @@
-"""Client of an OpenAI-compatible server: identity, abilities, completions, reasons of failures.
+"""The client of an OpenAI-compatible server, for its identity, its abilities and completions.
 
-The reason of an `UpstreamUnavailable` never quotes the server's own text, which may contain a prompt or the API key.
+`UpstreamUnavailable.why` never quotes the server's own text, because the text may contain a prompt or the API key.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ PROBE_S_MAX = 60.0  # for a short completion on a cold server
 PROBE_TOKENS = 8
 BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
-READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far lower
+READ_S_MAX = 600.0  # longest pause within a stream; the frontend's own limits are far lower
 COMPLETIONS = "/v1/completions"
 METRICS = "/metrics"
 METRICS_S = 2.0
@@ -48,13 +48,17 @@ LINEAGE_PAGES: Mapping[str, tuple[str, ...]] = {
     "/get_server_info": ("quantization", "kv_cache_dtype", "attention_backend"),
 }
 _CACHE_DTYPE = re.compile(r'^vllm:cache_config_info\{[^\n]*\bcache_dtype="([^"\\\n]*)"', re.MULTILINE)
-PROMPT_IDS = [1, 2, 3]  # ids that any vocabulary has
-STORED_TOKENS = 1024  # longer than any block of a KV cache
+PROMPT_IDS = [1, 2, 3]  # token ids that every vocabulary has
+STORED_TOKENS = 1024  # length of a prompt that fills at least one KV block of any server
 WORDS = [
     "river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon", "winter", "table",
 ]  # fmt: skip
-RANK_HEADER = "X-data-parallel-rank"  # vLLM's
-CLIENT_MISTAKES = (400, 413, 422)  # statuses that mean, in a probe, that a variant is not supported
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's header that selects the DP rank of a request
+CLIENT_MISTAKES = (
+    400,
+    413,
+    422,
+)  # statuses which, in answer to a probe, mean that the probed field is not supported
 USUAL = Sampling(max_tokens=0)
 UNUSUAL = (
     "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
@@ -86,7 +90,7 @@ class UpstreamUnavailable(HoldfastError):
     """The upstream server cannot be reached, or does not answer like an OpenAI-compatible server."""
 
     def __init__(self, why: str, said: str = "") -> None:
-        """`said`: the server's own text. The message contains it; `why` does not."""
+        """Create the error. Its message contains `why` and `said`, the server's own text. Its attribute is `why` alone."""
         super().__init__(f"{why}: {said}" if said else why)
         self.why = why
 
@@ -95,12 +99,12 @@ def shown(url: str) -> str:
     """Return a server's URL without a user name and password."""
     try:
         return str(URL(url).with_user(None))
-    except ValueError:  # the port is not a number: the attempt to connect reports that
+    except ValueError:  # the port is not a number, which the attempt to connect reports
         return url.rpartition("@")[2]
 
 
 def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamUnavailable:
-    """Return the error for a server that did not answer."""
+    """Return the error for a request for `path` that failed with `error` or was not answered within `within_s` seconds."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return UpstreamUnavailable(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
@@ -115,7 +119,7 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
 
 
 def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Describe a TLS error. Its errno is misleading: it is that of "Operation not permitted"."""
+    """Return a description of a TLS error. The error's errno is misleading, because it means "Operation not permitted"."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause: object = error.certificate_error
         why = getattr(cause, "verify_message", "") or str(cause)
@@ -125,7 +129,10 @@ def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientC
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamUnavailable:
-    """Return the error for a server that answered with an error status. `keyed`: an API key was sent."""
+    """Return the error for a request that was answered with an error status and the server's text `said`.
+
+    `keyed` is true if the request had an API key.
+    """
     answers = f"{shown(url)}{path} answers {status}"
     if status in UNAUTHORIZED:
         why = "it does not accept the API key" if keyed else "it requires an API key"
@@ -144,20 +151,20 @@ class NoConnector(NoHandle):
 
 
 class Upstream:
-    """The client of one server."""
+    """The HTTP client of one OpenAI-compatible server."""
 
     def __init__(self, url: str, key: str, streams_max: int) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self.model = ""  # the first model that the server lists; empty before that is known
+        self.model = ""  # name of the served model, as last read from /v1/models; empty before the first read
         self._session = aiohttp.ClientSession(
-            # No connection is reused: llama-server announces keep-alive, but closes each one after a stream.
+            # No connection is reused, because llama-server announces keep-alive, but closes the connection after a stream.
             connector=aiohttp.TCPConnector(limit=streams_max + 8, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX, sock_read=READ_S_MAX),
         )
         self.use_key(key)
 
     def use_key(self, key: str) -> None:
-        """Use this key from now on; empty: no key."""
+        """Send this API key with all later requests; empty: send no key."""
         self.key = key
         self._session.headers.pop("Authorization", None)
         if key:
@@ -167,11 +174,11 @@ class Upstream:
         await self._session.close()
 
     async def healthy(self, deadline_s: float) -> HealthAnswer:
-        """Check the server's health within `deadline_s` in total."""
+        """Check the server's health, within `deadline_s` seconds for all paths together."""
         path = ""
         try:
             async with asyncio.timeout(deadline_s):
-                for path in ("/health", "/v1/models"):  # not every server has the first
+                for path in ("/health", "/v1/models"):  # not every server has /health
                     async with self._session.get(self._url + path) as response:
                         if response.status != 404:
                             bad = response.status >= 400
@@ -185,14 +192,17 @@ class Upstream:
         return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:
-        """Return the text at /metrics; None if there is no such page, or no answer in time."""
+        """Return the text of the /metrics page, or None if there is no such page or no answer in time."""
         with contextlib.suppress(UpstreamUnavailable):
             status, body = await self._get(METRICS, deadline_s)
             return None if status >= 400 else body.decode(errors="replace")
         return None
 
     async def store_something(self, abilities: Abilities) -> None:
-        """Have the server compute a prompt that is in no cache and longer than a block. Ignores failures."""
+        """Have the server compute a prompt that is not cached and fills a KV block, so that it reports a stored block.
+
+        Failures are ignored.
+        """
         size = min(STORED_TOKENS, (abilities.context_tokens or STORED_TOKENS) // 2)
         tokens = (PROMPT_IDS * size)[:size]
         request = Generate(0, "probe", tokens, size, Sampling(max_tokens=1), canary=True)
@@ -200,7 +210,7 @@ class Upstream:
             await self.ask(abilities, request)
 
     async def abilities(self) -> Abilities:
-        """Read the server's identity and probe its abilities. Raise UpstreamUnavailable."""
+        """Read the server's identity, probe its abilities, and return both. Raise UpstreamUnavailable."""
         listed = await self.listed()
         told = merged({}, await self.told((*LINEAGE_PAGES, METRICS)))
         listed = replace(listed, told={path: one for path, one in told.items() if one})
@@ -208,7 +218,10 @@ class Upstream:
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
-        """Return a model's entry at /v1/models; the first entry if the model is not listed. Raise UpstreamUnavailable."""
+        """Return what /v1/models lists about the model `wanted`, or about the first model if it does not list `wanted`.
+
+        Raise UpstreamUnavailable.
+        """
         status, body = await self._get("/v1/models")
         if status >= 400:
             raise refused(self._url, "/v1/models", status, "", keyed=bool(self.key))
@@ -229,12 +242,12 @@ class Upstream:
             raise UpstreamUnavailable(f"{shown(self._url)}/v1/models lists no model") from None
 
     async def version(self) -> str | None:
-        """Return the version at /version; empty if there is no such page, None if it cannot be read now."""
+        """Return the version from the /version page. Empty if there is no such page, None if the page cannot be read now."""
         said = await self.page("/version")
         return None if said is None else str(said.get("version") or "")
 
     async def page(self, path: str) -> JsonObject | None:
-        """Return a page's JSON object; an empty one if there is no such page, None if it cannot be read now."""
+        """Return the JSON object of a page. Empty if there is no such page, None if the page cannot be read now."""
         try:
             status, body = await self._get(path)
         except UpstreamUnavailable:
@@ -245,7 +258,7 @@ class Upstream:
         return said if isinstance(said, dict) else {}
 
     async def told(self, pages: Iterable[str]) -> dict[str, Told | None]:
-        """Return the values of the lineage that each page reports; None for a page that cannot be read now."""
+        """Return, for each page, the values that it reports for the lineage, or None if the page cannot be read now."""
         found: dict[str, Told | None] = {}
         for path in pages:
             if path == METRICS:
@@ -260,7 +273,11 @@ class Upstream:
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
-        """Probe a server's abilities by a completion of this many tokens, and return them. Raise UpstreamUnavailable."""
+        """Probe a server's abilities by requesting completions of `tokens` tokens.
+
+        Request variants with fewer and fewer extensions of OpenAI's API until the server accepts one. Return `found` with the
+        abilities of that variant, and with the time per token. Raise UpstreamUnavailable if the server accepts no variant.
+        """
         answer: JsonObject | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
@@ -281,7 +298,11 @@ class Upstream:
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
     ) -> tuple[JsonObject | str, float]:
-        """Request a few tokens in one variant; return the answer, or the text of the server's refusal."""
+        """Request a completion of `tokens` tokens in one variant of the request.
+
+        Return the answer and its duration in seconds. If the server does not support the variant, return the text of its refusal
+        and 0. Raise UpstreamUnavailable for other errors.
+        """
         sampling = Sampling(max_tokens=tokens, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         began = asyncio.get_running_loop().time()
@@ -294,7 +315,7 @@ class Upstream:
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
-        """Return whether the server gives handles to KV caches, by requesting one; None if that cannot be determined now."""
+        """Request a KV handle, and return whether the server gives handles. None if that cannot be determined now."""
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:
@@ -306,7 +327,10 @@ class Upstream:
         return True
 
     async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> Handle:
-        """Return a handle to the KV cache of all the request's tokens. Raise NoHandle."""
+        """Request and return a handle to the KV cache of all tokens of `request`. Raise NoHandle.
+
+        Raise its subclass NoConnector if the server does not support handles.
+        """
         request = msgspec.structs.replace(request, sampling=Sampling(max_tokens=1, ignore_eos=True))
         remote = {"do_remote_decode": True, "do_remote_prefill": False}
         try:
@@ -333,7 +357,10 @@ class Upstream:
         deadline_s: float = PROBE_S_MAX,
         **more: object,
     ) -> tuple[int, bytes]:
-        """Return the status and body of an unstreamed completion, with extra fields. Raise UpstreamUnavailable."""
+        """Request a completion without streaming, with the extra fields `more`, and return the status and body.
+
+        Raise UpstreamUnavailable if no answer of at most `bytes_max` bytes arrives within `deadline_s` seconds.
+        """
         fields = completion(abilities, request) | {"stream": False} | more
         try:
             async with asyncio.timeout(deadline_s), self._post(fields, abilities, request) as response:
@@ -342,9 +369,9 @@ class Upstream:
             raise unreachable(self._url, COMPLETIONS, error, deadline_s) from error
 
     async def completed_text(self, abilities: Abilities, more: JsonObject) -> str | None:
-        """Return the text of a short completion with extra fields; None if the server rejects them.
+        """Return the text of a short completion with the extra fields `more`, or None if the server rejects them.
 
-        Raise Fault if it fails in another way, UpstreamUnavailable.
+        Raise Fault if the server reports another error, and UpstreamUnavailable if it does not answer.
         """
         sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
@@ -359,7 +386,7 @@ class Upstream:
             raise Fault("engine_error: the upstream answers what is no completion") from None
 
     async def _get(self, path: str, deadline_s: float = ASK_S_MAX) -> tuple[int, bytes]:
-        """Return the status and body of a page. Raise UpstreamUnavailable."""
+        """Return the status and body of a page. Raise UpstreamUnavailable if the server does not answer in time."""
         try:
             async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
                 return response.status, await _bounded(response)
@@ -367,7 +394,7 @@ class Upstream:
             raise unreachable(self._url, path, error, deadline_s) from error
 
     def _json(self, body: bytes, path: str) -> JsonObject:
-        """Parse a page's body. Raise UpstreamUnavailable."""
+        """Parse the body of a page as JSON. Raise UpstreamUnavailable if it is invalid."""
         try:
             said: JsonObject = json.loads(body)
             return said
@@ -377,12 +404,18 @@ class Upstream:
     def complete(
         self, abilities: Abilities, request: Generate, handle: Handle | None = None
     ) -> PendingResponse:
-        """Return the context manager of a streamed completion's HTTP response. `handle` names its KV cache elsewhere."""
+        """Return the context manager of the HTTP response of a streamed completion.
+
+        If the request comes from another server with its KV cache, `handle` locates the KV cache there.
+        """
         more = {} if handle is None else {"kv_transfer_params": handle}
         return self._post(completion(abilities, request) | more, abilities, request)
 
     def _post(self, fields: JsonObject, abilities: Abilities, request: Generate) -> PendingResponse:
-        """Request a completion, with the client's trace and the selected DP rank in the headers."""
+        """Return the context manager of a completion's HTTP response.
+
+        The request's headers carry the client's trace and, if the server has several DP ranks, the selected rank.
+        """
         headers = {"traceparent": request.traceparent} if request.traceparent else {}
         if abilities.ranks > 1:
             headers[RANK_HEADER] = str(request.rank)
@@ -390,7 +423,7 @@ class Upstream:
 
 
 def completion(abilities: Abilities, request: Generate) -> JsonObject:
-    """Return the body of a completion request: standard fields, and extensions where they are accepted."""
+    """Return the body of a streamed completion request, with those extensions of OpenAI's API that the server accepts."""
     sampling, ids_from = request.sampling, abilities.ids_for(request)
     body: JsonObject = {
         "model": abilities.model,
@@ -410,12 +443,14 @@ def completion(abilities: Abilities, request: Generate) -> JsonObject:
         unique = request.cache_salt or secrets.token_hex(16)
         body["cache_salt"] = CANARY_SALT + unique if request.canary else unique
         if abilities.ids_from == "logprobs":
-            body["cache_prompt"] = False  # llama-server has no salts; it then computes the whole prompt
+            body["cache_prompt"] = (
+                False  # llama-server has no salts; this field makes it compute the whole prompt
+            )
     return body
 
 
 def _sampling_fields(sampling: Sampling, neutral: Mapping[str, object]) -> dict[str, object]:
-    """Return the sampling parameters to send. What the client omitted is left to the server's defaults."""
+    """Return the sampling parameters to send. Parameters that the client omitted are left to the server's defaults."""
     given = {name: getattr(sampling, name) for name in UNUSUAL}
     unusual = {name: value for name, value in given.items() if value != getattr(USUAL, name)}
     chosen = {"temperature": sampling.temperature, **neutral, **unusual}
@@ -426,19 +461,22 @@ def _sampling_fields(sampling: Sampling, neutral: Mapping[str, object]) -> dict[
 
 
 def prompt_text(request: Generate) -> str:
-    """Return the prompt for an upstream that only accepts text. A canary without text gets words made of its ids."""
+    """Return the prompt for an upstream that only accepts text; empty if the request has token ids only.
+
+    A canary without text gets a text of words that are selected by its token ids.
+    """
     if request.prompt_text or not request.canary:
         return request.prompt_text
     return " ".join(WORDS[token % len(WORDS)] for token in request.tokens)
 
 
 def hidden(text: str, key: str) -> str:
-    """Remove the API key from an upstream's text: some servers quote a key that they do not accept."""
+    """Return an upstream's text without the API key, because some servers quote a key that they do not accept."""
     return text.replace(key, "***") if key else text
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
-    """Return the error in a response that is not a stream."""
+    """Return the text for a chunk's `error` field from an HTTP response with an error status."""
     try:
         async with asyncio.timeout(ASK_S_MAX):
             body = await _bounded(response)
@@ -448,12 +486,12 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
 
 
 def refusal_in(body: bytes, status: int, *, canary: bool) -> str:
-    """Return the error in the body of a response."""
+    """Return the text for a chunk's `error` field from the body of a response with the error status `status`."""
     return error_of(_json_or(body), status, canary=canary)
 
 
 def _json_or(body: bytes) -> object:
-    """Parse a body as JSON; return "no reason given" if it is invalid."""
+    """Return the JSON value of a body, or the text "no reason given" if the body is not JSON."""
     with contextlib.suppress(ValueError):
         said: object = json.loads(body)
         return said
@@ -461,7 +499,7 @@ def _json_or(body: bytes) -> object:
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX) -> bytes:
-    """Read a body. Raise ValueError if it is too long."""
+    """Read and return a body. Raise ValueError if it has more than `most` bytes."""
     body = await response.content.read(most)
     while not response.content.at_eof():
         if len(body) >= most:
@@ -477,7 +515,7 @@ def _told(said: Mapping[str, object], names: Iterable[str]) -> Told:
 
 
 def _ids_from(answer: JsonObject) -> IdsFrom:
-    """Return which part of an answer contains its token ids."""
+    """Return which part of a completion contains its token ids; "nowhere" if no part does."""
     choice = (answer.get("choices") or [{}])[0]
     if choice.get("token_ids"):
         return "token_ids"
@@ -488,7 +526,10 @@ def _ids_from(answer: JsonObject) -> IdsFrom:
 
 
 def _also_served(every: list[JsonObject], about: JsonObject) -> tuple[str, ...]:
-    """Return the other names of a listed model: those with the same root. An adapter, which has a `parent`, is none of them."""
+    """Return the other names of a model in the server's list of models, sorted.
+
+    These are the names of entries with the same root, except adapters, which are entries with a `parent`.
+    """
     root, own = about.get("root"), about["id"]
     same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
     return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]

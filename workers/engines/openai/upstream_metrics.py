@@ -1,7 +1,8 @@
-"""Reads the load of an upstream from its `/metrics`, every second.
+"""Parses the load of an upstream from the text of its `/metrics` page.
 
-An upstream may have other clients. The upstream knows all its waiting and running requests and its KV cache usage; the worker
-only knows the requests that it has sent. A report is used for 5 s, then ignored.
+The worker knows only the requests that it has sent itself, but an upstream may have other clients. The page contains all waiting
+and running requests and the usage of the KV cache. The page is read every second. A report older than 5 s is ignored. The
+metrics that are read:
 
              vLLM                          SGLang                    llama-server
 running      vllm:num_requests_running     sglang:num_running_reqs   llamacpp:requests_processing
@@ -22,7 +23,7 @@ from events.wire import Load
 
 EVERY_S = 1.0
 STALE_S = 5.0
-MOST = 1e9  # upper limit of any value: larger ones cannot be counts, and would not fit into the messages
+MOST = 1e9  # a larger value is ignored, because it cannot be a count and might not fit into a message
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
@@ -33,7 +34,7 @@ KV_BLOCKS = "vllm:cache_config_info"
 RANKS = ("engine", "dp_rank")  # the labels that distinguish DP ranks
 _INTO = {name: place for place, names in enumerate((RUNNING, WAITING, KV_USAGE)) for name in names}
 _SAMPLE = re.compile(rf"^({'|'.join([*_INTO, KV_BLOCKS])})(?:\{{(.*)\}})?[ \t]+(\S+)", re.MULTILINE)
-# by name: a pattern for any label would be slow, as it is tried at each letter of a long label
+# The pattern lists the names, because a pattern for any label would be tried at each letter of a long label, which is slow.
 _LABELS = (*RANKS, "block_size", "num_gpu_blocks")
 _LABEL = re.compile(rf'\b({"|".join(_LABELS)})="([^"\\]*)"')
 _NUMBER = re.compile("[0-9]{1,9}")
@@ -41,24 +42,24 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRankLoad:
-    """The load of one DP rank."""
+    """The load of one DP rank of an upstream, as the upstream's metrics report it."""
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float | None = None  # share from 0 to 1
+    kv_usage: float | None = None  # share from 0 to 1; None: not reported
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamReport:
-    """One report of an upstream, with one entry per DP rank, in rank order."""
+    """The values of one read of an upstream's metrics."""
 
-    ranks: tuple[UpstreamRankLoad, ...]
-    block_tokens: int | None = None
-    kv_blocks: int | None = None  # of one rank
+    ranks: tuple[UpstreamRankLoad, ...]  # one entry per DP rank, in rank order
+    block_tokens: int | None = None  # None: not reported
+    kv_blocks: int | None = None  # number of KV blocks of one rank; None: not reported
 
 
 def read_metrics(text: str) -> UpstreamReport | None:
-    """Parse the load from a metrics text; None if the server is of an unknown kind."""
+    """Parse the text of a metrics page. Return None if it has no known metric for the number of running requests."""
     found: tuple[dict[str, float], ...] = ({}, {}, {})
     about: dict[str, str] = {}
     for name, labels, value in _samples(text):
@@ -66,7 +67,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
             about = about or labels
             continue
         into, rank = found[_INTO[name]], next((labels[label] for label in RANKS if label in labels), "0")
-        # SGLang repeats a value for each GPU of a rank, and each process of a server for the shared engine.
+        # SGLang reports the same value once per GPU of a rank. Each process of a server reports the values of the shared engine.
         into[rank] = max(into.get(rank, 0.0), value)
     running, waiting, usage = found
     if not running:
@@ -79,7 +80,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield the relevant samples: name, labels, value. Values that are not numbers are skipped."""
+    """Yield the name, labels and value of each sample that is used. Values that are not numbers from 0 to MOST are skipped."""
     for name, labels, number in _SAMPLE.findall(text):
         try:
             value = float(number)
@@ -95,24 +96,32 @@ def _number(text: str | None) -> int | None:
 
 @dataclass(slots=True)
 class UpstreamLoad:
-    """The last report, its time (seconds of any monotonic clock), and this worker's requests at that time."""
+    """The last report of an upstream's load, from which the upstream's current load is estimated."""
 
-    stale_s: float = STALE_S  # older reports are ignored
+    stale_s: float = STALE_S  # an older report is ignored
     report: UpstreamReport | None = None
-    at: float = float("-inf")
-    own: int = 0
+    at: float = float("-inf")  # time of the report, in seconds of any monotonic clock
+    own: int = 0  # number of this worker's requests at the upstream at that time
 
     def take(self, report: UpstreamReport | None, own: int, now: float) -> None:
-        """Store one report; None: the read failed."""
+        """Store a report and this worker's number of requests, `own`. A report of None, from a failed read, is ignored."""
         if report is not None:
             self.report, self.own, self.at = report, own, now
 
     def fresh(self, now: float) -> UpstreamReport | None:
-        """Return the last report, unless it is too old."""
+        """Return the last report, or None if there is none or it is too old."""
         return self.report if now - self.at <= self.stale_s else None
 
     def combined(self, own: Load, batch_max: int, now: float) -> Load:
-        """Return the load of the whole upstream: other clients' requests at the last report, and this worker's requests now."""
+        """Return the load of the whole upstream, or `own` if there is no recent report.
+
+        The load consists of other clients' requests, as of the last report, and of this worker's current requests.
+
+        Args:
+            own: the current load of this worker's requests.
+            batch_max: how many requests the upstream is assumed to run at once, if the report shows none waiting.
+            now: the current time, by the clock of `take`.
+        """
         report = self.fresh(now)
         if report is None:
             return own
@@ -128,7 +137,10 @@ class UpstreamLoad:
 
 
 def rank_loads(report: UpstreamReport, kv_blocks: int) -> list[Load]:
-    """Return each rank's load, with `kv_blocks` blocks each. Tokens are not reported; used blocks are computed from the usage."""
+    """Return the load of each rank, if each rank has `kv_blocks` KV blocks.
+
+    The number of used blocks is computed from the reported usage. The number of tokens is 0, because metrics do not contain it.
+    """
     return [
         Load(rank.running, rank.waiting, round(min(1.0, rank.kv_usage or 0.0) * kv_blocks), kv_blocks)
         for rank in report.ranks
