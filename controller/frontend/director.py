@@ -103,7 +103,7 @@ class Convictions:
         self._exposures = self.driver.exposures
 
     def answer(self, worker: Worker) -> None:
-        """Report every request that this worker has served since each new conviction, and apply the corruption policy."""
+        """For each new conviction of this worker, apply the corruption policy to the exposed requests and report them."""
         for conviction in self._news(worker):
             self._convict(worker.joined.worker, conviction, self.clock.now())
 

@@ -94,7 +94,7 @@ class LabelledHistogram(Collector):
 
 
 def token_histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Row[LabelledHistogram]:
-    """Declare a histogram of a size or duration per request or token, with these upper bounds of its buckets."""
+    """Declare a histogram with these labels. `bounds` are the upper bounds of its buckets."""
     return Row(name, text, labels, LabelledHistogram, tuple(bounds))
 
 
@@ -103,7 +103,7 @@ PROMPT_TOKENS = log_spaced(50, 128_000, 12)
 
 
 class RequestCounts(MetricTable):
-    """Counts of requests: active, queued and ended, and those that were rejected, migrated or preempted."""
+    """Counters and gauges of requests: active, queued and ended, rejected, migrated or preempted."""
 
     ended = counter(
         "dynamo_frontend_requests",

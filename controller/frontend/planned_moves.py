@@ -141,7 +141,7 @@ class KvMoveSink(KvMove):
         """Do nothing, because no chunk of the target may be sent to the client yet."""
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """Handle the loss of the target."""
+        """Handle the loss of the target during the transfer."""
         self.target_failed = True
         self._advance(kv.Lost(f"target {cause}: {detail}"))
 
@@ -241,7 +241,7 @@ class PlannedMoves:
 
     @property
     def under_way(self) -> Collection[KvMoveSink]:
-        """The KV transfers under way."""
+        """The KV transfers that are in progress."""
         return self._transfers.values()
 
     # --- selecting the requests to move -------------------------------------------------------------------

@@ -139,7 +139,7 @@ class RequestMetrics:
         self._last: dict[str, tuple[int, float, float | None]] = {}
 
     def of(self, model: str) -> ModelMetrics:
-        """Return the metrics of one model."""
+        """Return the metrics of one model, creating them for a new model."""
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = ModelMetrics(self._metrics, model)

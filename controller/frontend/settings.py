@@ -82,7 +82,7 @@ class RouterSettings(Strict):
 
 
 class AdmissionSettings(Strict):
-    """Limits of admission, queueing and request bodies. A degradation level's knobs scale these."""
+    """Limits of admission, queueing and request bodies. The knobs of a degradation level scale the limits of load."""
 
     inflight_per_batch: Positive | None = setting(
         None,
@@ -113,9 +113,9 @@ class AdmissionSettings(Strict):
 
 
 class TokenizingSettings(Strict):
-    """Limits of tokenizing long texts, which runs outside the event loop.
+    """Limits of tokenizing long texts, which runs in threads outside the event loop.
 
-    A text of 1 MB takes one second of a core, and 100 MB of memory while it lasts.
+    A text of 1 MB occupies one core for a second, and needs 100 MB of memory meanwhile.
     """
 
     long_at_once: int = Field(default=2, ge=1)  # texts of more than 16,384 characters
@@ -127,11 +127,11 @@ class TokenizingSettings(Strict):
 
 
 class ConnectionSettings(Strict):
-    """Limits of client connections to one frontend, and of how long one may be idle.
+    """Limits of the client connections to one frontend: their number, the size of a request head, and waiting times.
 
-    Normal clients do not reach them. A proxy in front of the frontend is one address, with one connection per open stream; the
-    most that one frontend has been measured with is 2,000. The total leaves three quarters of the 65,536 open files for
-    workers.
+    Normal clients do not reach these limits. A proxy in front of the frontend is one address, with one connection per
+    open stream. A frontend has been measured with up to 2,000 connections. The limit on all connections leaves three
+    quarters of the 65,536 open files for workers.
     """
 
     total_max: int = Field(default=16_384, ge=0)  # 0: no limit
@@ -142,7 +142,7 @@ class ConnectionSettings(Strict):
 
 
 class StreamSettings(Strict):
-    """Limits for clients that do not read their stream."""
+    """Limits for clients that do not read their stream, and the time of an early response head."""
 
     buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer, not yet read by its client
     write_deadline_s: Positive = 30.0  # for a client to read anything at all
@@ -157,7 +157,7 @@ class StreamSettings(Strict):
 
 
 class StallSettings(Strict):
-    """When a stream counts as stalled although its worker is running: it moves to another worker."""
+    """Decides when a stream counts as stalled although its worker runs, so that it moves to another worker."""
 
     pace_factor: Annotated[float, Field(gt=1)] = setting(
         20.0, "a stream has stalled after this many times its own mean time per token"
@@ -178,7 +178,10 @@ class StallSettings(Strict):
 
 
 class LocalBreakerSettings(Strict):
-    """This frontend's local breakers: less patient than the fleet's, because they know less and can only subtract."""
+    """The local breakers of one frontend.
+
+    They open sooner than the fleet's breakers, because they can only exclude workers.
+    """
 
     failures_max: int = Field(default=3, ge=1)  # consecutive failed requests until it opens
     wait_s: Positive = 5.0  # from opening to the first trial
@@ -189,7 +192,7 @@ class LocalBreakerSettings(Strict):
 
 
 class PoisonSettings(Strict):
-    """Handling of requests that crash workers, or that fail in the same way on every worker."""
+    """Limits of detecting requests that crash workers, or that fail in the same way on every worker."""
 
     refused_s: Positive = 600.0  # for requests like one that crashes workers; doubles each time
     failed_s: Positive = 10.0  # for requests like one that only fails; doubles each time
@@ -200,7 +203,7 @@ class PoisonSettings(Strict):
 
 
 class FactSettings(Strict):
-    """How often a frontend reports facts, and how much it remembers."""
+    """How often a frontend reports facts, the limits for slow workers, and how many served spans it remembers."""
 
     window_s: Positive = 5.0  # of RequestsServed and WorkerSlow
     rejected_window_s: Positive = 1.0  # of RequestsRejected
@@ -212,7 +215,10 @@ class FactSettings(Strict):
 
 
 class FrontendBudgets(Strict):
-    """Limits of what one worker may send a frontend, far above any engine. A worker that exceeds one is cut off and ejected."""
+    """Limits of what one worker may send to a frontend, far above the output of any engine.
+
+    A worker that exceeds a limit is disconnected and ejected.
+    """
 
     frames_per_s: Positive = 20_000.0  # frames on one connection; an engine's step is one
     frames_burst: Positive = 100_000.0  # frames at once
@@ -236,13 +242,14 @@ class FrontendBudgets(Strict):
 
 
 class FrontendSettings(Strict):
-    """One frontend process.
+    """The settings of one frontend process.
 
-    `migration_limit` defaults to 3. The seed's default is 0, no migration at all, which surprises users.
+    `migration_limit` defaults to 3. The seed's default is 0 (no migration at all), which surprises users.
 
-    `on_corruption` is the policy for a stream that received tokens from a convicted worker. `continue` continues after the
-    accepted tokens, and restarts if none of the wrong ones have reached the client. `restart` restarts, and ends with an error
-    if the client has already received some. `error` always ends with an error.
+    `on_corruption` is the policy for a stream that received tokens from a convicted worker. `continue` keeps the
+    accepted tokens, and restarts the answer only if no wrong token has reached the client. `restart` restarts the
+    answer, and ends it with an error if the client has already received a wrong token. `error` always ends the answer
+    with an error.
     """
 
     host: str = setting("127.0.0.1", "address that the API listens on")
@@ -369,7 +376,7 @@ class FrontendSettings(Strict):
 
     @property
     def thresholds(self) -> BusyThresholds:
-        """Thresholds above which a worker is busy; they apply if `admission_control` is on."""
+        """The thresholds above which a worker counts as busy. They apply if `admission_control` is token-capacity."""
         return BusyThresholds(
             self.active_decode_blocks_threshold,
             self.active_prefill_tokens_threshold,
@@ -404,7 +411,7 @@ class FrontendSettings(Strict):
     @field_validator("ttft_deadlines", "model_aliases", mode="before")
     @classmethod
     def _pairs(cls, value: object, info: ValidationInfo) -> object:
-        """Parse `premium=500,standard=2000` or `gpt-4o=llama-70b`."""
+        """Parse text like `premium=500,standard=2000` or `gpt-4o=llama-70b` to a mapping."""
         if not isinstance(value, str):
             return value
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]

@@ -67,7 +67,7 @@ class WorkerRank(NamedTuple):
 
 
 class Server(NamedTuple):
-    """The properties of a worker instance on which answers depend."""
+    """The properties of a worker instance that determine whether it continues an answer with the same tokens."""
 
     key: Key
     exact: bool = True  # whether it accepts and returns token ids
@@ -428,7 +428,7 @@ class EndpointTable:
 
     @property
     def workers(self) -> Iterable[Worker]:
-        """Every worker in the fold, including dead and forgotten ones."""
+        """Every worker in the fold, with dead and forgotten workers."""
         return (*self._known.values(), *self._departed.values())
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:

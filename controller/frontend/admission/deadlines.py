@@ -176,7 +176,7 @@ class WantedRequest:
 
 @dataclass(frozen=True, slots=True)
 class WantedTokens:
-    """The token counts of a request after its texts are tokenized."""
+    """The number and length of a request's prompts and answers, known after its texts are tokenized."""
 
     prompts: Sequence[tuple[int, BlockNames]]  # number of tokens, and the names of their blocks
     answers: int  # number of answers to each prompt
@@ -205,7 +205,7 @@ class Deadlines:
     # --- pools
 
     def pool(self, model: str, lineage: Lineage) -> WorkerPool:
-        """Return the pool of a model's workers of this lineage, updated to the current time."""
+        """Return the pool of the model's workers of this lineage, with its measurements updated to the current time."""
         pool, now = self._pools.get((model, lineage)), self.first_tokens.now()
         if pool is None:
             # Until a frontend has measured its actual share of the workers, it assumes an equal share.

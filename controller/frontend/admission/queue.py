@@ -175,7 +175,7 @@ class Line:
             yield from self._tiers[rank].requests.values()
 
     def push(self, request: QueuedRequest) -> None:
-        """Add a request."""
+        """Add a request at its tier and client."""
         self._tiers.setdefault(request.tier, _Tier()).push(request)
         self._length += 1
         request.queued = True
@@ -217,7 +217,7 @@ class Queue:
         self._back: dict[str, Line] = defaultdict(line)  # in order of their return
 
     def models(self) -> list[str]:
-        """Return the models for which requests have waited."""
+        """Return the models for which requests wait or have waited."""
         return [*self._lines | self._back]
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
@@ -225,7 +225,7 @@ class Queue:
         return self._lines[model][lineage]
 
     def lines(self, model: str) -> list[Line]:
-        """Return all lines of a model."""
+        """Return all lines of a model, without the line of sent-back requests."""
         return [*self._lines.get(model, {}).values()]
 
     def line_of(self, request: QueuedRequest) -> Line:

@@ -118,7 +118,7 @@ class OutputStats:
     sources: tuple[ServedSpan, ...] = ()  # spans of the workers that computed the transferred KV cache
 
     def first_output(self, now: float) -> None:
-        """Record the time of the answer's first token."""
+        """Record that the answer has its first token, and its time to first token."""
         self.first_at = now
         self.metrics.ttft.note(now - self.arrived_at)
 
@@ -341,7 +341,7 @@ class LiveRequest(Sink):
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:
-        """Make a new attempt the current one."""
+        """Make a new attempt the current attempt of this request."""
         accepted = len(self.accepted)
         self.dispatch = self.last_dispatch = dispatch
         self.room = None
@@ -484,7 +484,7 @@ class WaitingRequests:
         return first
 
     def take_rerouting(self) -> Collection[LiveRequest]:
-        """Return the requests queued for joint placement, and empty the queue."""
+        """Return the requests that wait for joint placement, and clear the list."""
         waiting, self._rerouting = self._rerouting, {}
         return waiting
 

@@ -1,6 +1,6 @@
 """Places requests that lost their workers at the same time on the remaining workers.
 
-    answers lose their workers ── the turn of the event loop ends ──▶ one plan for all ──▶ each is sent to its planned target
+    answers lose their workers ── the event-loop iteration ends ──▶ one plan for all ──▶ each is sent to its planned target
                                        └── no target, or the target is no longer possible ──▶ the router decides
 
 A failing worker fails all its requests within one event-loop iteration. If each request were routed separately, short

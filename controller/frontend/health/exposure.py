@@ -30,7 +30,9 @@ MARK_S = 0.2  # resolution in seconds of a span's token times
 
 @dataclass(slots=True, eq=False, repr=False)
 class ServedSpan:
-    """The tokens that one worker sent to one request: the index of the first (from 0), and arrival times to within MARK_S."""
+    """The tokens that one worker sent to one request: the index of the first token (from 0), and arrival times to within
+    MARK_S.
+    """
 
     request: str
     model: str

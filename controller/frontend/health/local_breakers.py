@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 
 class AnswerDraw(msgspec.Struct, frozen=True):
-    """The sampling parameters of one answer, and how many of its tokens were unlikely."""
+    """The sampling parameters of one answer, and how many of its tokens had an unlikely logprob."""
 
     sampling: Sampling
     weighed: int = 0  # tokens with logprobs

@@ -100,7 +100,7 @@ class Fall(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, eq=False):
-    """The evidence against the requests of one fingerprint."""
+    """The evidence that requests with one fingerprint crash workers or always fail."""
 
     fingerprint: str
     fell: dict[Key, Fall]  # worker instances that died while such a request ran on them
@@ -178,7 +178,7 @@ class Records(OrderedDict[str, Record]):
         return record
 
     def forget(self, record: Record) -> None:
-        """Remove a record."""
+        """Remove a record and its sketch."""
         del self[record.fingerprint]
         sketch = sketch_of(record.fingerprint)
         self._sketches[sketch] -= 1
@@ -186,7 +186,7 @@ class Records(OrderedDict[str, Record]):
             del self._sketches[sketch]
 
     def tried_at(self) -> frozenset[Key]:
-        """Return the workers on which suspects are being tried."""
+        """Return the workers on which a suspected request is being tried."""
         return frozenset(one.at.key for one in self.values() if one.at is not None)
 
 

@@ -75,7 +75,7 @@ class Api:
             keys.check(request.headers.get("Authorization", ""))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Handle one request on the admin port, which serves all routes except those of the API."""
+        """Handle one request on the admin port, which serves all routes except the routes of the OpenAI API."""
         if why := self._refusal(request):
             return refusal(ApiError(403, why, code="admin_refused"), {})
         if (request.method, request.path) == ("POST", "/route"):

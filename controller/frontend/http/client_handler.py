@@ -35,10 +35,10 @@ _size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
 
 
 class OpenConnections:
-    """Limits the connections of one port, in total and per client address.
+    """Limits the number of connections to one port, in total and per client address.
 
-    A connection is counted until it is lost, also after the fast path hands it over to aiohttp. A refused connection gets an
-    HTTP error at once.
+    A connection is counted until it is lost, even after the fast path hands it over to aiohttp. A refused connection
+    gets an HTTP error at once.
     """
 
     def __init__(self, settings: ConnectionSettings, bounds: BoundMetrics) -> None:
@@ -66,7 +66,7 @@ class OpenConnections:
         return False
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Remove a counted connection."""
+        """Remove a connection from the counts."""
         address = address_of(transport)
         self._by_address[address] -= 1
         if not self._by_address[address]:
@@ -166,7 +166,7 @@ class ClientHandler(web.RequestHandler):
             super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. The first byte of a head starts its timer."""
+        """Process received bytes, within the limits of a head. The first byte of a head starts the timer of the head."""
         if self._admitted is None or self._close or self._force_close:
             return
         if not data:  # aiohttp calls this without data when its parser has kept a part of a body
@@ -212,7 +212,7 @@ class ClientHandler(web.RequestHandler):
         return end
 
     def _offer(self, data: bytes) -> None:
-        """Pass bytes to aiohttp's parser, and check whether they completed a head."""
+        """Pass bytes to aiohttp's parser, and start with the body if the bytes completed a head."""
         known = self._request_count
         super().data_received(data)
         if self._request_count != known:

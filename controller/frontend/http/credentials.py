@@ -1,7 +1,6 @@
 """The API keys and the TLS certificate of a frontend's ports, reloaded when their files change.
 
-Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401
-invalid_api_key
+    Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
 
 The file of API keys has one key per line, `key` or `name:key`. Blank lines and lines that begin with `#` are skipped.
 Only digests of the keys stay in memory, and only a key's name is ever shown. A new certificate applies to new
@@ -38,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class FileWatch:
-    """Detects that one of several files was changed or replaced, by identity, size and modification time."""
+    """Detects that one of some files was changed or replaced, by inode, size and modification time."""
 
     def __init__(self, *paths: Path | str) -> None:
         self._paths = [Path(path) for path in paths]

@@ -101,7 +101,7 @@ class Listeners:
 
     @property
     def admin_url(self) -> str:
-        """The URL of this frontend's metrics and readiness."""
+        """The URL of the admin port of this frontend."""
         return self._url(*self._admin.addresses[0])
 
     def _url(self, host: str, port: int, *_: object) -> str:
@@ -120,7 +120,7 @@ class Listeners:
             self._shared = None
 
     async def close(self) -> None:
-        """Close both ports, and end all connections."""
+        """Close both ports, let requests in progress finish for up to SHUTDOWN_S, then end all connections."""
         await self.refuse()
         await asyncio.sleep(0)  # let received requests start
         self.aiohttp.pre_shutdown()

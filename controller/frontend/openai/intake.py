@@ -1,7 +1,6 @@
 """Limits the cost of reading and tokenizing a request before it is known to be valid.
 
-bytes ──▶ decompressed, within the limits of one body and of all bodies ──▶ counted (`BodyScan`) ──▶ parsed ──▶
-tokenized
+    bytes ──▶ decompressed, within limits per body and for all bodies ──▶ counted (`BodyScan`) ──▶ parsed ──▶ tokenized
 
 Each limit is a setting, and each refusal is counted by the name of its limit.
 """
@@ -333,7 +332,7 @@ class BodyParsers:
     """
 
     def __init__(self, settings: AdmissionSettings, bounds: BoundMetrics) -> None:
-        """Start without processes. `bounds` counts each refused body."""
+        """Start without child processes. `bounds` counts each refused body."""
         self._settings = settings
         self._bounds = bounds
         self._processes = (_ParserProcess(), _ParserProcess())
@@ -377,7 +376,7 @@ class BodyParsers:
         return unavailable(why, code, RETRY_AFTER_S)
 
     async def close(self) -> None:
-        """Stop the processes."""
+        """Kill both child processes."""
         for process in self._processes:
             await process.end()
 

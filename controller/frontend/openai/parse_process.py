@@ -1,7 +1,6 @@
 """A process that parses large request bodies, so that they do not block a frontend's event loop.
 
-stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or
-its 400
+    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or its 400
 
 The process exits at the end of its input. The frontend kills the process if one body takes too long.
 """

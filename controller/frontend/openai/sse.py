@@ -144,7 +144,7 @@ class SseStream:
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def release(self) -> None:
-        """Drop the answers, so that a finished request is freed at once, without the garbage collector."""
+        """Drop the references to the answers, so that a finished request is freed without the garbage collector."""
         self.answers = ()
 
     def abort(self) -> None:

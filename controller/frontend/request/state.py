@@ -71,7 +71,7 @@ Phase: TypeAlias = Literal[
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One attempt to serve the request on one worker."""
+    """One attempt: the request was sent to one worker."""
 
     server: Server
     number: int  # starts at 1; counts attempts that were sent and not rejected for lack of capacity
@@ -80,7 +80,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Carried(NamedTuple):
-    """The KV cache that was transferred with a request."""  # bytes of all shards
+    """The size and the link of a KV cache that was transferred with a request."""
 
     bytes: int  # over all shards
     blocks: int
@@ -131,7 +131,7 @@ class RequestTerms(msgspec.Struct, frozen=True):
 
 
 class RequestState(msgspec.Struct, frozen=True):
-    """The complete state of one request in the state machine."""
+    """The complete state of one request in the state machine. Immutable."""
 
     terms: RequestTerms
     began_at: float  # when the request was first due to be sent
@@ -169,7 +169,7 @@ class RequestState(msgspec.Struct, frozen=True):
 
 
 class Failing(NamedTuple):
-    """A failed attempt that is being judged."""
+    """A failed attempt that the driver is judging, with the data needed afterwards."""
 
     failure: Failure
     # the earlier failure from which this attempt had to recover; None if the attempt produced a token or was the

@@ -58,7 +58,7 @@ def with_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
 
 
 def without(masks: Masks, gone: Masks) -> Masks:
-    """Return the masks without the holders in `gone`."""
+    """Return the masks with the holders in `gone` removed, tier by tier."""
     return masks[0] & ~gone[0], masks[1] & ~gone[1], masks[2] & ~gone[2]
 
 

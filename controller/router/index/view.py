@@ -352,7 +352,7 @@ class KvView:
 
     @property
     def health(self) -> KvHealth:
-        """The current completeness of the index."""
+        """How complete the index is now."""
         complete = sum(feed.complete for feed in self._feeds.values())
         return KvHealth(len(self._feeds), complete, len(self.index))
 

@@ -52,7 +52,7 @@ class LoadLimits:
 
 @dataclass(frozen=True, slots=True)
 class RequiredRoom:
-    """The room that a new request needs at a worker, in tokens."""
+    """The room that a new request needs at a worker, in prompt tokens and KV-cache tokens."""
 
     unread: int = 0  # tokens to prefill in all its prompts, if none of them is cached
     held: float = 0.0  # tokens in the KV cache: its longest prompt and the mean growth of its answer

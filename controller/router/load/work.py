@@ -149,6 +149,6 @@ class FirstTokens:
             one.learn(ahead_s + own_s, took_s - step_s)
 
     def forget(self, workers: set[str]) -> None:
-        """Drop all workers except these."""
+        """Drop the measurements of all workers except these."""
         self._workers = {name: seen for name, seen in self._workers.items() if name in workers}
         self._fastest = None

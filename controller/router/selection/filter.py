@@ -71,12 +71,12 @@ class AllClosed(NoWorker):
     code = "upstream_overloaded"
 
     def __init__(self, wait_s: float, reopens_s: float | None = None) -> None:
-        """Initialize the error with its retry times.
+        """Set the retry times of the error.
 
         Args:
-            wait_s: seconds until the first of them accepts requests again.
-            reopens_s: seconds until the first one to which this request may still be sent does; inf if each has declined
-                it; None: the same as `wait_s`.
+            wait_s: seconds until the first of these servers accepts requests again.
+            reopens_s: seconds until the first server to which this request may still be sent accepts requests again. It is inf
+                if every server has declined this request. None stands for `wait_s`.
         """
         super().__init__()
         self.wait_s = wait_s
@@ -157,7 +157,7 @@ class Picker:
         return endpoint
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop all endpoints except `keys`."""
+        """Drop the picks of all endpoints except `keys`."""
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 

@@ -164,7 +164,7 @@ def _config(file: Path) -> dict[str, object]:
 
 
 def _sources(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Return a model's templates by name, from the files in which transformers looks for them."""
+    """Return the templates of a model by name, from the files in which transformers looks for templates."""
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
     sources = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}

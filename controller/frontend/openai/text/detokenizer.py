@@ -49,7 +49,7 @@ class ByteTable:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        """Read the tokens with ids below `size`."""
+        """Build the table of the tokens with ids below `size`."""
         added = tokenizer.get_added_tokens_decoder()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size

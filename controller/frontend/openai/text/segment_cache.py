@@ -134,7 +134,7 @@ def _takes(segment: str, tokens: "array[int]") -> int:
 
 
 def _reads_segments_alone(config: TokenizerJson) -> bool:
-    """Return whether a tokenizer tokenizes each segment independently and deterministically."""
+    """Return whether this tokenizer tokenizes each segment without regard to the others, and always in the same way."""
     if config["truncation"] or config["padding"] or config["model"].get("dropout"):
         return False
     for part in parts_of(config["pre_tokenizer"]):

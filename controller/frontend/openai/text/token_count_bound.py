@@ -2,7 +2,7 @@
 
 With this bound, a text that cannot fit into a context is refused without being tokenized.
 
-tokens ≥ characters / reach        reach: the largest number of characters that one token can stand for
+    tokens ≥ characters / reach        reach: the largest number of characters that one token can stand for
 
 Each character of a text is part of some token, unless the tokenizer drops the character. So no text with more than
 `context` times `reach` characters fits. In a byte-level vocabulary, a character counts for the token that has its
