@@ -119,7 +119,7 @@ class RequestSink(LiveRequest):
     def flush(self) -> None:
         """Count and write the output of one event-loop iteration."""
         if self.over:
-            return  # it was written when the answer ended
+            return  # the output was written when the answer ended
         self.stats.count(self, self.driver.now())
         self.writer.flush()
         if self.kv_move is not None:
@@ -171,7 +171,7 @@ class Driver:
     faults: FaultMetrics
     now: Callable[[], float]
     ended: Callable[[LiveRequest], object] | None  # called with each answer that has ended
-    live: dict[int, LiveRequest] = field(default_factory=dict)  # by number
+    live: dict[int, LiveRequest] = field(default_factory=dict)  # by number of the live request
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     queued: dict[LiveRequest, asyncio.Future[Reservation]] = field(default_factory=dict)
     opened: int = 0  # number of requests opened so far; also the number of the latest one

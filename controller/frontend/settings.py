@@ -90,21 +90,25 @@ class AdmissionSettings(Strict):
     )
     inflight_max: int | None = Field(default=None, ge=1)  # requests in flight per worker, as a plain number
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
-    queue_s: Positive = 10.0  # waiting for a free worker; with deadlines, only for requests without one
-    # with deadlines: what identifies the client for fair queueing
+    # seconds to wait for a free worker; with deadlines, only for requests that have no deadline
+    queue_s: Positive = 10.0
+    # with deadlines: what identifies the client of a request for fair queueing, in order of preference
     fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")
-    retry_budget: Share = 0.2  # with deadlines: retries of refused requests, as a share of first tries
-    # From dispatch to the first token. A full server can queue a request for minutes; OpenAI's client gives up after 600 s.
+    # with deadlines: largest number of retries of refused requests, as a share of first tries
+    retry_budget: Share = 0.2
+    # Seconds from dispatch to the first token. A full server can queue a request for minutes; OpenAI's client gives
+    # up after 600 s.
     first_token_s: Positive = setting(
         300.0, "seconds that a request may wait for its first token", flag="--first-token-timeout"
     )
     first_token_s_per_1k: NotNegative = setting(  # slow prefills read 1,000 tokens a second
         1.0, "additional seconds for each 1,000 tokens of its prompt", flag="--first-token-timeout-per-1k"
     )
-    body_mb_max: int = Field(default=45, ge=1)  # of one body, decompressed
-    bodies_mb_max: int = Field(default=512, ge=1)  # of all bodies being read
-    body_s: Positive = 60.0  # to receive a request's whole body
-    body_parse_s: Positive = 10.0  # to parse a large body outside the event loop, including the wait
+    body_mb_max: int = Field(default=45, ge=1)  # megabytes of one body, decompressed
+    bodies_mb_max: int = Field(default=512, ge=1)  # megabytes of all bodies that are being received
+    body_s: Positive = 60.0  # seconds to receive the whole body of a request
+    # seconds to parse a large body outside the event loop, with the wait for a process
+    body_parse_s: Positive = 10.0
     # Limits of one body. 10,000 messages of one part each stay below these; parsing a value takes up to a microsecond.
     body_names_max: int = Field(default=2**16, ge=1024)  # names of all objects
     body_lists_max: int = Field(default=2**15 + 2**13, ge=1024)  # lists and objects
@@ -123,7 +127,7 @@ class TokenizingSettings(Strict):
     huge_at_once: int = Field(default=1, ge=1)
     # millions of characters being tokenized or waiting, in total
     waiting_mb_max: int = Field(default=64, ge=1)
-    wait_s: Positive = 10.0  # in the queue
+    wait_s: Positive = 10.0  # seconds to wait for a thread
 
 
 class ConnectionSettings(Strict):
@@ -136,16 +140,17 @@ class ConnectionSettings(Strict):
 
     total_max: int = Field(default=16_384, ge=0)  # 0: no limit
     per_address_max: int = Field(default=4096, ge=0)  # 0: no limit
-    head_bytes_max: int = Field(default=2**15, ge=2**13)  # of request line and headers together
-    head_s: Positive = 5.0  # from the first byte of a request's head to its last
+    head_bytes_max: int = Field(default=2**15, ge=2**13)  # bytes of request line and headers together
+    head_s: Positive = 5.0  # seconds from the first byte of a request's head to its last byte
     idle_s: Positive = 75.0  # between requests, and before the first one
 
 
 class StreamSettings(Strict):
     """Limits for clients that do not read their stream, and the time of an early response head."""
 
-    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer, not yet read by its client
-    write_deadline_s: Positive = 30.0  # for a client to read anything at all
+    # bytes of one answer that its client has not read
+    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)
+    write_deadline_s: Positive = 30.0  # seconds in which a client must read at least some data
     # Load balancers close connections that are idle for 60 s, some after 30 s. Errors before the early head keep their HTTP
     # status.
     early_head_s: NotNegative = setting(
@@ -184,29 +189,32 @@ class LocalBreakerSettings(Strict):
     """
 
     failures_max: int = Field(default=3, ge=1)  # consecutive failed requests until it opens
-    wait_s: Positive = 5.0  # from opening to the first trial
+    wait_s: Positive = 5.0  # seconds from the opening of a breaker to its first trial
     wait_s_max: Positive = 60.0  # upper limit of that wait, which grows
     trial_timeout_s: Positive = 30.0  # a trial without a result has failed after this
-    panic_share: Share = 0.5  # below it, or without usable workers, local breakers are ignored; 0: never
+    # routable share below which local breakers are ignored, as they are without usable workers; 0: never ignored
+    panic_share: Share = 0.5
     stalled_share: Share = 0.05  # stalled streams of a worker, as a share; more count as failures
 
 
 class PoisonSettings(Strict):
-    """Limits of detecting requests that crash workers, or that fail in the same way on every worker."""
+    """Limits for the detection of requests that crash workers, or that fail in the same way on every worker."""
 
-    refused_s: Positive = 600.0  # for requests like one that crashes workers; doubles each time
-    failed_s: Positive = 10.0  # for requests like one that only fails; doubles each time
+    # seconds for which requests like one that crashes workers are refused; doubles each time
+    refused_s: Positive = 600.0
+    # seconds for which requests like one that only fails are refused; doubles each time
+    failed_s: Positive = 10.0
     refused_s_max: Positive = 86_400.0  # upper limit of both
-    remembered_s: Positive = 600.0  # how long the crash of a worker is associated with the request
-    alone_s: Positive = 2.0  # how long a suspect waits for a worker without another suspect
+    remembered_s: Positive = 600.0  # seconds for which the crash of a worker is associated with the request
+    alone_s: Positive = 2.0  # seconds for which a suspect waits for a worker without another suspect
     records_max: int = Field(default=4096, ge=1)  # requests that are remembered
 
 
 class FactSettings(Strict):
     """How often a frontend reports facts, the limits for slow workers, and how many served spans it remembers."""
 
-    window_s: Positive = 5.0  # of RequestsServed and WorkerSlow
-    rejected_window_s: Positive = 1.0  # of RequestsRejected
+    window_s: Positive = 5.0  # seconds between two reports RequestsServed and WorkerSlow
+    rejected_window_s: Positive = 1.0  # seconds between two reports RequestsRejected
     # RequestFailed facts per worker; further failures go into the next one
     failures_per_s_max: int = Field(default=20, ge=1)
     slow_factor: Annotated[float, Field(gt=1)] = 3.0  # times the median of the model's other workers
@@ -224,7 +232,7 @@ class FrontendBudgets(Strict):
     frames_burst: Positive = 100_000.0  # frames at once
     frame_mb_per_s: Positive = 64.0  # MiB of frames; 256 answers with 20 logprobs need 6
     frame_mb_burst: Positive = 512.0  # MiB of frames at once
-    flood_pause_s: Positive = 30.0  # until a worker that exceeded the limit is connected again
+    flood_pause_s: Positive = 30.0  # seconds until a worker that exceeded a limit is connected again
     kv_batches_per_s: Positive = 2_000.0  # KV event messages; an engine's step makes one
     kv_batches_burst: Positive = 20_000.0  # KV event messages at once
     kv_mb_per_s: Positive = 8.0  # MiB of KV events

@@ -72,7 +72,7 @@ class Server(NamedTuple):
     key: Key
     exact: bool = True  # whether it accepts and returns token ids
     root: str = ""  # the weights that it serves
-    generation_config: str = ""  # its default sampling parameters
+    generation_config: str = ""  # default sampling parameters of its server
 
 
 @dataclass(slots=True)

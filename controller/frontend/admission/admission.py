@@ -146,10 +146,9 @@ class Admission:
             raise self.refusal(error, model, tier) from None
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Refuse a request before tokenization if its deadline cannot be met, and otherwise return the lineage it is
-        bound to.
+        """Check a request before its texts are tokenized. Return the lineage to which it is bound.
 
-        Raise ApiError if the request is refused.
+        Raise ApiError if the request is refused, for example because its deadline cannot be met.
         """
         self.refusals.check(wanted.model, wanted.tier, draining=not self.open)
         try:

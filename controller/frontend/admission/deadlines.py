@@ -284,7 +284,7 @@ class Deadlines:
     ) -> QueuedRequest:
         """Create the queue entry of a request, with its deadline in seconds from arrival.
 
-        The deadline is the client's. Without one it is that of the tier, and without that the model's objective.
+        The deadline is set by the client, or else by the request's tier, or else by the model's objective.
         """
         model, tier, asked = wanted.model, self.table.urgency(wanted.tier), wanted.asked
         deadline_s, own = asked.deadline_s, asked.deadline_s is not None

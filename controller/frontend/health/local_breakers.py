@@ -296,7 +296,7 @@ class LocalBreakers:
         found = self._outcomes_by.get(key) or self.outcomes(key)
         if key in self._open:
             admitted = breaker.admit(found.breaker)
-            if admitted is not None and admitted.position == "half_open":  # its time limit starts now
+            if admitted is not None and admitted.position == "half_open":  # the trial's time limit starts now
                 deadline = _instant(self.now()) + self._policy.trial_timeout
                 found.breaker = replace(admitted, deadline=deadline)
         return self._epoch

@@ -366,10 +366,7 @@ class PoisonWatch:
         return min(sum(1 for _ in others), OTHER_FALLS_MAX)
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a death is recent and real.
-
-        It is not real if the same instance is reachable again after a connection loss.
-        """
+        """Return whether a worker's death is recent, and the same instance has not returned after a mere connection loss."""
         if now - fall.at >= self.settings.remembered_s:
             return False
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
@@ -416,7 +413,7 @@ class PoisonWatch:
         record.refused_until = self._now() + wait_s
         guided = next(iter(request.guided), "") if request.guided else ""
         for (worker, instance), routed_under in where.items():
-            self._fallen.pop((worker, instance), None)  # its cause is known now
+            self._fallen.pop((worker, instance), None)  # the cause of this death is known now
             outcomes = self.breakers.outcomes((worker, instance))
             outcomes.take_back(one_stream=reason == STUCK and not record.fell)
             fact = RequestPoisonous(

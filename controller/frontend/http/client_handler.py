@@ -281,7 +281,7 @@ class ClientHandler(web.RequestHandler):
 
         aiohttp's own response would quote the line that it cannot parse, which may contain an API key.
         """
-        response_of_aiohttp = super().handle_error(request, status, exc)  # this logs the error
+        response_of_aiohttp = super().handle_error(request, status, exc)  # aiohttp's method logs the error
         if status >= 500:
             return response_of_aiohttp
         name = f" ({type(exc).__name__})" if exc is not None else ""

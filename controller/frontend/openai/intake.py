@@ -424,7 +424,7 @@ class _ParserProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):  # it has already ended
+        with suppress(ProcessLookupError):  # the process has already ended
             process.kill()
         assert process.stdin is not None
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""Parses request bodies: chat and completions into one `ParsedRequest`, and the small endpoints.
+"""Parses the request bodies of all endpoints, and refuses known but unsupported fields.
 
 Chat and completion bodies are parsed into one `ParsedRequest`. Unknown fields are accepted with a warning, because
 clients send fields that are meant for other servers. Known but unsupported fields that would change the answer are

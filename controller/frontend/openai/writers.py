@@ -151,7 +151,7 @@ def _choice(
 
 @lru_cache(CHOICES_KEPT)
 def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of an event between the common beginning and a token's text, and the bytes after the text."""
+    """Return the bytes of an event before and after a token's text, without the beginning that all events share."""
     mark = "\x00"
     choice = _choice(chat, index, {"content" if chat else "text": mark})
     before, behind = msgspec.json.encode(choice).split(json.dumps(mark).encode())

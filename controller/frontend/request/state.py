@@ -94,7 +94,7 @@ class Move(msgspec.Struct, frozen=True):
     # the first failure since the last token, which becomes the client's error if recovery fails
     original: Failure
     source: Server
-    since: float  # when the failure was noticed
+    since: float  # time at which the failure was noticed
     tokens: int  # number of accepted tokens at that time
     carried: Carried | None = None  # None: the KV cache is recomputed
     predicted_ms: float | None = None
@@ -134,7 +134,7 @@ class RequestState(msgspec.Struct, frozen=True):
     """The complete state of one request in the state machine. Immutable."""
 
     terms: RequestTerms
-    began_at: float  # when the request was first due to be sent
+    began_at: float  # time at which the request was first due to be sent
     phase: Phase = "new"
 
     # Attempts. `attempt` is set in the phases running and judging, and only there.
@@ -196,7 +196,11 @@ def refusal(state: RequestState, answer: AnswerProgress) -> str:
 
 
 def budget_ended(state: RequestState) -> bool:
-    """Return whether no further attempt is allowed, regardless of length. An attempt that is being sent counts as spent."""
+    """Return whether the request may not be sent again, whatever its length, because its budget is spent or moves are
+    forbidden.
+
+    An attempt that is being sent counts as spent.
+    """
     spent = state.spent + (state.phase == "routing" and not state.free)
     return bool(state.terms.forbidden) or spent > state.terms.migration_limit
 

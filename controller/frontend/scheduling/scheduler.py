@@ -125,9 +125,10 @@ class _LinksReport(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Peers:
-    """The other frontends that serve now, and the models for which requests wait at each of them.
+    """The other frontends that serve now, and the models for which requests wait at them.
 
-    Each frontend publishes every second which workers it reaches, and how many requests wait at it.
+    Every second, each frontend publishes the workers that it reaches and the number of requests that wait at the
+    frontend.
     """
 
     now: Callable[[], float]

@@ -162,7 +162,7 @@ class ApproximateCache:
         del piece.parent.children[first]
         if piece.parent.parent is None and not piece.parent.children:
             del self._roots[holder]
-            self._forget(holder)  # it may never return
+            self._forget(holder)  # the holder may never return
 
 
 def better(one: Matches, other: Matches) -> Matches:

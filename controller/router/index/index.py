@@ -104,7 +104,7 @@ def places(mask: int) -> Iterator[int]:
 
 
 class Depths(Mapping[WorkerRank, int]):
-    """A mapping from each holder with a match to its number of blocks. The mapping is built on first access."""
+    """A mapping from each holder to its number of matching blocks. The mapping is built on first access."""
 
     __slots__ = ("_made", "groups")
 

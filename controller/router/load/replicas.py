@@ -76,7 +76,7 @@ class Replicas:
         self._note(slot.Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
-        """Record for the other frontends the end of a request."""
+        """Record the end of one of this frontend's requests."""
         self._note(slot.Freed(_name(request)))
 
     def _note(self, event: slot.SlotEvent) -> None:

@@ -68,7 +68,7 @@ class Pricing:
     disk_weight: float = 0.25  # credit for a block on disk
     track_prefill: bool = True  # count unread prompt tokens
     track_blocks: bool = True  # count blocks in use
-    temperature: float = 0.0  # of the random choice; 0 always chooses the lowest cost
+    temperature: float = 0.0  # temperature of the random choice; 0 always chooses the lowest cost
 
 
 USUAL = Pricing(overlap_credit=5.0, prefill_scale=20.0, request_tokens=512.0, recent_weight=0.1)
