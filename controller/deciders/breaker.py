@@ -1,4 +1,4 @@
-"""The circuit breaker of one worker.
+"""The circuit breaker of one worker: stops requests to a failing worker until a trial passes.
 
     closed ── failures_max in a row, or UNHEALTHY ──▶ open ── retry_at ──▶ half-open
       ▲                                                ▲                    │    │
@@ -6,11 +6,13 @@
       │                                                   none by the deadline   │
       └────────────────────────── trial passed ──────────────────────────────────┘
 
-The fleet's breaker has one trial: the first canary sent under the half-opening decision or a later one. A frontend
-runs the same machine locally (`trial_by="request"`), where the trial is one real request.
+In the diagram, `failures_max` is a setting, UNHEALTHY is a decision about the worker's health, and `retry_at` is the end
+of the wait. In the fleet's breaker the trial is the first canary that was sent after the decision to half-open the breaker.
+Each frontend also runs this state machine locally (`trial_by="request"`). In a frontend the trial is one real request.
 
-Outcomes are ordered by decision number, never by time. An outcome counts only if its probe or request was sent after the
-breaker's last move. Outcomes that arrive while the breaker is open are ignored, so late failures cannot keep it open.
+An outcome counts only if its canary or request was sent after the breaker's last transition. Decision numbers determine
+this order, never clocks. Outcomes that arrive while the breaker is open are ignored, so that late failures cannot keep
+the breaker open.
 """
 
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ class BreakerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """One worker's breaker."""
+    """The state of one worker's circuit breaker."""
 
     worker: str
     instance: str
@@ -77,7 +79,7 @@ class Breaker:
 
 
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
-    """Apply one fact about this worker and instance."""
+    """Return the breaker's state after one fact about its worker instance."""
     match fact:
         case seen.CanaryFailed(reason="latency_spike") | seen.CanaryPassed() | seen.CanarySlow():
             return _answered(_succeeded(state, "canary", fact.sent_under, cause), fact.sent_under, cause)
@@ -102,9 +104,10 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
 
 
 def try_now(state: Breaker, cause: str) -> Breaker:
-    """Make the next trial due at once because the evidence that opened the breaker was withdrawn.
+    """Make the next trial due at once, because the evidence that opened the breaker was withdrawn.
 
-    A trial already under way may still fail because of that evidence.
+    A closed breaker does not change. A half-open breaker is marked too, because its running trial can still fail due to the
+    withdrawn evidence.
     """
     return state if state.position == "closed" else replace(state, retry_now=True, cause=cause)
 
@@ -130,7 +133,7 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
 
 
 def _canary_failed(state: Breaker, fact: seen.CanaryFailed, cause: str) -> Breaker:
-    """Count a failed canary. A wrong answer or an error is remembered until the breaker closes."""
+    """Count a failed canary. A wrong answer or an error is also recorded until the breaker closes."""
     failed = _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
     if failed.canary_failures > state.canary_failures and fact.engine_went_on and fact.reason == "timeout":
         failed = replace(failed, timeouts=state.timeouts + 1)
@@ -138,21 +141,27 @@ def _canary_failed(state: Breaker, fact: seen.CanaryFailed, cause: str) -> Break
 
 
 def _answered(state: Breaker, sent_under: int, cause: str) -> Breaker:
-    """Record that the worker of an open breaker answers again, if the probe was sent after the breaker's last move."""
+    """Record that the worker of an open breaker answers again.
+
+    An answer is ignored if its probe was sent before the breaker's last transition.
+    """
     if state.position != "open" or state.answers or sent_under < state.moved_by:
         return state
     return replace(state, answers="again", cause=cause)
 
 
 def _withdraw_failures(state: Breaker, fact: seen.RequestPoisonous, cause: str) -> Breaker:
-    """Withdraw the failures of a poisonous request, which fails on every worker. A breaker it opened closes by its trial."""
+    """Subtract the failures that a poisonous request caused, because such a request fails on every worker.
+
+    A breaker that these failures have already opened stays open until its trial passes.
+    """
     if fact.routed_under < state.moved_by or fact.failures_in_a_row >= state.request_failures:
         return state
     return replace(state, request_failures=fact.failures_in_a_row, cause=cause)
 
 
 def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: str, cause: str) -> Breaker:
-    """Record the trial's outcome. Only the first one counts, and only one of the kind in `trial_by`."""
+    """Record the first outcome of the trial. An outcome counts only if its kind (canary or request) is `trial_by`."""
     if by != state.trial_by or state.trial:
         return state
     return replace(state, trial=outcome, why=why, cause=cause)
@@ -168,7 +177,10 @@ def _health_changed(state: Breaker, fact: decided.HealthChanged, cause: str) -> 
 def _moved(
     state: Breaker, fact: decided.BreakerOpened | decided.BreakerHalfOpened | decided.BreakerClosed
 ) -> Breaker:
-    """Apply a move. It resets everything observed before it, except the count of consecutive failed trials."""
+    """Apply a transition of the breaker. The evidence from before the transition is reset.
+
+    Only a closing also resets the count of consecutive failed trials and the record of a wrong answer.
+    """
     moved = replace(
         state,
         request_failures=0,
@@ -203,7 +215,7 @@ def _moved(
 
 
 def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
-    """Return the move that is due now: at most one."""
+    """Return the due transition as a tuple of one decision; an empty tuple if none is due."""
     if state.resting:
         return ()
     if state.position == "closed":
@@ -225,11 +237,12 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
 
 
 def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
-    """Return when a transition becomes due by time alone.
+    """Return the time at which a transition becomes due without another fact; None if there is no such time.
 
-    A worker that was only silent is tried as soon as it answers again. The earliest time is half of `wait_min` after a failed
-    trial, and `wait_min` after its breaker last closed. So a flapping connection does not take the worker in and out of
-    service every few seconds.
+    An open breaker is half-opened before `retry_at` if only missing answers opened it and the worker answers again. After a
+    failed trial, this happens at least half of `wait_min` after the opening. It also happens at least `wait_min` after the
+    breaker last closed. These limits prevent a flapping connection from taking the worker in and out of service every few
+    seconds.
     """
     if state.position != "open" or state.retry_at is None:
         return state.deadline if state.position != "open" else None
@@ -290,7 +303,7 @@ def _open(
 
 
 def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
-    """Return the wait before the next trial after `trials_failed` consecutive failures."""
+    """Return the time from an opening to the next trial, after `trials_failed` consecutive failed trials."""
     wait, longest = policy.wait_min.total_seconds(), policy.wait_max.total_seconds()
     for _ in range(trials_failed):
         if wait >= longest or policy.backoff <= 1:
@@ -300,10 +313,10 @@ def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
 
 
 def admit(state: Breaker) -> Breaker | None:
-    """Return the breaker after it admits one request; None if the request is rejected.
+    """Return the state after a frontend's local breaker admits one request; None if it rejects the request.
 
-    For a frontend's local breaker. Half-open admits exactly one request. If its outcome is never reported, the trial's
-    deadline passes and counts as a failure, so a lost request cannot block the breaker for ever.
+    A half-open breaker admits exactly one request, which is its trial. If the outcome of that request is never reported, the
+    trial fails at its deadline, so that a lost request cannot block the breaker for ever.
     """
     if state.position == "closed":
         return state

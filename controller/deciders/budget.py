@@ -1,8 +1,8 @@
 """The ejection budget: limits how many workers of a model may be out of service on suspicion.
 
-Doubt may eject at most a share of a model's workers. A conviction by canary ejects every worker except the last one that
-serves. The canary itself may be wrong (new weights under the old name), and without that worker every request would fail.
-The answers of such a last worker are marked.
+Doubt may take at most a configured share of a model's workers out of service. A conviction by a canary takes any worker
+out of service, except the last worker that can serve the model. Without that worker every request would fail, and the canary
+may be wrong, for example because new weights were deployed under the old name. The answers of such a last worker are marked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One worker's state in its model's ejection budget."""
+    """Whether and at which weight the ejection budget keeps one worker in service."""
 
     worker: str
     instance: str
@@ -45,7 +45,10 @@ class Budget:
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class BudgetRank:
-    """One worker's standing when the budget is computed. The least bad worker sorts first."""
+    """The properties of one worker from which the ejection budget is computed.
+
+    Of two doubted workers, the one with the lower `badness` is kept in service first.
+    """
 
     budget: Budget
     ejected: bool  # doubt alone keeps it out of service
@@ -59,17 +62,18 @@ class BudgetRank:
 
 
 def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
-    """Apply one fact about this worker and instance."""
+    """Return the budget state of a worker after one fact about its instance. Only `WeightCapped` changes the state."""
     if isinstance(fact, WeightCapped):
         return replace(state, kept=fact.weight, last=fact.reason == LAST_SERVING, cause=cause)
     return state
 
 
 def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime) -> Iterator[Decision]:
-    """Yield a decision for each worker of one model that must now be kept in service, or no longer.
+    """Yield a `WeightCapped` for each worker of one model that is newly kept in service, or no longer kept.
 
-    Doubt may eject at most floor(share * counted) workers. A worker that is already kept stays kept while the budget is
-    exhausted, so that two equally bad workers do not alternate.
+    Doubt may take at most floor(`max_ejection_share` * counted) workers out of service, where counted is the number of ranks
+    with `counts`. The doubted workers beyond this number are kept at `kept_weight`. Workers that are already kept are chosen
+    first, so that two equally bad workers do not alternate.
     """
     counted = sum(s.counts for s in standings)
     allowed = int(policy.max_ejection_share * counted + 1e-9)
@@ -99,10 +103,11 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
 
 
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
-    """Return the worker that stays in service although canaries convict it; empty if none qualifies or none is needed.
+    """Return the name of the one convicted worker that stays in service; empty if no worker is needed or suitable.
 
-    It is needed only when no other worker of the model serves. A worker that already serves this way continues; otherwise the
-    least bad is chosen, and among equals the one convicted last. A worker is the last choice if its devices allow weight 0.
+    Such a worker is needed only if no other worker of the model serves. A worker that already serves this way is chosen
+    again. Otherwise the suspect with the lowest `badness` is chosen, and among equals the one with the latest health
+    decision. A worker with devices that allow only weight 0 is chosen last.
     """
     if not policy.keep_last or any(s.serves for s in standings):
         return ""

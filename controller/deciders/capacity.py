@@ -1,11 +1,14 @@
-"""The request rate that a worker can carry within its model's SLO. Pure functions of its registration.
+"""Computes the request rate that a worker can carry within its model's SLO, from its registration.
 
-Little's law ties the sequences that fit into the KV cache to the requests that can arrive: L = lambda W, so
-rps_kv = sequences / E[residence] with E[residence] = TTFT + output tokens * TPOT. Compute is a second bound: each request
-costs its prefill and its share of every decode step. The smaller bound applies. Both are in requests per second.
+Two bounds limit the rate, both in requests per second, and the smaller one applies.
 
-Total blocks are counted, never free ones. With free blocks capacity would fall as load rises, and the degradation ladder
-would degrade a fleet for being used.
+KV memory limits the sequences that run at once. By Little's law (sequences in the system = arrival rate * time in the
+system), rps_kv = sequences / (prefill time + output tokens * TPOT), where sequences is the number that fits into the KV cache.
+
+Compute limits how much work a worker does: each request costs its prefill and its share of every decode step.
+
+All KV blocks of a worker are counted, not only the free ones. If only free blocks were counted, capacity would fall as load
+rises, and normal load would raise the degradation level.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +27,10 @@ BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search bel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The SLO of one model. Without `slo_throughput_rps` its degradation ladder is off; None elsewhere means unbounded."""
+    """The SLO of one model.
+
+    If `slo_throughput_rps` is None, the model is never degraded. None in another field means that this value has no limit.
+    """
 
     slo_throughput_rps: float | None = None
     slo_ttft_ms: float | None = 500.0
@@ -41,7 +47,10 @@ class Slo:
 
 
 def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
-    """Return a model's SLO from a policy in its journal form (`PolicyAdopted`); the default SLO if the policy sets none."""
+    """Return the SLO of `model` from a policy in the form of `PolicyAdopted`.
+
+    If the policy sets no SLO for this model or for all models (`*`), return the default SLO.
+    """
     slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
     stated = slos.get(model) or slos.get("*") or {}
     names = {one.name for one in fields(Slo)}
@@ -59,10 +68,10 @@ class Capacity:
 
 
 def tpot_ms(profile: Profile, running: float) -> float:
-    """Return milliseconds per output token with `running` sequences: linear between the curve's points.
+    """Return the milliseconds per output token while `running` sequences decode, by the profile's curve.
 
-    Before the first point it is flat; beyond the last it grows in proportion. Without a curve it is infinite: a worker that
-    does not register its speed carries nothing.
+    The curve is linear between two points, constant below the first point, and proportional to `running` beyond the last one.
+    Without a curve the result is infinite, so that a worker that registers no speed has no capacity.
     """
     if not profile.tpot_ms:
         return inf
@@ -77,7 +86,10 @@ def tpot_ms(profile: Profile, running: float) -> float:
 
 
 def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
-    """Return `slo` without the latencies that no worker could meet with a single request, even at the relaxed SLOs."""
+    """Return `slo` without the latency limits that no worker could meet.
+
+    A limit is removed if even an idle worker with a single request would exceed LATENCY_MAX times the limit.
+    """
     distinct = {id(profile): profile for profile, _ in workers}.values()
     profiles = [one for one in distinct if one.tpot_ms and one.prefill_tokens_per_s > 0]
     if not profiles:
@@ -96,9 +108,9 @@ def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
 def fleet_capacity(
     workers: Iterable[tuple[Profile, float]], slo: Slo, *, latency: float = 1.0, batch: float = 1.0
 ) -> Capacity:
-    """Return the combined capacity of workers with these profiles and routing weights.
+    """Return the combined capacity of workers, given as pairs of profile and routing weight.
 
-    `latency` relaxes the latency SLOs, `batch` scales the batch: the knobs of a degradation level.
+    `latency` multiplies the latencies of the SLO, and `batch` multiplies the batch size. A degradation level sets both.
     """
     parts = [
         (worker_capacity(profile, slo, latency, batch), weight) for profile, weight in workers if weight > 0
@@ -114,10 +126,13 @@ def fleet_capacity(
 def fleet_rps(
     model: str, workers: Sequence[tuple[Profile, float]], slo: Slo, latencies: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, without SLOs that no worker can meet.
+    """Return, for each factor in `latencies`, the workers' combined capacity in requests per second.
 
-    This is called at every settle, usually with the same inputs, so the last result for each model is cached. Comparing a
-    thousand profiles with themselves costs next to nothing; hashing them costs a millisecond.
+    Each factor multiplies the SLO's latencies. SLOs that no worker can meet are ignored.
+
+    This function is called at every settle, usually with unchanged inputs, so the last result of each model is cached. The
+    cache compares the inputs instead of hashing them: hashing a thousand profiles takes a millisecond, comparing them almost
+    no time.
     """
     inputs = (tuple(workers), slo, latencies)
     last = _LAST.get(model)
@@ -143,7 +158,10 @@ _LAST: dict[str, tuple[tuple[object, ...], tuple[float, ...]]] = {}  # by model:
 
 @lru_cache(maxsize=4096)
 def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: float = 1.0) -> Capacity:
-    """Return the capacity of one worker at full weight within `slo`, with the SLO's latencies multiplied by `latency`."""
+    """Return the capacity of one worker at full weight within `slo`.
+
+    `latency` multiplies the latencies of the SLO, and `batch` multiplies the batch size.
+    """
     tokens = max(1, slo.mean_prompt_tokens + slo.mean_output_tokens)
     sequences = max(0, profile.kv_blocks) * max(0, profile.block_tokens) // tokens
     running = _batch(profile, slo, latency, batch)
@@ -160,7 +178,7 @@ def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: flo
 
 
 def _batch(profile: Profile, slo: Slo, latency: float, batch: float) -> int:
-    """Return the largest batch with a time per output token within the SLO."""
+    """Return the largest batch size at which the time per output token meets the SLO; 0 if no size does."""
     limit = min(profile.max_batch, BATCH_MAX, BATCH_MAX if slo.max_batch_size is None else slo.max_batch_size)
     largest = max(int(limit * batch), 1) if limit > 0 else 0
     within = inf if slo.slo_tpot_ms is None else slo.slo_tpot_ms * latency
@@ -170,10 +188,12 @@ def _batch(profile: Profile, slo: Slo, latency: float, batch: float) -> int:
 
 
 def _rps_within_ttft(prefill_s: float, slo_ttft_ms: float | None, latency: float) -> float:
-    """Return the highest arrival rate at which mean wait plus prefill stays within the SLO.
+    """Return the highest arrival rate, in requests per second, at which the mean TTFT meets the SLO.
 
-    Prefills queue behind one another. For an M/D/1 queue the mean wait is rho * s / (2 (1 - rho)) (Pollaczek-Khinchine),
-    which is solved for rho here.
+    The TTFT is the queueing delay plus `prefill_s`, the seconds of one prefill. Prefills form an M/D/1 queue, in which the
+    mean delay is rho * s / (2 (1 - rho)) (Pollaczek-Khinchine), with s = `prefill_s` and rho = arrival rate * s. The code
+    solves this for rho and returns rho / s. The result is infinite without a TTFT limit, and 0 if a prefill alone exceeds the
+    limit.
     """
     if slo_ttft_ms is None or prefill_s <= 0:
         return inf

@@ -1,11 +1,14 @@
-"""The degradation ladder of one model: compares capacity with the SLO and sets the level.
+"""Sets the degradation level of one model, by comparing the capacity of its workers with its SLO.
 
-    ratio = capacity of the routable workers, by what they could carry / slo_throughput_rps
+    ratio = requests/s that the routable workers could carry / slo_throughput_rps
 
     level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
             ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
 
-    provisioned = the same ratio with every worker that should serve at full weight. No exit ratio is above it.
+    provisioned = the ratio if every worker that should serve had full weight; the upper limit of the exit ratios
+
+An arrow to the right shows the ratio below which the next level is entered. An arrow to the left shows the exit ratio, at
+which the model returns to the previous level.
 
 | level | batch size | shed | latency | accept new |
 |---|---|---|---|---|
@@ -15,13 +18,15 @@
 | 3 | 0.5 | lowest tier | 2.0 | yes |
 | 4 | 0.5 | lowest tier | 2.0 | no |
 
-A shortfall takes effect at once, a recovery only after the dwell. Each change is one event that sets all four knobs. A
-starting fleet is not degraded: the first level is set one warm-up after its first worker became routable.
+The level rises as soon as the ratio is too low, and falls only after the dwell, the minimum time at a level. Each change
+is one event that sets all four knobs. A starting fleet is not degraded: the first level is set when the warm-up after its
+first routable worker has ended.
 
-Each level is evaluated with its own SLOs. Level 3 relaxes the latency SLOs, which raises capacity; whether level 2 would
-suffice is computed with level 2's stricter SLOs, otherwise the ladder would oscillate. The batch knob is left out of the
-ratio, because a smaller batch would lower the very capacity that caused it; its cost is reported as `predicted_rps`.
-A latency that no worker could meet alone, not even with the relaxed SLOs, is ignored: no level could restore it.
+The ratio of each level is computed with that level's latency SLOs. Level 3 relaxes the latency SLOs, which raises the
+capacity. Whether level 2 suffices is therefore computed with the stricter SLOs of level 2; otherwise the level would
+oscillate. The ratio ignores the reduced batch size of a level, because a smaller batch would lower the ratio again. The
+decision reports the capacity with the reduced batch size as `predicted_rps`. A latency limit that no worker could meet with
+a single request, even relaxed, is ignored, because no level could restore that latency.
 """
 
 import re
@@ -45,7 +50,7 @@ _TIER = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradationPolicy:
-    """The ladder of every model, and each model's SLO."""
+    """The thresholds and waiting times of the degradation levels, for all models, and each model's SLO."""
 
     slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: every other model
     entries: tuple[float, float, float, float] = (
@@ -86,11 +91,11 @@ class DegradationPolicy:
 
     @property
     def tiers(self) -> Tiers:
-        """The tiers of requests."""
+        """The priority tiers of requests, with the default tier."""
         return Tiers(self.priority_tiers, self.tier_default)
 
     def slo(self, model: str) -> Slo | None:
-        """Return this model's SLO; None if it has none."""
+        """Return the SLO of `model`, or else the one of all models (`*`); None if neither is set."""
         return self.slos.get(model) or self.slos.get(ANY_MODEL)
 
 
@@ -110,7 +115,10 @@ class Degradation:
 
 
 def knobs_of(level: int, tiers: Sequence[str] = TIERS) -> Knobs:
-    """Return all four knobs of a level, as in the table above."""
+    """Return the four knobs of a degradation level, as in the table of this module's docstring.
+
+    The last of `tiers` is the tier that levels 2 to 4 shed.
+    """
     shed = tiers[-1]
     ladder = (
         Knobs(),
@@ -127,7 +135,7 @@ LATENCY_OF = tuple(LATENCIES.index(knobs_of(level).latency) for level in range(L
 
 
 def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
-    """Apply one fact about this model, or about one of its workers."""
+    """Return the degradation state of a model after one fact about the model or one of its workers."""
     match fact:
         case DegradationChanged():
             return replace(
@@ -155,10 +163,10 @@ def decide(
     now: datetime,
     provisioned: Sequence[tuple[Profile, float]] = (),
 ) -> Iterator[Decision]:
-    """Yield the change of level that is due, if any.
+    """Yield a `DegradationChanged` if the level must change now.
 
-    `workers`: the profile of each of the model's workers, with the share of it that the worker could carry. `provisioned`: the
-    same for the workers that should serve, at full weight; used only when a level could be left.
+    `workers` pairs the profile of each of the model's workers with the share of its capacity that it could carry (0 to 1).
+    `provisioned` does the same for the workers that should serve, with share 1. It is used only while the level is above 0.
     """
     slo = policy.slo(state.model)
     throughput = slo.slo_throughput_rps if slo is not None else None
@@ -181,7 +189,10 @@ def decide(
 
 
 def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
-    """Return when a transition becomes due by time alone: the end of the warm-up or of the dwell."""
+    """Return when a level change becomes possible without another fact: the end of the dwell or of the warm-up.
+
+    None means that no worker of the model has been routable yet.
+    """
     if state.since is not None:
         return state.since + policy.dwell
     return None if state.served_since is None else state.served_since + policy.warmup
@@ -194,10 +205,11 @@ def _exits(
     throughput: float,
     provisioned: Sequence[tuple[Profile, float]],
 ) -> Sequence[float]:
-    """Return, for each milder level, the lowest ratio at which the present level is left for it.
+    """Return, for each level below the present one, the lowest ratio at which the model may return to that level.
 
-    It is the entry plus the margin, but not above what all provisioned workers reach, and never below the entry. Otherwise a
-    model provisioned at 102 % of its SLO would stay degraded after its first loss.
+    The exit ratio is the level's entry ratio plus the margin. It is limited to the ratio that all provisioned workers would
+    reach, but never lower than the entry ratio. Without this limit, a model provisioned at 102 % of its SLO would stay
+    degraded after its first loss.
     """
     exits = [entry + policy.margin for entry in policy.entries[: state.level]]
     if not exits or not policy.exit_at_provisioned:
@@ -210,7 +222,10 @@ def _exits(
 def _target(
     policy: DegradationPolicy, state: Degradation, ratios: Sequence[float], exits: Sequence[float]
 ) -> int:
-    """Return the mildest level that the capacity allows. A level milder than the present one must reach its exit ratio."""
+    """Return the lowest level for which the ratio is high enough.
+
+    For a level below the present one the ratio must reach the exit ratio, for any other level the entry ratio.
+    """
     for level, entry in enumerate(policy.entries):
         if ratios[level] >= (exits[level] if level < state.level else entry) - policy.tolerance:
             return level
@@ -220,7 +235,11 @@ def _target(
 def _change(
     policy: DegradationPolicy, state: Degradation, level: int, now: datetime, *rates: float
 ) -> DegradationChanged:
-    """Return the change to `level`. `rates`: ratio, capacity and predicted capacity; all 0 without an SLO."""
+    """Return the decision that changes the level to `level`.
+
+    `rates` holds the ratio, the capacity and the predicted capacity in requests per second. It is empty for a model without
+    an SLO, and the decision then records 0 for all three.
+    """
     ratio, capacity_rps, predicted_rps = rates or (0.0, 0.0, 0.0)
     return DegradationChanged(
         model=state.model,

@@ -1,11 +1,14 @@
-"""The drain of one worker: from the request until its streams have finished or the deadline passes.
+"""The state machine of one worker's drain, which ends when its streams have ended or at a deadline.
 
     ─ ─ ▶ idle ── wanted ──▶ draining until `deadline` ──▶ over (empty, deadline, left, resumed)
 
-Requested by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by health, which has given the worker up
-(HealthChanged to DRAINING). A worker that an operator has drained empty stays drained until it is resumed or leaves;
-another drain request changes nothing. The controller waits a margin longer than the deadline it gives the worker. A worker
-that ends its last streams exactly at the deadline can still report that it is empty.
+In the diagram, `wanted` is a recorded drain request, and the words after "over" are the possible outcomes. A drain is
+requested by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by a decision that gives the worker up
+(HealthChanged to DRAINING).
+
+A worker that has drained empty stays drained until it is resumed or leaves, and ignores further drain requests of an operator.
+The controller waits a margin longer than the deadline that it gives the worker. So a worker that ends its last streams exactly
+at the deadline can still report that it is empty.
 """
 
 from dataclasses import dataclass
@@ -25,9 +28,9 @@ DEADLINE_S_MAX = 86_400.0  # a longer requested deadline is cut to one day
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainPolicy:
-    """How long a drain may take.
+    """The time limits of a drain.
 
-    The default is the orchestrator's usual 60 s grace less the time to stop and a margin (N24).
+    The default is the usual grace period of an orchestrator, 60 s, less the time to stop the process and a margin (N24).
     """
 
     wait: timedelta = timedelta(seconds=45)  # time a worker has to finish when the request names no deadline
@@ -40,7 +43,7 @@ class DrainPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The drain state of one worker."""
+    """The drain state of one worker instance."""
 
     worker: str
     instance: str
@@ -62,7 +65,7 @@ class Drain:
 
 
 def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
-    """Apply one fact about this worker and instance."""
+    """Return the drain state after one fact about the worker instance."""
     match fact:
         case DrainRequested():
             return _request(state, "operator", fact.deadline_s, cause)
@@ -87,7 +90,10 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
 
 
 def _started(state: Drain, fact: DrainStarted) -> Drain:
-    """Start the requested drain. A worker that is already empty or gone stays so, which ends the drain at once."""
+    """Record the start of the requested drain.
+
+    `empty` and `gone` keep their values, so that the drain of a worker without streams, or of a lost worker, ends at once.
+    """
     return replace(
         state,
         wanted="",
@@ -101,7 +107,10 @@ def _started(state: Drain, fact: DrainStarted) -> Drain:
 
 
 def _ended(state: Drain, fact: DrainEnded) -> Drain:
-    """Reset the drain, keeping whether it is done. A request that arrived meanwhile starts the next one."""
+    """Reset the state at the end of a drain, and record in `done` whether the worker drained empty.
+
+    A request that arrived during the drain is kept and starts another drain.
+    """
     return replace(
         state,
         deadline=None,
@@ -121,7 +130,10 @@ def _request(state: Drain, reason: str, deadline_s: float | None, cause: str) ->
 
 
 def _given_up(state: Drain, reason: str, cause: str) -> Drain:
-    """Start a drain because health gave the worker up, or record in a running drain whether the worker is gone."""
+    """Request a drain because a health decision gave the worker up.
+
+    If a drain is already requested or running, only record whether the worker has disappeared.
+    """
     state = replace(state, gone=reason == GONE)
     if state.active or state.wanted:
         return state
@@ -129,7 +141,7 @@ def _given_up(state: Drain, reason: str, cause: str) -> Drain:
 
 
 def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, ...]:
-    """Return the decision that is due now: at most one."""
+    """Return the due start or end of the drain as a tuple of one decision; an empty tuple if neither is due."""
     if state.deadline is None:
         if not state.wanted or state.left:
             return ()
@@ -152,7 +164,7 @@ def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, 
 
 
 def due_at(policy: DrainPolicy, state: Drain) -> datetime | None:
-    """Return when a transition becomes due by time alone."""
+    """Return the time at which the drain ends even without another fact; None if no drain is running."""
     return None if state.deadline is None else state.deadline + policy.margin
 
 

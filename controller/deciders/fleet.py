@@ -1,9 +1,9 @@
-"""The fleet: combines all state machines, and is the deciders' interface to the runtime.
+"""The deciders' interface to the runtime: the fleet, which combines the state machines of all workers.
 
     fold.py           Fleet, evolve     what one recorded fact changes in the fleet
-    settle.py         settle, SettleCache    the decisions due now, in the order of the state machines; cached if called often
-    shares.py         Shares            what each worker carries of its model's capacity
-    worker.py         Worker            one worker: its machines, its weight
+    settle.py         settle, SettleCache    the due decisions of all state machines; a cache for frequent calls
+    shares.py         Shares            the share of its capacity that each worker carries
+    worker.py         Worker            one worker with its state machines and its weight
     policy.py         FleetPolicy       all settings
 
 Only these modules import the state machines (health, breaker, drain, budget, golden, degradation, incident, forgetting,

@@ -1,8 +1,8 @@
 """The fold of the whole journal: applies one recorded fact to the fleet.
 
-Each worker is represented by its current instance: a fact about another instance is ignored. A new instance starts from
-scratch, except for convictions of hardware or weights (`health.rejoin`) and the open incident. An operator command that
-reached the stream after its deadline is ignored too, because the operator got an error for it.
+The fold keeps only the current instance of each worker, and ignores facts about other instances. A new instance starts
+with a new state, except that the convictions of hardware or weights (`health.rejoin`) and the open incident are kept. An
+operator command that reached the stream after its deadline is ignored, because the operator got an error for that command.
 """
 
 from collections import defaultdict
@@ -67,7 +67,10 @@ class AwaitedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The known state of the fleet. Frozen: a new value shares what did not change with the old one."""
+    """The state of the fleet after all facts so far.
+
+    A fleet is immutable. Each fact gives a new value, which shares its unchanged parts with the previous value.
+    """
 
     workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the current instance only
     # By worker id: workers with an instance that waits to join.
@@ -91,24 +94,30 @@ class Fleet:
         return tuple(self.awaited[name] for name in sorted(self.awaited.keys() - live))
 
     def remembered(self, name: str) -> Worker | None:
-        """Return a worker of the fleet, or a forgotten one."""
+        """Return the current or forgotten worker of this name; None if no such worker is known."""
         return self.workers.get(name) or self.departed.get(name)
 
     def living(self, name: str, instance: str) -> Worker | None:
-        """Return a worker if this instance of it is alive."""
+        """Return the worker if `instance` is its current instance and is alive; None otherwise."""
         worker = self.workers.get(name)
         return worker if worker is not None and worker.joined.instance == instance and worker.alive else None
 
 
 def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> list[str]:
-    """Return the workers that changed. Workers are frozen, so the same object is an unchanged worker."""
+    """Return the names of the workers that changed.
+
+    A worker is immutable, so an unchanged worker is the same object in both mappings.
+    """
     if len(before) == len(workers) and all(map(is_, before, workers)):  # the usual case, five times as fast
         return list(compress(workers, map(is_not, workers.values(), before.values())))
     return [name for name, worker in workers.items() if before.get(name) is not worker]
 
 
 def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Apply one recorded fact. Never fails: unknown facts and facts about another instance are ignored."""
+    """Return the fleet after one recorded fact. This function never raises.
+
+    An unknown fact, and a fact about another instance than a worker's current one, changes nothing.
+    """
     fact = recorded.fact
     if isinstance(fact, Decision):
         if isinstance(fact, decided.WorkerDecision):
@@ -155,7 +164,7 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
 
 
 def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
-    """Return the live workers of a canary key as voters on the golden of one canary."""
+    """Return, by name, the live workers of a canary key that may vote on the golden of `canary`."""
     found = {}
     for name, worker in fleet.workers.items():
         if worker.joined.canary_key == canary_key and worker.alive:
@@ -167,7 +176,10 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
 
 
 def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> Fleet:
-    """Apply an operator's request about goldens."""
+    """Apply an operator's request to the goldens that it names.
+
+    A request that reached the stream after its deadline is ignored.
+    """
     if fact.late(recorded.at):
         return fleet
     goldens = dict(fleet.goldens)
@@ -181,7 +193,10 @@ def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> 
 
 
 def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) -> Fleet:
-    """Withdraw the charges by a provisional golden against its voters that have now agreed on another answer."""
+    """Withdraw the charges of a provisional golden against workers that revised their own answer to it.
+
+    Only workers in `fact.by` qualify, because these agreed on the new golden.
+    """
     votes = before.votes if before is not None else ()
     for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
         worker = fleet.workers.get(name)
@@ -191,7 +206,7 @@ def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) ->
 
 
 def _outvoted(fleet: Fleet, fact: decided.GoldenRetired) -> Fleet:
-    """Withdraw the charges by an outvoted golden against workers."""
+    """Withdraw the charges of a golden against all workers of its canary key, if the golden was outvoted."""
     if not fact.outvoted_by:
         return fleet
     workers = dict(fleet.workers)
@@ -209,7 +224,10 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
-    """Update the awaited workers by one fact and by the time that has passed."""
+    """Apply one fact to the awaited workers.
+
+    Workers that have not repeated WorkerAwaited for `AWAITED_FOR` are removed.
+    """
     waiting = {name: one for name, one in fleet.awaited.items() if at - one.said_at <= AWAITED_FOR}
     if isinstance(fact, seen.WorkerAwaited):
         known, before = fleet.remembered(fact.worker), waiting.get(fact.worker)
@@ -228,7 +246,10 @@ def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
 def _awaited(
     fact: seen.WorkerAwaited, before: AwaitedWorker | None, known: Worker | None, at: datetime
 ) -> AwaitedWorker:
-    """Return an awaited worker. `before`: as it was awaited until now; `known`: its previous instance."""
+    """Return the awaited worker that a WorkerAwaited describes.
+
+    `before` is the worker's previous entry, and `known` its previous instance. Either can be None.
+    """
     if before is not None:
         model, since = fact.model or before.model, before.since
     else:
@@ -239,9 +260,9 @@ def _awaited(
 
 
 def refuses(fleet: Fleet, fact: seen.WorkerJoined) -> str:
-    """Return the impossible value for which a registration is rejected; empty if it is accepted.
+    """Return the impossible value for which a registration is rejected; empty if the registration is accepted.
 
-    A journal led by an older decider version is folded as that version did.
+    Deciders before version `CLAIMS_SINCE` accepted every registration. A fleet of such a version is folded without the check.
     """
     return "" if 0 < fleet.deciders_version < CLAIMS_SINCE else impossible(fact)
 
@@ -280,7 +301,7 @@ def _observed(fleet: Fleet, worker: Worker, fact: seen.WorkerObservation, record
 
 
 def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
-    """Record an intrusion attempt that ejects the instance that made it."""
+    """Record an intrusion attempt in the health of the worker instance that made it, if the fact requires an ejection."""
     worker = fleet.workers.get(fact.worker) if fact.eject else None
     if worker is None or worker.joined.instance != fact.instance:
         return fleet
@@ -288,7 +309,10 @@ def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
 
 
 def _begin_anew(fleet: Fleet, worker: Worker, fact: seen.ResumeRequested, cause: str) -> Fleet:
-    """Restart the provisional goldens of a convicted worker that an operator resumes: its own answers may have been wrong."""
+    """Dispute the provisional goldens that a convicted worker proposed, because an operator resumes this worker.
+
+    The goldens may be wrong, because the worker's own answers established them.
+    """
     goldens = dict(fleet.goldens)
     for key, state in fleet.goldens.items():
         own = state.proposed_by == worker.joined.worker and key[0] == worker.joined.canary_key
@@ -298,7 +322,11 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: seen.ResumeRequested, cause:
 
 
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: seen.CanaryFailed) -> seen.CanaryFailed:
-    """Let a provisional golden convict only the worker that proposed it, and an outvoted golden no worker."""
+    """Return the failed canary, with `golden` set to "none" if its golden may not convict this worker.
+
+    A provisional golden may convict only the worker that proposed it. A golden that was outvoted after the canary was sent
+    may convict no worker.
+    """
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
         outvoted = known is not None and fact.sent_under < known.moves.outvoted_by
@@ -315,7 +343,10 @@ def _without(known: Mapping[str, T], name: str) -> Mapping[str, T]:
 
 
 def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
-    """Remove a worker, and its model if no other worker has that model."""
+    """Move a worker from the current to the departed workers.
+
+    Its model is removed too, if no other worker has that model and the model is not degraded.
+    """
     name, model = worker.joined.worker, worker.joined.model
     workers, models = _without(fleet.workers, name), fleet.models
     departed = worker_removal.remember(fleet.departed, worker)
@@ -326,7 +357,10 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _placed(fleet: Fleet, worker: Worker, fact: decided.SpareActivated | decided.SpareReleased) -> Fleet:
-    """Let a spare replace another worker, or keep it back again."""
+    """Assign the roles of both workers after a spare was activated or released.
+
+    An activated spare serves, and the replaced worker becomes a spare. A release reverses these roles.
+    """
     name = fact.replaces if isinstance(fact, decided.SpareActivated) else fact.returned
     other = fleet.remembered(name)
     role, others = Spare(kept=True), NO_SPARE
@@ -367,7 +401,7 @@ def _golden(fleet: Fleet, fact: GoldenFact, cause: str) -> Fleet:
 
 
 def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
-    """Update, for the workers of these canary keys, the canaries on which they disagree with one another."""
+    """Update, for each worker of these canary keys, the list of canaries with disputed answers."""
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet
@@ -383,7 +417,7 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
 
 
 def _disputed(fleet: Fleet, doubtful: Sequence[Golden]) -> Mapping[str, list[str]]:
-    """Return the canaries on which each live worker disagrees with another one."""
+    """Return, by name, the canaries on which a live worker's answer contradicts another worker's."""
     lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive} if doubtful else {}
     disputed = defaultdict[str, list[str]](list)
     for state in doubtful:

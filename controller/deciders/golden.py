@@ -8,27 +8,28 @@
        │       agreed ── outvoted ──▶ retired, and the answer that outvoted it
        └── configured ──▶ agreed ── more workers contradict it, all alike, than confirm it ──▶ retired, for good
 
-A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional golden
-convicts only the worker that proposed it, an agreed one convicts any worker, a retired one none. Votes are kept per worker
-and survive a dispute, so that the next worker's answer decides between the two. A worker has one vote, its latest.
+A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. An agreed golden
+convicts any worker, a provisional golden only the worker that proposed it, and a retired golden no worker. Each worker has
+one vote, its latest answer. Votes are kept after a dispute, so that the next worker's answer can decide it.
 
-A provisional golden convicts every instance of the worker that proposed it, even a healthy one after a faulty one: no other
-worker has shown which of the two is wrong. An operator settles it by resuming the convicted worker: the worker's own
-answer is then disputed, and its next answer starts over.
+A provisional golden convicts every instance of the worker that proposed it. The later instance may be the healthy one, but
+no other worker has shown which of the two answers is wrong. An operator decides this by resuming the convicted worker: the
+golden is then disputed, and the worker's next answer becomes the provisional golden.
 
-A configured answer counts without votes, with one exception: a typing error in it would convict the whole fleet. Until a
-worker has confirmed it, a contradicting worker disputes it. When enough workers give the same other answer, the configured
-one is retired and no worker is in doubt.
+A configured answer is agreed without votes. A typing error in a configured answer would convict the whole fleet, so workers
+can dispute this answer until one worker has confirmed it. When enough workers give the same other answer, the configured
+answer is retired, and no worker is in doubt.
 
-An agreed golden is outvoted when the live workers that contradict it alike have more voices than those that confirm it
-(`votes.quorum`). This happens with new weights under the same name, on one server after another. Their answer is agreed
-instead, and the old golden no longer convicts them. A worker that gives a third answer is convicted by the new golden too.
+An agreed golden is outvoted when live workers give one common other answer and have more voices (`votes.voices`) than the
+workers that confirm the golden. This happens while new weights are deployed under the same name, on one server after
+another. The common answer is then agreed, and the old golden no longer convicts these workers. The new golden convicts a
+worker that gives a third answer.
 
-An operator can approve an answer, retire a golden, or have one recorded again (`GoldenRequested`). An approved golden can
-be outvoted like any other.
+An operator can approve an answer, retire a golden, or request that a golden is recorded again (`GoldenRequested`). An
+approved golden can be outvoted like any other golden.
 
-Which workers disagree is computed from the votes of live workers, not stored. When the other side of a dispute dies, the
-survivor is no longer in doubt, because no live worker contradicts it.
+The set of workers that disagree is not stored, but computed from the votes of live workers. When one of two disagreeing
+workers dies, the other is no longer in doubt, because no live worker contradicts it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -61,7 +62,7 @@ VOTES_MAX = 64  # kept per golden; the oldest is dropped first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenPolicy:
-    """How goldens are agreed, outvoted and held back."""
+    """Settings for agreeing on goldens, for outvoting them, and for holding back workers of a new lineage."""
 
     voters_min: int = 2  # number of workers that must give the same answer before it convicts others
     outvote: bool = True  # retire an agreed golden when more hosts contradict it alike than confirm it
@@ -105,12 +106,12 @@ class Golden:
 
     @property
     def approved(self) -> bool:
-        """Whether an operator approved it."""
+        """Whether the golden is agreed because an operator approved it."""
         return self.status == "agreed" and any(name.split(" ")[0] == OPERATOR for name in self.by)
 
 
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
-    """Apply one fact about this canary under this key; None while there is no answer yet."""
+    """Return the golden after one fact about its canary and canary key; None while no answer is known."""
     match fact:
         case seen.GoldenProposed():
             return _proposed(state, fact, cause)
@@ -140,7 +141,10 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 
 
 def _requested(state: Golden | None, fact: seen.GoldenRequested, cause: str) -> Golden | None:
-    """Apply an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
+    """Record an operator's request about this golden, unless the request would change nothing.
+
+    `fact.answers` holds only the answer to this canary, if the operator supplies one.
+    """
     if fact.act == "approve" and fact.answers:
         answer = fact.answers[0]
         request = OperatorRequest("approve", fact.by, answer=answer)
@@ -164,13 +168,13 @@ def _requested(state: Golden | None, fact: seen.GoldenRequested, cause: str) -> 
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
-    """Return the last answer of this instance of a worker; None if no complete answer is known."""
+    """Return the last answer of a worker instance as a vote; None if no complete answer is known."""
     known = (*state.contradictions, *state.votes)
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
 
 def _unless_agreed(state: Golden, wanted: OperatorRequest, cause: str) -> Golden:
-    """Record a request to approve an answer, unless that very answer is agreed."""
+    """Record a request to approve an answer, unless the golden is already agreed with this answer and prompt."""
     vote, asked = wanted.vote, wanted.answer
     same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
     if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
@@ -183,7 +187,11 @@ def _with_request(state: Golden, wanted: OperatorRequest, cause: str) -> Golden:
 
 
 def _approved(state: Golden) -> Golden:
-    """Return a golden with the answer, and possibly the prompt, that an operator approves."""
+    """Return the golden with the answer that an operator's request approves.
+
+    If the request supplies the answer's prompt, the golden gets this prompt too. Without such a request the golden is
+    unchanged.
+    """
     wanted = state.moves.wanted
     if wanted is None or wanted.act != "approve":
         return state
@@ -195,10 +203,10 @@ def _approved(state: Golden) -> Golden:
 
 
 def _contradicted(state: Golden, fact: seen.CanaryFailed, cause: str) -> Golden:
-    """Record a complete answer that differs from an agreed golden, once per worker. Enough alike answers outvote the golden.
+    """Record a worker's complete answer that differs from an agreed golden. One such answer is kept per worker.
 
-    A worker's answer that differs from its own provisional golden is recorded too. It counts as soon as another worker
-    disputes that golden.
+    Enough equal answers outvote the golden. An answer that differs from the worker's own provisional golden is recorded too.
+    This answer becomes a vote when the golden is retired after another worker's dispute.
     """
     open_ = state.status == "agreed" or (state.status == "provisional" and fact.worker == state.proposed_by)
     if not open_ or not fact.whole or fact.sent_under < state.moved_by:
@@ -216,7 +224,7 @@ def _contradicted(state: Golden, fact: seen.CanaryFailed, cause: str) -> Golden:
 
 
 def _reconciled(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow) -> Golden:
-    """Drop a worker's contradiction, because it has since given the agreed answer."""
+    """Remove the contradiction of a worker that has since given the agreed answer."""
     if not state.contradictions or fact.sent_under < state.moved_by:
         return state
     left = tuple(vote for vote in state.contradictions if vote.worker != fact.worker)
@@ -224,7 +232,11 @@ def _reconciled(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow) -> Gol
 
 
 def _retired(state: Golden, fact: GoldenRetired) -> Golden:
-    """Apply a retirement. The workers that outvoted the golden keep their answers as votes, which are agreed on next."""
+    """Apply a retirement.
+
+    If workers outvoted a golden that is not configured, only their answers remain as votes, and the next decision agrees on
+    them. After any other retirement all votes remain.
+    """
     wanted = state.moves.wanted
     retired = replace(
         state,
@@ -250,17 +262,20 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens for which a disputing answer votes.
+    """Return the tokens for which a disputing answer counts as a vote.
 
-    If they equal those of a configured golden, only the logprobs are disputed, and the vote is for no tokens.
+    The result is empty if these tokens equal those of a configured golden, because the answer then disputes only its
+    logprobs.
     """
     return () if golden.configured and tokens == golden.tokens else tokens
 
 
 def _passed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str) -> Golden:
-    """Count a pass as a vote for the golden answer, as long as that is undisputed.
+    """Count a passed canary as a vote for the golden, if the golden is provisional and undisputed.
 
-    A pass does not name the answer it was compared with: a new leader may hold another proposal than the fold.
+    A pass also ends the worker's dissent from an agreed golden. A worker that has voted for another answer gets no second
+    vote, because a pass does not name the answer it was compared with. A new leader may have compared another answer than
+    this golden.
     """
     undisputed = state.status == "provisional" and not state.disputed_by
     open_to_votes = undisputed and fact.worker != state.proposed_by
@@ -275,7 +290,11 @@ def _passed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str
 
 
 def _confirmed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: str) -> Golden:
-    """Record that a worker confirmed a configured answer. Two are enough; after the first it can no longer be disputed."""
+    """Record that a worker gave the configured answer.
+
+    After the first confirmation the answer can no longer be disputed. At most two confirmations are needed, so further ones
+    are not recorded.
+    """
     dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
     known = [vote for vote in confirmations(state) if vote.worker != fact.worker]
     if len(known) > 1 and dissent == state.dissent:
@@ -287,12 +306,15 @@ def _confirmed(state: Golden, fact: seen.CanaryPassed | seen.CanarySlow, cause: 
 
 
 def confirmations(state: Golden) -> list[Vote]:
-    """Return the votes of the workers that gave exactly this answer."""
+    """Return the workers' votes for exactly the tokens of this golden, without the vote of the configuration."""
     return [vote for vote in state.votes if vote.tokens == state.tokens and vote.worker != CONFIGURED]
 
 
 def _proposed(state: Golden | None, fact: seen.GoldenProposed, cause: str) -> Golden:
-    """Apply a vote. An agreed golden is not voted on, but a configured answer always replaces it."""
+    """Apply a proposed answer as a vote. A proposal is ignored if the golden is already agreed.
+
+    A new configured answer is the exception: it replaces even an agreed golden.
+    """
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
     if state is None:
@@ -309,9 +331,9 @@ def _proposed(state: Golden | None, fact: seen.GoldenProposed, cause: str) -> Go
 
 
 def _start_over(state: Golden, fact: seen.GoldenProposed, vote: Vote) -> Golden:
-    """Start over with this answer: provisional, undisputed, not agreed.
+    """Return a provisional, undisputed golden with the proposed answer.
 
-    All votes are kept, unless the answer is configured: earlier voters were not compared with it.
+    A configured answer drops all earlier votes, because the earlier voters' answers were not compared with it.
     """
     return replace(
         state,
@@ -336,7 +358,10 @@ def _start_over(state: Golden, fact: seen.GoldenProposed, vote: Vote) -> Golden:
 
 
 def _disputed_by(state: Golden, vote: Vote) -> str:
-    """Return the worker that contradicts a provisional answer, this vote included."""
+    """Return the worker that disputes the provisional answer; empty if none does.
+
+    If `vote` contradicts the answer, this is its worker; otherwise the worker recorded before.
+    """
     contradicts = state.status == "provisional" and vote.worker != state.proposed_by
     if contradicts and not agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance):
         return vote.worker
@@ -344,23 +369,23 @@ def _disputed_by(state: Golden, vote: Vote) -> str:
 
 
 def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
-    """Return the votes with this one as the only vote of its worker."""
+    """Return the votes with `vote` as the only vote of its worker. Beyond VOTES_MAX the oldest are dropped."""
     return (*(v for v in votes if v.worker != vote.worker), vote)[-VOTES_MAX:]
 
 
 def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
-    """Return the votes of the workers that agreed; the first is the golden answer."""
+    """Return the votes of the workers in `by`. The first of them, with logprobs if possible, is the golden answer."""
     return sorted((v for v in votes if v.worker in by), key=lambda v: not v.top_k)
 
 
 def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
-    """Return the workers of `by` with an answer that differs from the golden only by another token at a near tie."""
+    """Return the workers in `by` that diverge from the golden only at a near tie, by another token."""
     first, *others = _of(votes, by) or [Vote("", "", ())]
     return tuple(sorted(v.worker for v in others if parting(first.tokens, v.tokens) is not None))
 
 
 def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
-    """Apply an agreement: the common answer of the workers in `fact.by` becomes the golden."""
+    """Apply an agreement. The common answer of the workers in `fact.by` becomes the golden."""
     votes = _of(state.votes, fact.by)
     agreed = replace(
         state,
@@ -390,14 +415,14 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
 
 
 def is_undisputed(state: Golden) -> bool:
-    """Return whether no worker can be in doubt over this golden, whichever workers are alive."""
+    """Return whether this golden puts no worker in doubt, regardless of which workers are alive."""
     return not state.dissent if state.status == "agreed" else state.configured or len(state.votes) < 2
 
 
 def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the workers in doubt over this golden; `lives` maps each live worker to its instance.
+    """Return the workers in doubt over this golden. `lives` maps each live worker to its instance.
 
-    Until it is agreed, these are all workers with a vote that contradicts another's; afterwards, those that dissented.
+    Before an agreement, all voters are in doubt if their votes differ. After an agreement, only the dissenting workers are.
     """
     votes = [vote for vote in state.votes if lives.get(vote.worker) == vote.instance]
     if state.status == "agreed":
@@ -408,7 +433,10 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
-    """Return whether enough workers contradict an agreed golden to start a count of voices."""
+    """Return whether enough workers contradict an agreed golden that it could be outvoted.
+
+    Whether they have enough voices is not checked.
+    """
     return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
 
 
@@ -418,7 +446,10 @@ def decide(
     now: datetime,
     voters: Callable[[], Mapping[str, Voter]] = dict,
 ) -> Iterator[Decision]:
-    """Yield the decisions that agree on or retire this golden. `voters`: the live workers of its key."""
+    """Yield the due decisions that agree on this golden or retire it.
+
+    `voters` returns the live workers of the golden's canary key, by name.
+    """
     if state.moves.wanted is not None:
         yield from _decide_request(state, state.moves.wanted, now)
         return
@@ -442,7 +473,10 @@ def decide(
 
 
 def _decide_request(state: Golden, wanted: OperatorRequest, now: datetime) -> Iterator[Decision]:
-    """Yield the decisions that an operator's request leads to. A golden that is replaced or retired convicts no worker."""
+    """Yield the decisions that carry out an operator's request.
+
+    A golden that the request replaces or retires convicts no worker any more.
+    """
     vote = wanted.vote
     agree = vote or Vote("", "", state.tokens, state.top_k)
     voted = {one.worker for one in state.votes if agrees(agree, one, state.tolerance)} - {CONFIGURED}
@@ -458,7 +492,10 @@ def _decide_request(state: Golden, wanted: OperatorRequest, now: datetime) -> It
 def _outvoted(
     state: Golden, against: tuple[str, ...], confirming: tuple[str, ...], now: datetime
 ) -> Iterator[Decision]:
-    """Retire a golden and agree on the answer that outvoted it. A configured golden is only retired."""
+    """Yield the retirement of an outvoted golden and the agreement on the answer that outvoted it.
+
+    A configured golden is only retired, without an agreement.
+    """
     why = f"outvoted: {', '.join(against)} against {', '.join(confirming) or 'no worker'}"
     yield _retirement(state, why, now, against)
     if not state.configured:
@@ -490,7 +527,11 @@ def _retirement(
 
 
 def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
-    """Return the workers behind the leading answer, if they are enough and no other answer has as many; else none."""
+    """Return the workers that gave the most common answer.
+
+    The result is empty if these are fewer than `voters_min`, or if another answer is as common. For a configured golden it is
+    CONFIGURED alone, because a configured answer needs no votes.
+    """
     if state.configured:
         return (CONFIGURED,)
     found = camps(state.votes, state.tolerance, policy.tie_margin)
@@ -502,7 +543,10 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
 
 
 def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
-    """Return the workers that contradict a configured answer alike, if they are enough and more than confirm it."""
+    """Return the workers that gave the most common answer other than the configured one.
+
+    The result is empty if these are fewer than `voters_min`, or not more than the workers that confirm the configured answer.
+    """
     others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
     largest = max(camps(others, 0.0, policy.tie_margin), key=len, default=[])
     if len(largest) < policy.voters_min or len(largest) <= len(confirmations(state)):

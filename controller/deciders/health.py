@@ -22,16 +22,17 @@
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
-All other pairs change nothing. A worker that the ejection budget keeps in service is not given up for failed trials.
+The numbers are routing weights. All other combinations of state and fact change nothing. A worker that the ejection budget
+keeps in service is not given up for failed trials.
 
-A conviction of hardware or weights (corruption, a device fault) outlives the instance. It blocks every way back to HEALTHY
-until an operator resumes the worker, the device is reported recovered, or `good_to_acquit` consecutive good canaries pass:
-one lucky canary does not clear a corrupt worker. A good canary is one with the right answer, however slow; only a suspicion
-of slowness requires more.
+A conviction of hardware or weights (corruption, a device fault) outlives the instance. The conviction prevents the return to
+HEALTHY until an operator resumes the worker, the device is reported recovered, or `good_to_acquit` consecutive canaries are
+good. One canary is not enough, because a corrupt worker can answer it correctly by chance. A good canary is one with the
+right answer, even if the answer is slow. Only the end of a suspicion of slowness requires a normal speed.
 
-A device's limit (throttled clocks, a lost link) is not doubt. It caps the weight, and changes nothing else; the lowest of
-several limits applies. It ends with the device's recovery, an operator's resume or the instance; the next instance
-reports its limits again.
+A device's limit (throttled clocks, a lost link) is not a suspicion. The limit only caps the worker's weight, and of several
+limits the lowest applies. A limit ends when the device recovers, when an operator resumes the worker, or when the instance
+ends. The next instance reports its own limits.
 
 This module applies each fact (`evolve`) to the state (`health_state.Health`). `health_state.decide` decides which transition
 is due.
@@ -90,7 +91,7 @@ def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Healt
 
 
 def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
-    """Apply one fact about this worker and instance."""
+    """Return the health of a worker instance after one fact about it. A DEAD instance never changes."""
     if state.status is DEAD:
         return state
     match fact:
@@ -119,7 +120,7 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
 
 
 def _life(state: Health, fact: Fact, cause: str) -> Health:
-    """Apply a fact that does not come from a canary."""
+    """Apply a fact about slowness, silence, devices, the engine, a drain, a resume or the end of the process."""
     match fact:
         case seen.WorkerSlow():
             return _slow(state, fact.frontend, cause)
@@ -157,14 +158,14 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
 
 
 def at_odds(state: Health, canaries: tuple[str, ...], cause: str) -> Health:
-    """Record the canaries on which this worker's answers contradict another worker's."""
+    """Record the canaries on which the worker's answers contradict another worker's answers."""
     if state.disputed == canaries or state.status is DEAD:
         return state
     return replace(state, disputed=canaries, cause=cause)
 
 
 def intruded(state: Health, tried: str, cause: str) -> Health:
-    """Record a forbidden action that this worker attempted."""
+    """Record a forbidden action that the worker attempted, unless an earlier one is recorded."""
     if state.intrusion or state.status is DEAD:
         return state
     return replace(state, intrusion=tried or "?", cause=cause)
@@ -175,7 +176,7 @@ def _device(fact: seen.DeviceFaulted | seen.DeviceRecovered) -> str:
 
 
 def _limit(state: Health, device: str, weight: float | None, cause: str) -> Health:
-    """Set the limit of a device; None removes it."""
+    """Set the highest weight (0 to 1) that a device allows. `weight` None removes the device's limit."""
     others = tuple(limit for limit in state.limits if limit[0] != device)
     if weight is None:
         return replace(state, limits=others, cause=cause) if others != state.limits else state
@@ -185,7 +186,7 @@ def _limit(state: Health, device: str, weight: float | None, cause: str) -> Heal
 
 
 def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
-    """Count a right answer. An answer to a canary sent before the last move is ignored."""
+    """Count a right answer, unless its canary was sent before the last decision about the worker's health."""
     if sent_under < state.moved_by:
         return state
     canaries, slowness = state.canaries, state.slowness
@@ -201,9 +202,9 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
 
 
 def _slow(state: Health, frontend: str, cause: str) -> Health:
-    """Count a frontend's report. Reports of several frontends in the same window count once.
+    """Count a frontend's report that the worker is slow.
 
-    It counts again when one of those frontends reports again.
+    Reports by different frontends count as one report. The next report is counted when one of these frontends reports again.
     """
     known = state.slowness
     if frontend in known.frontends or not known.frontends or len(known.frontends) >= FRONTENDS_MAX:
@@ -214,7 +215,7 @@ def _slow(state: Health, frontend: str, cause: str) -> Health:
 
 
 def _over(slowness: Slowness) -> Slowness:
-    """Reset the count of reports; the suspicion of slowness stays."""
+    """Reset the count of consecutive slowness reports. A suspicion of slowness that was already decided stays."""
     return replace(slowness, reports=0, frontends=()) if slowness.reports else slowness
 
 
@@ -242,19 +243,26 @@ def _failed(state: Health, fact: seen.CanaryFailed, cause: str) -> Health:
 
 
 def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
-    """Apply the outvoting of an agreed golden. `agrees`: whether this worker gave the answer that was agreed instead."""
+    """Update the health after decision `number` retired an outvoted golden.
+
+    `agrees`: whether this worker gave the answer that was agreed instead.
+    """
     left = outvoted_charges(state.charges, canary, number, agrees=agrees)
     if left is state.charges:
         return state
     canaries = state.canaries
-    # No decision has reacted yet, so its vote is no failure either.
+    # No decision has reacted to the accusation yet, so the answer is not counted as a failed canary either.
     if state.charges.accused and not left.accused:
         canaries = replace(canaries, failures=0, timeouts=0, wrong=False)
     return replace(state, charges=left, canaries=canaries)
 
 
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
-    """Convict the worker. Only a new conviction, or one that contradicts a recovery, requires a decision."""
+    """Record a conviction of the worker.
+
+    A decision is required only if the conviction is new, if the worker has passed its trial, or if the worker is neither
+    UNHEALTHY nor given up.
+    """
     standing = state.charges.convictions
     new = conviction not in standing and len(standing) < CONVICTIONS_MAX
     known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.exit.given_up)
@@ -281,7 +289,10 @@ def _leave(state: Health, reason: str, cause: str) -> Health:
 
 
 def _resume(state: Health, cause: str) -> Health:
-    """Apply an operator's resume: it clears everything except silence."""
+    """Apply an operator's resume.
+
+    Device limits, disputes, a recorded intrusion, and all convictions except silence are cleared.
+    """
     silent = tuple(c for c in state.charges.convictions if c == SILENT)
     accused = state.charges.accused if silent else ""
     resumed = state.status is DRAINING
@@ -308,7 +319,7 @@ def _resume(state: Health, cause: str) -> Health:
 
 
 def _moved(state: Health, fact: decided.HealthChanged) -> Health:
-    """Apply a decision."""
+    """Apply a decision about the worker's health."""
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
     cause = f"decision:{fact.number}"
     if fact.reason == NEW_LINEAGE:
@@ -347,7 +358,7 @@ def _moved(state: Health, fact: decided.HealthChanged) -> Health:
 
 
 def _well(moved: Health) -> Health:
-    """Clear all evidence on the way to HEALTHY. A dispute, a drain request and a device's limit stay."""
+    """Clear the evidence against a worker that becomes HEALTHY. Disputes, a drain request and device limits are kept."""
     return replace(
         moved,
         joining=False,
@@ -361,7 +372,10 @@ def _well(moved: Health) -> Health:
 
 
 def _out_of_service(moved: Health, fact: decided.HealthChanged) -> Health:
-    """Record why the worker is UNHEALTHY: whether beyond doubt, and, for a silent worker, since when."""
+    """Record the evidence against a worker that becomes UNHEALTHY.
+
+    `proven` becomes true if a conviction is the reason, and `silent_since` is set for a silent worker.
+    """
     charges = moved.charges
     since = fact.decided_at if SILENT in charges.convictions else None
     return replace(

@@ -1,8 +1,8 @@
-"""The state of a worker's health, its policy, and the move that is due. `health.evolve` changes it.
+"""The state of a worker's health, its policy, and the decision about the next transition.
 
-Each part (`Canaries`, `Charges`, …) holds the fields that are reset together. `canaries=Canaries()` resets a part, and
-`replace(state.canaries, …)` changes one. The due move depends only on the state and the time, so the result is the same when it
-is computed late, twice, or after a crash.
+`health.evolve` updates the state. Each part of the state (`Canaries`, `Charges`, …) holds fields that are reset together:
+`canaries=Canaries()` resets a part, and `replace(state.canaries, …)` changes a field. The due transition depends only on the
+state and the time. It is therefore the same if it is computed late, twice, or after a crash.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ LIMITED = "device_limit"  # reason of a HealthChanged caused only by a device's 
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """Canary results of a worker."""
+    """Counts of a worker's canary results."""
 
     failures: int = 0  # in a row, since it was last HEALTHY or became UNHEALTHY
     failure: str = ""  # the reason of the last one
@@ -48,7 +48,7 @@ class Canaries:
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """Slowness reports about a worker."""
+    """Reports by canaries and frontends that a worker is slow."""
 
     reports: int = 0  # in a row: from canaries, and from all frontends together
     frontends: tuple[str, ...] = ()  # frontends merged into the last report
@@ -58,7 +58,7 @@ class Slowness:
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """Evidence against a worker that is beyond doubt."""
+    """Convictions of a worker, with their evidence. Unlike a suspicion, a conviction is beyond doubt."""
 
     convictions: tuple[str, ...] = ()
     goldens: tuple[str, ...] = ()  # canaries with an agreed golden that convicted it of wrong answers
@@ -76,7 +76,7 @@ class Charges:
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Results of the breaker's trials of a worker."""
+    """Results of the breaker's trials of a worker since it became UNHEALTHY."""
 
     passed: bool = False  # the breaker closed since it became UNHEALTHY
     failed: int = 0  # in a row
@@ -122,35 +122,39 @@ class Health:
 
     @property
     def held(self) -> bool:
-        """Whether it is held back: it joined with a new lineage that has no agreed goldens yet."""
+        """Whether the worker is held back because it joined with a lineage that has no agreed goldens yet."""
         return self.joining and self.status is SUSPICIOUS and self.reason == NEW_LINEAGE
 
     @property
     def limit(self) -> float:
-        """The highest weight that its devices allow."""
+        """The highest weight that the worker's devices allow, 0 to 1."""
         return min(weight for _, weight in self.limits) if self.limits else 1.0
 
     @property
     def convictions(self) -> tuple[str, ...]:
-        """The convictions of the worker."""
+        """The worker's convictions: corrupt, silent, engine, or a device with its fault class."""
         return self.charges.convictions
 
     @property
     def corrupt(self) -> bool:
-        """Whether wrong answers have convicted it."""
+        """Whether wrong answers have convicted the worker."""
         return CORRUPT in self.charges.convictions
 
     @property
     def convicted(self) -> bool:
-        """Whether it was, or must be, taken out of service on more than doubt. The ejection budget then never keeps it.
+        """Whether a conviction has taken the worker out of service, or must do so.
 
-        The evidence may be gone (it sends heartbeats again, an operator resumed it) before its trial has passed.
+        The ejection budget never keeps such a worker. The value stays true until the worker is HEALTHY again, even if the
+        evidence is gone earlier, for example because the worker sends heartbeats again.
         """
         return self.charges.proven or bool(self.charges.convictions)
 
 
 def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
-    """Record which canary gave a wrong answer. `agreed`: whether an agreed golden proves it."""
+    """Return the charges after a wrong or non-finite answer to a canary.
+
+    `agreed`: whether an agreed golden shows that the answer is wrong. If not, the worker's own provisional golden does.
+    """
     if fact.reason == "non_finite":
         return replace(charges, not_finite=True)
     if not agreed:
@@ -165,8 +169,8 @@ def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
 def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:
     """Return a worker's charges after decision `number` retired an outvoted golden.
 
-    The golden no longer convicts a worker that `agrees` with its successor. For any other worker the charge is void: one good
-    answer to this canary lifts it.
+    The charge is dropped if the worker `agrees` with the answer that was agreed instead. For any other worker the charge
+    becomes void, which means that one good answer to this canary drops it.
     """
     if canary not in charges.goldens and canary not in charges.own_goldens:
         return charges
@@ -174,13 +178,19 @@ def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool
 
 
 def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
-    """Lift a void charge: the worker has given the answer that was agreed after the old golden was outvoted."""
+    """Return the charges after a good answer to a canary, which drops a void charge for that canary.
+
+    The canary must have been sent after the decision that made the charge void.
+    """
     void = any(name == canary and sent_under >= number for name, number in charges.void)
     return lifted(charges, canary) if void else charges
 
 
 def lifted(charges: Charges, canary: str) -> Charges:
-    """Return the charges without this canary's golden. If no golden is left, the conviction ends."""
+    """Return the charges without those for this canary.
+
+    If no other golden and no non-finite answer convicts the worker, the conviction of corruption ends.
+    """
     left = replace(
         charges,
         goldens=tuple(one for one in charges.goldens if one != canary),
@@ -193,7 +203,7 @@ def lifted(charges: Charges, canary: str) -> Charges:
 
 
 def without(charges: Charges, conviction: str) -> Charges:
-    """Return the charges without this conviction. If none is left, the accusation ends too."""
+    """Return the charges without this conviction. If no conviction is left, the accusation ends too."""
     if conviction not in charges.convictions:
         return charges
     left = tuple(c for c in charges.convictions if c != conviction)
@@ -205,7 +215,7 @@ Move: TypeAlias = tuple[HealthStatus, float, str]  # target status, weight befor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
-    """When a worker is taken out of service on doubt, and how it returns."""
+    """When suspicion takes a worker out of service, and how the worker returns."""
 
     failures_max: int = 3  # consecutive failed canaries that make a worker UNHEALTHY
     slows_max: int = 3  # consecutive slow reports that make a worker SUSPICIOUS
@@ -235,7 +245,10 @@ class HealthPolicy:
 def decide(
     policy: HealthPolicy, state: Health, now: datetime, *, held: Callable[[], bool] = lambda: False
 ) -> tuple[Decision, ...]:
-    """Return the move that is due now: at most one. `held`: whether the worker's lineage is new and has no agreed golden."""
+    """Return the due transition as a tuple of one decision; an empty tuple if none is due.
+
+    `held` returns whether a joining worker must wait, because its lineage is new and has no agreed golden.
+    """
     move = _due(policy, state, now) or _limited(state)
     if move is not None and move[0] is HEALTHY and state.joining and state.status is SUSPICIOUS and held():
         move = None if state.held else (SUSPICIOUS, 0.0, NEW_LINEAGE)
@@ -257,13 +270,13 @@ def decide(
 
 
 def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
-    """Return when a move becomes due by time alone."""
+    """Return the time at which a silent worker is given up without another fact; None if the worker is not silent."""
     since = state.charges.silent_since
     return None if since is None else since + policy.dead_after
 
 
 def _limited(state: Health) -> Move | None:
-    """Return the move that a device's limit requires when nothing else is due."""
+    """Return the change of weight that the devices' limits require; None if the weight needs no change."""
     if state.status is not HEALTHY and state.status is not SUSPICIOUS:
         return None
     left = min(state.unlimited, state.limit) if state.limits else state.unlimited
@@ -273,7 +286,10 @@ def _limited(state: Health) -> Move | None:
 
 
 def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    """Return the move that is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
+    """Return the transition that is due; None if none is due.
+
+    A drain request is handled before an accusation, so that a worker with both is UNHEALTHY in the end.
+    """
     if state.status is DEAD:
         return None
     if (demanded := _demanded(policy, state)) is not None:
@@ -289,7 +305,10 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
 
 
 def _demanded(policy: HealthPolicy, state: Health) -> Move | None:
-    """Return the move that an exit, a drain request or evidence demands, whatever the status."""
+    """Return the transition for an ended process, a drain, an accusation or an intrusion; None if none of these applies.
+
+    These reasons are checked before the rules of the worker's status.
+    """
     if state.exit.left:
         return DEAD, 0.0, state.exit.left
     if state.exit.over and (state.exit.given_up or state.exit.over in ("deadline", "left")):
@@ -318,17 +337,23 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
 
 
 def _failures(policy: HealthPolicy, state: Health) -> int:
-    """Return the consecutive failed canaries. A timeout while the worker's engine makes progress is no failure."""
+    """Return the number of consecutive failed canaries.
+
+    With `soft_timeouts`, a timeout while the worker's engine makes progress does not count as a failure.
+    """
     return state.canaries.failures - (state.canaries.timeouts if policy.soft_timeouts else 0)
 
 
 def _slows(policy: HealthPolicy, state: Health) -> int:
-    """Return the consecutive slow reports, including timeouts while the engine makes progress."""
+    """Return the number of consecutive slowness reports.
+
+    With `soft_timeouts`, this includes the canary timeouts while the worker's engine makes progress.
+    """
     return state.slowness.reports + (state.canaries.timeouts if policy.soft_timeouts else 0)
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
-    """Return the ramp's weight after the good canaries since the last step."""
+    """Return the next weight on the ramp: one step up for each good canary since the last transition."""
     higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
     return higher[min(state.canaries.goods, len(higher)) - 1]
 
@@ -349,7 +374,11 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
-    """Return whether a conviction prevents the return to service. Enough good canaries clear every conviction except silence."""
+    """Return whether a conviction or an intrusion prevents the worker's return to service.
+
+    `good_to_acquit` consecutive good canaries outweigh every conviction except silence. A conviction of the engine alone does
+    not prevent the return.
+    """
     if SILENT in state.charges.convictions or (state.intrusion and policy.eject_intruders):
         return True
     standing = [c for c in state.charges.convictions if c != ENGINE]
@@ -357,7 +386,11 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
 
 
 def _returning(policy: HealthPolicy, state: Health) -> float:
-    """Return the weight of a returning worker: the ramp's first step, or its former weight if it only failed to answer."""
+    """Return the weight at which a worker returns to service.
+
+    This is the first step of the ramp. With `silence_returns_whole`, a worker that only failed to answer gets its former
+    weight.
+    """
     silent = state.reason in UNANSWERED and not state.canaries.wrong and not state.charges.convictions
     return max(policy.ramp[0], state.ramp) if policy.silence_returns_whole and silent else policy.ramp[0]
 

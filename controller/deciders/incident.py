@@ -1,4 +1,4 @@
-"""Incidents: the decisions about one worker or model, from its first symptom to its recovery or death.
+"""Groups decisions about one worker or model into an incident, from first symptom to recovery or death.
 
     (none) ── first symptom of a subject ──▶ open ── the subject is healthy again, or gone for good ──▶ closed
 
@@ -26,7 +26,7 @@ class IncidentPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """An open incident."""
+    """An open incident of one worker or model."""
 
     id: str
     subject: str  # worker:w3, model:llama
@@ -36,7 +36,7 @@ class Incident:
 
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
-    """Apply one fact about this incident; None if it is closed or was never opened."""
+    """Return the incident after one fact; None if the incident is closed or was never opened."""
     if isinstance(fact, decided.IncidentClosed):
         return None
     if not isinstance(fact, decided.IncidentOpened):
@@ -51,7 +51,7 @@ def incident_id(number: int) -> str:
 
 
 def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | None:
-    """Return the subject and the symptom if this decision is a symptom.
+    """Return the subject of a decision and its symptom, if the decision shows that something is wrong; None otherwise.
 
     A requested drain and a joining worker are not symptoms.
     """
@@ -71,14 +71,17 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
 
 
 def _intended(decision: decided.HealthChanged) -> bool:
-    """Return whether the exit was requested. A worker that cannot continue drains too, without a request."""
+    """Return whether the death of a worker was requested.
+
+    A worker that ends itself because it cannot continue passes through DRAINING too, but without a request.
+    """
     if decision.reason == "left: self_initiated":
         return False
     return decision.before is decided.HealthStatus.DRAINING or decision.reason == "left: graceful"
 
 
 def decide(state: Incident, outcome: str, now: datetime, cause: str = "") -> Iterator[Decision]:
-    """Close the incident if its subject has an outcome: recovered, dead."""
+    """Yield the decision that closes the incident, if `outcome` (recovered or dead) is not empty."""
     if outcome:
         yield decided.IncidentClosed(
             subject=state.subject, outcome=outcome, incident=state.id, decided_at=now, cause=cause

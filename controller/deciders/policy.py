@@ -1,6 +1,6 @@
-"""All settings of the deciders, and their form in the journal.
+"""All settings of the deciders, and their conversion to and from the form that the journal stores.
 
-`PolicyAdopted` carries the policy as plain JSON values, so that `replay verify` decides by the policy that was in force.
+A `PolicyAdopted` event carries the policy as plain JSON values, so that `replay verify` uses the policy of that time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ Written: TypeAlias = dict[str, Any]  # plain JSON values
 
 @dataclass(frozen=True)
 class FleetPolicy:
-    """The policies of all machines."""
+    """The settings of all state machines of the deciders."""
 
     health: HealthPolicy = field(default_factory=HealthPolicy)
     breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
@@ -42,13 +42,16 @@ class FleetPolicy:
 
     @cached_property
     def adopted(self) -> Written:
-        """This policy in the form of `PolicyAdopted`. Cached, because it is compared at every settle."""
+        """This policy in the form of `PolicyAdopted`. The value is cached, because every settle compares it."""
         written: dict[str, Written] = dump(self)
         parts = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
         return {name: part for name, part in parts.items() if part}
 
     def at(self, version: int) -> "FleetPolicy":
-        """Return this policy as an older version of the deciders applies it, with the former values of settings added later."""
+        """Return this policy as deciders of an older version apply it.
+
+        Each setting that was added after `version` gets the value that gives the behaviour from before.
+        """
         if version not in self._at:
             parts = {name: (getattr(self, name), values) for name, values in _since(version).items()}
             former = {name: _load(type(part), {**dump(part), **was}) for name, (part, was) in parts.items()}
@@ -104,7 +107,7 @@ def _without(part: Written, before: Written) -> Written:
 
 
 def dump(value: object) -> Any:
-    """Return a policy as plain JSON values; durations become seconds."""
+    """Return a policy, or a value in it, as plain JSON values. Durations become seconds."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: dump(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, timedelta):
@@ -119,8 +122,8 @@ def dump(value: object) -> Any:
 def load(written: Mapping[str, Any]) -> FleetPolicy:
     """Return the policy that `dump` has written. Raise ValueError for an invalid value.
 
-    Unknown names are ignored. A missing field takes its default, or its value from before the setting existed (`ABSENT`),
-    so that replaying an old journal gives the same decisions.
+    Unknown names are ignored. If a missing setting is listed in `ABSENT`, it gets the behaviour from before the setting
+    existed, so that the replay of an old journal gives the same decisions. Any other missing setting gets its default.
     """
     absent = {name: {**values, **written.get(name, {})} for name, values in ABSENT.items()}
     return _load(FleetPolicy, {**written, **absent})

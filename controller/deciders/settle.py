@@ -1,9 +1,10 @@
-"""Computes the due decisions: runs each state machine in turn, on the result of the previous ones.
+"""Computes the due decisions by running all state machines in turn, until no decision is due.
 
     policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, repeated until
     nothing is due
 
-Machines that decided on the same stale state could together exceed a budget that each of them respects.
+Each state machine decides on the fleet after the decisions of the previous ones. If two decided on the same old fleet, they
+could together exceed a budget that each of them respects.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -48,7 +49,10 @@ Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...
 
 
 def in_force(fleet: Fleet) -> InForce:
-    """Return the event kinds and deciders version in force, limited to this release's; all of these before the first decision."""
+    """Return the event kinds that may be written and the deciders' version that applies.
+
+    Both are limited to what this release knows. Before the first decision, all that this release knows is in force.
+    """
     if not fleet.number:
         return InForce.of(new_kinds(), DECIDERS_VERSION)
     version = min(max(fleet.deciders_version, OLDEST), DECIDERS_VERSION)
@@ -65,8 +69,8 @@ def settle(
 ) -> tuple[Decision, ...]:
     """Return all decisions that are due, in order, numbered from `fleet.number + 1`.
 
-    Level-triggered: called twice, late or after a crash, the same state and time give the same decisions. Once these are
-    absorbed, nothing is due any more.
+    The result depends only on the state and the time, so that a call that is late, repeated or made after a crash gives the
+    same decisions. After a fleet has applied these decisions, no further decision is due.
 
     Args:
         shares: a cache for callers that settle repeatedly.
@@ -83,9 +87,10 @@ def settled(
     shares: Shares | None = None,
     force: InForce | None = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
-    """Return the result of `settle`, and the fleet that has absorbed it.
+    """Return the decisions of `settle`, and the fleet after these decisions.
 
-    `among`: the only workers that can have a decision due or be in doubt; None: all workers.
+    `among` names the workers to evaluate. Callers may omit workers that cannot have a due decision and cannot be in doubt.
+    None means all workers.
     """
     force = force or in_force(fleet)
     settling = _Settling(policy.at(force.deciders_version), fleet, now, among, shares, force)
@@ -99,7 +104,10 @@ def settled(
 
 
 def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
-    """Return the next time at which time alone makes a decision due in a calm fleet; None if it never does."""
+    """Return the next time at which a decision becomes due without another fact; None if there is no such time.
+
+    The fleet must be calm, which means that no decision is due at `now`.
+    """
     times: list[datetime | None] = []
     for worker in fleet.workers.values():
         times.append(breaker.due_at(policy.breaker, worker.breaker))
@@ -111,20 +119,24 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
 
 
 def absorption_due(pending: int, waited: timedelta) -> bool:
-    """Return whether the leader of a calm fleet should append `absorbed`: `pending` facts, the oldest read `waited` ago."""
+    """Return whether a leader without due decisions should append an `Absorbed` decision.
+
+    `pending` is the number of facts after the last decision, and `waited` is the time since the oldest of them was read.
+    """
     return pending > ABSORB_FACTS_MAX or (pending > 0 and waited >= ABSORB_AFTER)
 
 
 def absorbed(fleet: Fleet, now: datetime) -> decided.Absorbed:
-    """Return the decision that records only how far the controller has read."""
+    """Return a decision that changes nothing, and records only how far the controller has read."""
     return decided.Absorbed(number=fleet.number + 1, decided_at=now)
 
 
 class SettleCache:
-    """Caches calm fleets: a fleet in which nothing was due is not settled again before something can be due.
+    """Settles a fleet only if a decision can be due.
 
-    Nothing becomes due in a calm fleet until a fact changes it, or until the time that `next_due` returns. A fleet
-    is frozen and compared by identity, so the cache cannot be stale.
+    A fleet is calm if its last settle gave no decisions. In a calm fleet no decision becomes due before a fact changes the
+    fleet, or before the time that `next_due` returns. Fleets are immutable and compared by identity, so the cached result is
+    never outdated.
     """
 
     def __init__(
@@ -140,7 +152,7 @@ class SettleCache:
         self._until: datetime | None = None  # nothing becomes due in it before this time
 
     def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-        """Return the result of `settle`; nothing, without computing it, while the fleet is known to be calm."""
+        """Return the decisions of `settle`; an empty tuple, without settling, while the fleet is known to be calm."""
         force = self._force(fleet)
         if force is None and fleet is self._calm and (self._until is None or now < self._until):
             return ()
@@ -155,7 +167,7 @@ class SettleCache:
 
 @dataclass(slots=True)
 class _Settling:
-    """One settle in progress: the fleet as decided so far."""
+    """One settle in progress: the decisions so far, and the fleet after these decisions."""
 
     policy: FleetPolicy
     fleet: Fleet
@@ -172,14 +184,14 @@ class _Settling:
         self.barred = new_kinds() - self.force.kinds
 
     def include_all(self, canary_key: str) -> None:
-        """Run the machines of all workers of a canary key as well, because a decision changed them."""
+        """Also evaluate all workers of a canary key from now on, because a decision about a golden changed them."""
         same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
         self.selected = sorted({*self.selected, *same})
 
     def keep(self, decision: Decision) -> None:
-        """Number a decision, assign it to its incident (opened at a first symptom), and absorb it.
+        """Number a decision, assign it to its incident, and apply it to the fleet.
 
-        A decision of a kind that may not be written yet is dropped.
+        A first symptom opens an incident. A decision of a kind that may not be written yet is dropped.
         """
         if self.barred and decision.kind() in self.barred:
             return
@@ -195,7 +207,7 @@ class _Settling:
         self._absorb(replace(decision, incident=belongs))
 
     def allowed(self, due: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """Return the decisions of kinds that may be written."""
+        """Return the decisions without those of a kind that may not be written yet."""
         return tuple(d for d in due if d.kind() not in self.barred) if self.barred and due else due
 
     def _absorb(self, decision: Decision) -> None:
@@ -208,7 +220,10 @@ class _Settling:
         self.decided.append(numbered)
 
     def _incident_of(self, decision: Decision) -> str:
-        """Return the open incident of a decision. A rise in degradation belongs to the last incident of the model's workers."""
+        """Return the id of the open incident to which a decision belongs; empty if there is none.
+
+        A change of degradation belongs to the model's incident, or else to the latest open incident of the model's workers.
+        """
         if isinstance(decision, decided.WorkerDecision):
             worker = self.fleet.workers.get(decision.worker)
             return worker.incident if worker is not None else ""
@@ -255,7 +270,7 @@ def _goldens(s: _Settling) -> None:
 
 
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
-    """Run a state machine of every worker until it has no more decisions due."""
+    """Run one state machine of every selected worker until the machine has no due decision."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.selected:
         moves = 0
@@ -272,7 +287,10 @@ def _health(s: _Settling) -> None:
 
 
 def _is_held(s: _Settling, name: str) -> bool:
-    """Return whether a joining worker is of a new lineage, and its model has other workers to confirm its answers."""
+    """Return whether a joining worker must wait because its lineage has no agreed golden yet.
+
+    The worker waits only if the model has other workers, because otherwise no worker could confirm its answers.
+    """
     workers, goldens = s.fleet.workers, s.fleet.goldens
     worker = workers[name]
     others = (one for other, one in workers.items() if other != name)
@@ -347,7 +365,7 @@ def _forget(s: _Settling) -> None:
 
 
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
-    """Return the outcome of an incident's subject and the id of its cause; empty while the incident lasts."""
+    """Return the outcome of an incident and the id of its cause. Both are empty while the incident lasts."""
     kind, _, name = state.subject.partition(":")
     if kind == "model":
         model = fleet.models.get(name)

@@ -1,4 +1,4 @@
-"""Per model: the share of its capacity that each worker carries, and its ejection-budget standing."""
+"""Computes each worker's usable share of its capacity and its rank in the ejection budget."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ PROFILES_MAX = 1024  # distinct profiles kept for deduplication
 
 
 class Shares:
-    """Per-worker inputs of the machines that read many workers; recomputed only for workers that changed."""
+    """Caches the workers' capacity shares and budget ranks, and recomputes them only for changed workers."""
 
     def __init__(self) -> None:
         self._workers: Mapping[str, Worker] = {}
@@ -24,17 +24,20 @@ class Shares:
         self._spares: set[str] = set()
 
     def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-        """Return, by model, each worker's profile and the share of it that it could carry, in order of the workers' names."""
+        """Return, by model, each worker's profile and the share (0 to 1) of its capacity that it could carry.
+
+        The workers of a model are sorted by name.
+        """
         self._refresh(workers)
         return self._of
 
     def any_spare(self, workers: Mapping[str, Worker]) -> bool:
-        """Return whether any worker is kept back as a spare."""
+        """Return whether any worker is a spare without traffic."""
         self._refresh(workers)
         return bool(self._spares)
 
     def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
-        """Return the standings of a model's workers in the ejection budget, in order of their names."""
+        """Return the budget ranks of a model's workers, sorted by the workers' names."""
         self._refresh(workers)
         for name in self._unranked:
             of, place = self._places[name]
@@ -60,7 +63,7 @@ class Shares:
                 self._of[model][place] = share
 
     def _rebuild(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
-        """Assign new indexes after workers have been added or removed."""
+        """Assign new list indexes to all workers after workers have joined, left or changed their model."""
         known = {
             name: (self._of[model][place], self._ranks[model][place])
             for name, (model, place) in self._places.items()
@@ -86,7 +89,10 @@ class Shares:
 
 
 def weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-    """Return the result of `Shares.of` for one settle, without deduplicating profiles: that would cost more than it saves."""
+    """Return the same as `Shares.of`, but without a cache.
+
+    Equal profiles are not deduplicated, because this would cost more than it saves in one settle.
+    """
     found: dict[str, list[tuple[Profile, float]]] = {}
     for name in sorted(workers):
         joined, carries = workers[name].joined, workers[name].carries
@@ -95,7 +101,10 @@ def weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, 
 
 
 def provisioned(workers: Mapping[str, Worker], model: str) -> Sequence[tuple[Profile, float]]:
-    """Return the profiles of a model's workers that serve or should serve, at full weight, in order of the workers' names."""
+    """Return the profiles of a model's workers that serve or should serve, each with the share 1.
+
+    The workers are sorted by name.
+    """
     mine = (workers[name] for name in sorted(workers))
     return [
         (worker.joined.profile, 1.0) for worker in mine if worker.joined.model == model and worker.expected
@@ -103,7 +112,11 @@ def provisioned(workers: Mapping[str, Worker], model: str) -> Sequence[tuple[Pro
 
 
 def standing(worker: Worker) -> BudgetRank:
-    """Return a worker's standing in the budget. The least bad worker has the fewest failed trials."""
+    """Return a worker's rank in the ejection budget.
+
+    The rank is lower (less bad) for a worker that is not UNHEALTHY, then for fewer failed trials, then for fewer failed
+    canaries.
+    """
     unhealthy = worker.health.status is HealthStatus.UNHEALTHY
     trials = max(worker.health.trials.failed, worker.breaker.trials_failed)
     cause = worker.health.cause if unhealthy else worker.breaker.cause

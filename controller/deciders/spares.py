@@ -3,9 +3,9 @@
     spare ── a worker of its kind is lost ──▶ serves instead; the lost worker becomes a spare
     replacement ── `on_return` is release, and the replaced worker is healthy again ──▶ spare; the replaced worker serves
 
-The role belongs to a worker's name and is kept across its instances. The number of serving workers stays the same: a spare
-replaces a worker and adds none. A replaced worker returns as a spare, and gets no traffic until it is needed. The unit is
-the worker, which is a whole group of ranks.
+The role belongs to a worker's name and is kept across its instances. A spare replaces a worker and never adds one, so the
+number of serving workers stays the same. A replaced worker that recovers becomes a spare, and gets no traffic until it
+replaces another worker. A spare is always a whole worker with all of its ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ class SparesPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """The role of one worker."""
+    """The role of one worker: serving, kept as a spare, or serving in place of another worker."""
 
     kept: bool = False  # kept back: gets no traffic, and is not counted in capacity
     place: str = ""  # the worker that it replaces; empty: none
@@ -61,12 +61,15 @@ class SpareView:
 
     @property
     def needs_spare(self) -> bool:
-        """Whether a spare has to replace this worker."""
+        """Whether the worker is lost and was not a spare itself."""
         return bool(self.lost) and not self.spare.kept
 
 
 def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
-    """Yield a decision for each spare that starts to serve or stops."""
+    """Yield a SpareActivated for each lost worker with a suitable spare.
+
+    With `on_return` "release", also yield a SpareReleased for each replacement that is no longer needed.
+    """
     spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
     if policy.on_return == "release":
         for view, back in _returned(views, spares):
@@ -96,13 +99,16 @@ def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> I
 
 
 def _best(spares: Iterable[SpareView], lost: SpareView) -> SpareView | None:
-    """Return the spare for a lost worker, if possible on another host: a host failure affects every worker on it."""
+    """Return the best spare for a lost worker, by preference one on another host; None if no spare is of its kind.
+
+    Another host is preferred because a host failure affects every worker on the host.
+    """
     able = (spare for spare in spares if spare.kind == lost.kind)
     return min(able, key=lambda one: (bool(lost.host) and one.host == lost.host, one.worker), default=None)
 
 
 def _returned(views: Sequence[SpareView], spares: Sequence[SpareView]) -> list[tuple[SpareView, SpareView]]:
-    """Return each worker that replaces another one, with that other one, which is a ready spare by now."""
+    """Return pairs of a replacement and the worker that it replaced, where the latter is a ready spare again."""
     ready = {view.worker: view for view in spares}
     return [
         (view, ready[view.spare.place]) for view in views if view.spare.place in ready and not view.spare.kept

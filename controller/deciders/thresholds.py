@@ -1,6 +1,7 @@
-"""The busy thresholds of a model, as operators set them at any frontend.
+"""The load thresholds of a model, above which a rank counts as busy. Operators set them at any frontend.
 
-They are on the journal so that all frontends agree. No decider uses them: a frontend compares its own load with them.
+The thresholds are on the journal so that all frontends use the same values. No decider uses them. Each frontend compares
+them with the load that it observes.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,10 @@ from events.observations import BusyThresholdsSet
 
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
-    """The load at which a DP rank counts as busy. None: that measure is ignored."""
+    """The load at which a data-parallel rank counts as busy.
+
+    If a threshold is None, that measure of load is ignored.
+    """
 
     active_decode_blocks: float | None = None  # share of its KV blocks, 0 to 1
     active_prefill_tokens: int | None = None
@@ -34,7 +38,7 @@ class BusyThresholds:
         return self != NEVER
 
     def over(self, below: "BusyThresholds") -> "BusyThresholds":
-        """Return these thresholds, with those of `below` where one is unset."""
+        """Return these thresholds. A threshold that is None here has its value from `below`."""
         return replace(below, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
@@ -42,7 +46,10 @@ NEVER = BusyThresholds()
 
 
 def evolve(state: BusyThresholds, fact: BusyThresholdsSet) -> BusyThresholds:
-    """Apply a change by an operator. Thresholds it leaves unset stay; an invalid one changes nothing (no frontend sends it)."""
+    """Return the thresholds after an operator's change. Thresholds that the change does not set keep their values.
+
+    A change with an invalid value is ignored. No frontend sends such a change.
+    """
     try:
         new = BusyThresholds(
             fact.active_decode_blocks, fact.active_prefill_tokens, fact.active_prefill_tokens_frac

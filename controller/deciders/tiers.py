@@ -1,7 +1,7 @@
-"""The priority tiers of requests, and which are shed first.
+"""The priority tiers of requests, which determine the requests that an overload sheds first.
 
-A request names its tier with `X-Priority`. The tiers are part of the controller's policy, so that all frontends read the
-same ones from the journal.
+A request names its tier in the header `X-Priority`. The tiers are part of the controller's policy, so that all frontends
+read the same tiers from the journal.
 """
 
 from collections.abc import Mapping
@@ -25,27 +25,30 @@ class Tiers:
     def of(cls, policy: Mapping[str, Any] | None) -> "Tiers":
         """Return the tiers of a policy in the form of `PolicyAdopted`.
 
-        If the policy names no tiers, or no policy has been adopted yet, these are the defaults.
+        The default tiers are returned if the policy is None or names no tiers.
         """
         degradation = (policy or {}).get("degradation") or {}
         names = tuple(str(name) for name in degradation.get("priority_tiers") or TIERS)
         return cls(names, str(degradation.get("tier_default") or TIER_DEFAULT))
 
     def asked(self, name: str | None) -> tuple[str, bool]:
-        """Return the tier for a request's priority, and whether the name was known. An unknown name gives the lowest tier."""
+        """Return the tier for a request's priority, and whether this priority is a known tier.
+
+        An unknown name gives the lowest tier, and no name gives the default tier.
+        """
         tier = (name or "").strip().lower() or self.default
         return (tier, True) if tier in self.names else (self.names[-1], False)
 
     def rank(self, tier: str) -> int:
-        """Return the urgency of a tier: 0 is the best. A tier that no longer exists ranks after all others."""
+        """Return the rank of a tier, where 0 is the most urgent. A tier that no longer exists ranks after all others."""
         return self.names.index(tier) if tier in self.names else len(self.names)
 
     def is_last(self, tier: str) -> bool:
-        """Return whether a tier is the lowest, which is shed and preempted first."""
+        """Return whether a tier is the lowest of several, which is shed and preempted first."""
         return len(self.names) > 1 and self.rank(tier) >= len(self.names) - 1
 
     def sheds(self, knobs: Knobs, tier: str) -> bool:
-        """Return whether these knobs shed requests of this tier: it is the shed tier or below it.
+        """Return whether these knobs shed requests of this tier, because it is the shed tier or a lower one.
 
         If the shed tier is unknown, only the lowest tier is shed, so that the knob still has an effect.
         """

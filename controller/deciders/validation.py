@@ -1,6 +1,6 @@
-"""Validation of policies: an invalid setting is rejected where it is made, with a one-sentence error.
+"""Validates the values of policies. An invalid value raises ValueError with a one-sentence message.
 
-A policy is a plain dataclass. Where pydantic reads one from the settings, `STRICT` makes it reject unknown names.
+A policy is a plain dataclass. If pydantic parses a policy from the settings, `STRICT` makes pydantic reject unknown names.
 """
 
 from datetime import timedelta
@@ -15,7 +15,10 @@ def demand(holds: bool, sentence: str) -> None:
 
 
 def at_least(least: float, **values: float | timedelta | None) -> None:
-    """Raise ValueError for the first of `values` that is below `least` (seconds, for durations) or not a number."""
+    """Raise ValueError for the first of `values` that is below `least` or not a number.
+
+    A duration is compared in seconds, and None is accepted.
+    """
     for name, value in values.items():
         number = value.total_seconds() if isinstance(value, timedelta) else value
         demand(number is None or number >= least, f"{name} is {number}: it must be at least {least:g}")

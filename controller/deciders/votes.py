@@ -1,7 +1,7 @@
-"""Votes on the answer to a canary: grouped by answer, counted as voices, or overruled by an operator.
+"""Groups the workers' votes on a canary's answer, and counts independent voices to outvote a golden.
 
-A voice is not a worker. Workers on one server or host, or of one broker account, can be wrong together, so they are one
-voice. A group of workers has as many voices as it has distinct machines or distinct accounts, whichever is fewer.
+Workers on one server or host, or of one broker account, can be wrong together, so they count as one voice. The number of
+voices of several workers is the number of their distinct machines or of their distinct accounts, whichever is smaller.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from events.observations import GoldenAnswer, TopK
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One worker's answer."""
+    """One worker's answer to a canary."""
 
     worker: str
     instance: str
@@ -25,7 +25,7 @@ class Vote:
 
 
 def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> list[list[Vote]]:
-    """Return the votes grouped by answer."""
+    """Return the votes grouped by answer. The votes of a group agree with its first vote."""
     found: list[list[Vote]] = []
     for vote in votes:
         camp = next((camp for camp in found if agrees(camp[0], vote, tolerance, tie_margin)), None)
@@ -37,9 +37,10 @@ def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> l
 
 
 def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) -> bool:
-    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them.
+    """Return whether two answers count as the same.
 
-    With a `tie_margin` answers also count as the same if they diverge at a near tie: the tokens after it cannot be compared.
+    Their tokens must be equal, and logprobs must be within `tolerance` where both answers have them. With a `tie_margin`,
+    answers may also diverge at a near tie. The tokens after this position are not compared.
     """
     place = parting(one.tokens, other.tokens)
     if place is None:
@@ -53,12 +54,18 @@ def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) ->
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position at which both answers have a token and these differ; None if there is none."""
+    """Return the first position at which two answers have different tokens.
+
+    None means that the answers are equal, or that one is a prefix of the other.
+    """
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
 
 
 def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
-    """Return whether one worker rated the other's token nearly as likely as its own at this position."""
+    """Return whether `own` rates both workers' tokens at a position as nearly equally likely.
+
+    The logprobs of the two tokens may differ by at most `tie_margin`.
+    """
     if tie_margin <= 0 or place >= len(own.top_k):
         return False
     listed = dict(own.top_k[place])
@@ -67,7 +74,10 @@ def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
 
 
 def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:
-    """Return the largest logprob difference over the tokens that both list at the same position."""
+    """Return the largest logprob difference between two answers; 0 if no token can be compared.
+
+    A token is compared if both answers list it at the same position.
+    """
     worst = 0.0
     for mine, theirs in zip(one, other, strict=False):
         listed = dict(theirs)
@@ -78,13 +88,16 @@ def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:
 
 
 def margin(top_k: Sequence[TopK]) -> float:
-    """Return the smallest top-1/top-2 logprob difference of an answer; 0 if a position has no top two."""
+    """Return the smallest difference between the two highest logprobs at any position of an answer.
+
+    The result is 0 if any position lists fewer than two tokens.
+    """
     return min((top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in top_k), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Voter:
-    """A live worker that has a vote."""
+    """A live worker that may vote on a golden."""
 
     instance: str
     place: str  # where its answers are computed: the address of a server, or a host
@@ -93,7 +106,7 @@ class Voter:
 
 
 def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
-    """Return the number of independent voices of these workers."""
+    """Return the number of independent voices of these workers. Workers that are not in `voters` are ignored."""
     known = [voters[name] for name in workers if name in voters]
     return min(len({voter.place for voter in known}), len({voter.account for voter in known}))
 
@@ -107,8 +120,9 @@ def outvoters(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the workers that outvote an agreed golden with one common answer, and the workers that confirm the golden.
 
-    Both are empty if the golden is not outvoted. Only votes of the workers' current instances count. The outvoters need at
-    least `voices_min` voices. They also need more voices than confirm the golden, and more than any other contradicting answer.
+    Both are empty if the golden is not outvoted. Only votes of the workers' current instances count. The workers with the
+    common answer need at least `voices_min` voices, more than the confirming workers have, and more than those with any other
+    answer.
     """
     votes = [vote for vote in contradictions if _present(vote, voters)]
     against = {vote.worker for vote in votes}
@@ -133,7 +147,7 @@ OPERATOR = "operator"
 
 @dataclass(frozen=True, slots=True)
 class OperatorRequest:
-    """An operator's request about one golden."""
+    """An operator's request to approve, retire or record again one golden."""
 
     act: Literal["approve", "retire", "record"]
     by: str  # the operator
@@ -143,13 +157,16 @@ class OperatorRequest:
 
     @property
     def operator(self) -> str:
-        """The operator's name in goldens and decisions, next to workers' names. No worker's name has a space."""
+        """The name by which goldens and decisions list the operator among workers.
+
+        The name contains a space, and no worker's name does.
+        """
         return f"{OPERATOR} {self.by}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenMoves:
-    """The last and the next move of a golden that do not follow from votes alone."""
+    """The part of a golden's state that comes from outvoting and from operators' requests."""
 
     outvoted_by: int = 0  # number of the decision by which another answer last outvoted it
     wanted: OperatorRequest | None = None  # an operator's request, until a decision has reacted

@@ -33,7 +33,7 @@ PAST_MAX = 16  # former instances remembered per worker: a late join of one of t
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class LastCanary:
-    """The last probe of a worker."""
+    """The last canary result of a worker."""
 
     canary: str
     outcome: str  # passed, slow, failed
@@ -45,7 +45,10 @@ class LastCanary:
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """The conviction of one worker instance for a wrong answer to a canary. Requests that it served after `since` are exposed."""
+    """The conviction of one worker instance for a wrong answer to a canary.
+
+    Requests that the instance served after `since` may have wrong answers.
+    """
 
     instance: str
     canary: str
@@ -74,14 +77,17 @@ class Worker:
 
     @property
     def natural_weight(self) -> float:
-        """The weight without the ejection budget: 0 while the breaker is not closed, while it drains, or as a spare."""
+        """The routing weight before the ejection budget is applied.
+
+        The weight is 0 for a spare, during a drain, and while the breaker is not closed.
+        """
         if self.spare.kept or self.breaker.position != "closed" or self.drain.deadline is not None:
             return 0.0
         return self.health.weight
 
     @property
     def weight(self) -> float:
-        """The share of traffic that it should get, 0…1; 0 if it is not routable."""
+        """The worker's share of traffic, 0 to 1. A worker with weight 0 is not routable."""
         natural = self.natural_weight
         if natural == 0.0 and self.budget.kept is not None and (self.counts or self.serves_suspect):
             return self.budget.kept
@@ -89,9 +95,9 @@ class Worker:
 
     @property
     def suspect(self) -> bool:
-        """Whether only wrong answers to canaries or a new lineage keep it out of service.
+        """Whether only wrong answers to canaries or a new lineage keep the worker out of service.
 
-        It may then serve if no other worker of its model does.
+        Such a worker may serve if no other worker of its model does.
         """
         h = self.health
         leaves = h.status is HealthStatus.DRAINING or h.exit.draining or h.exit.leaving or self.drain.active
@@ -102,60 +108,82 @@ class Worker:
 
     @property
     def serves_suspect(self) -> bool:
-        """Whether it serves as the last worker of its model, although canaries convict it or its lineage is new."""
+        """Whether the worker serves only because no other worker of its model does.
+
+        Such a worker is convicted by canaries, or its lineage is new.
+        """
         return self.budget.last and self.suspect and self.natural_weight == 0.0
 
     @property
     def budgeted(self) -> bool:
-        """Whether the ejection budget has to consider it."""
+        """Whether the worker is kept by the ejection budget, is in doubt or is a suspect."""
         return self.budget.kept is not None or self.in_doubt or self.suspect
 
     @property
     def carries(self) -> float:
-        """The share of its capacity that it could carry, 0…1. The ramp lowers its weight for a while, but not this share."""
+        """The share of its capacity that the worker could carry, 0 to 1.
+
+        The ramp of a returning worker lowers its weight, but not this share.
+        """
         ramping = self.natural_weight > 0.0 and self.health.status is HealthStatus.HEALTHY
         return self.health.limit if ramping else self.weight
 
     @property
     def routable(self) -> bool:
-        """Whether the fleet allows requests to it."""
+        """Whether the worker may get requests."""
         return self.weight > 0.0
 
     @property
     def expected(self) -> bool:
-        """Whether it is in service or should be: it has joined, is no spare, and is not draining or dead."""
+        """Whether the worker is in service or should be.
+
+        This is false for a worker that is still joining, is a spare, is draining or is dead.
+        """
         h = self.health
         gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.exit.draining
         return not (gone or h.joining or self.drain.active or self.spare.kept)
 
     @property
     def counts(self) -> bool:
-        """Whether it is in service, or would be without doubt. Never if dead, draining, silent, faulted or corrupt."""
+        """Whether the worker is in service, or would be without suspicion.
+
+        This is false for a worker that is not expected to serve, and for one that a conviction (silence, fault, corruption)
+        excludes.
+        """
         return self.expected and not self.health.convicted
 
     @property
     def in_doubt(self) -> bool:
-        """Whether doubt alone (failed but unconfirmed canaries, failed requests) keeps it out of service."""
+        """Whether only suspicion keeps the worker out of service.
+
+        Suspicion comes from canaries that failed without confirmation, or from failed requests.
+        """
         return self.natural_weight == 0.0 and self.counts
 
     @property
     def corrupt(self) -> bool:
-        """Whether wrong answers have convicted it. Its answers may not be trusted, even if it serves as the last worker."""
+        """Whether wrong answers have convicted the worker.
+
+        The answers of such a worker may not be trusted, even if it serves as the last worker of its model.
+        """
         return self.health.corrupt
 
     @property
     def place(self) -> str:
-        """The machine that computes its answers: the address of the server behind it, else its host, else the worker's name."""
+        """The machine that computes the worker's answers.
+
+        This is the address of the server behind the worker, or else its host, or else the worker's name.
+        """
         return self.joined.server or self.joined.topology.host or self.joined.worker
 
     @property
     def alive(self) -> bool:
-        """Whether its current instance has not ended."""
+        """Whether the worker's current instance is not DEAD."""
         return self.health.status is not HealthStatus.DEAD
 
     @property
     def well(self) -> bool:
-        """Whether it is completely healthy: full weight, breaker closed, no drain, not kept by the budget."""
+        """Whether the worker is HEALTHY at full weight, with a closed breaker, no drain, and no help of the budget."""
         h = self.health
         full = h.status is HealthStatus.HEALTHY and h.weight >= 1.0
         return (
@@ -164,13 +192,13 @@ class Worker:
 
     @property
     def kind(self) -> Kind:
-        """The model and shape that it serves. Workers of equal kind can replace one another."""
+        """The model and the shape of the worker. Workers of equal kind can replace one another."""
         joined = self.joined
         return joined.model, joined.revision, joined.tokenizer, joined.dtype, joined.tp, joined.dp
 
     @property
     def lost(self) -> str:
-        """Why it will not return soon; empty if it serves, may soon serve, or left gracefully."""
+        """Why the worker will not return soon; empty if it serves, may serve soon, or left gracefully."""
         h = self.health
         match h.status:
             case HealthStatus.DEAD:
@@ -187,16 +215,16 @@ class Worker:
 
     @property
     def cache_epoch(self) -> int:
-        """The time at which a canary last convicted one of its instances, in microseconds since 1970; 0: never.
+        """The time of the last conviction for a wrong answer, in microseconds since 1970; 0 if there is none.
 
-        An engine can outlive its worker. Its cached blocks belong to the epoch in which they were computed, and are invalid
-        in a later one.
+        An engine can outlive its worker process. Blocks in its cache belong to the epoch in which they were computed, and are
+        invalid in a later epoch.
         """
         return round(self.convictions[-1].at.timestamp() * 1e6) if self.convictions else 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reasons why it gets less than its full share of traffic, in a few words each; empty if it gets its full share."""
+        """Why the worker gets less than its full share of traffic, as short phrases; empty if it gets the full share."""
         found = []
         h = self.health
         if h.unlimited < 1.0:
@@ -218,11 +246,11 @@ class Worker:
 
 
 def join(previous: Worker | None, fact: seen.WorkerJoined, cause: str, at: datetime) -> Worker:
-    """Return the worker with the instance that joins. A join of the same or a former instance changes nothing.
+    """Return the worker after an instance has joined. A join of the same or a former instance changes nothing.
 
-    The state machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the previous
-    instance are dropped. The open incident, the convictions of all instances and the role as a spare are kept. A join changes
-    that role only if the worker registers with another role than its previous instance.
+    The state machines start as for a new worker, except for what `health.rejoin` keeps. The previous instance's canary passes
+    are dropped. The open incident, the convictions of all instances and the role as a spare are kept. The role changes only
+    if the worker registers with another role than its previous instance.
     """
     name, instance = fact.worker, fact.instance
     if previous is not None and (instance == previous.joined.instance or instance in previous.past):
@@ -247,12 +275,12 @@ def join(previous: Worker | None, fact: seen.WorkerJoined, cause: str, at: datet
 
 
 def lineage_changed(before: seen.WorkerJoined, now: seen.WorkerJoined) -> bool:
-    """Return whether an engine reports another lineage than the worker's previous instance did."""
+    """Return whether the engine reports another lineage than the worker's previous instance did."""
     return seen.is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
-    """Apply one fact about this worker and instance with each state machine that it concerns."""
+    """Return the worker after one fact about its current instance, applied to each state machine that uses the fact."""
     if isinstance(fact, RequestOutcome):  # the hot path: only the breaker uses these
         moved = breaker.evolve(state.breaker, fact, cause)
         return state if moved is state.breaker else replace(state, breaker=moved)
@@ -268,7 +296,10 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 
 def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:
-    """Apply the outvoting of an agreed golden. If the worker is then no longer corrupt, its trial is due at once."""
+    """Update the worker after an agreed golden was outvoted.
+
+    If the worker is then no longer corrupt, its trial is due at once.
+    """
     moved = health.outvoted(state.health, canary, number, agrees=agrees)
     if moved is state.health:
         return state
@@ -305,11 +336,11 @@ def _canary(state: Worker, fact: seen.CanaryResult, recorded: Recorded, cause: s
 
 
 def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
-    """Return whether a spare is ready to replace a lost worker, but the controller has not activated it yet."""
+    """Return whether a spare of the same kind is ready to replace a lost worker, but has not been activated."""
     ready = (one for one in workers if one.spare.kept and one.well and one.kind == lost.kind)
     return not lost.spare.kept and any(ready)
 
 
 def replacement(name: str, workers: Iterable[Worker]) -> str:
-    """Return the worker that replaces the one of this name; empty: none."""
+    """Return the name of the routable worker that replaces worker `name`; empty if there is none."""
     return next((one.joined.worker for one in workers if one.spare.place == name and one.routable), "")

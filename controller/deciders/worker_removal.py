@@ -1,10 +1,10 @@
-"""Removal of dead workers from the fleet.
+"""Removes dead workers from the list of the fleet after some time.
 
     DEAD ── for `forget_after`, its incident closed, no next instance awaited ──▶ forgotten
 
-A forgotten worker is no longer listed in the fleet, but `Fleet.departed` still contains it. Evidence against hardware or
-weights outlives an instance: a worker that later joins under the same name may have the same bad device. A process that was
-cut off for a long time may also reconnect and continue to serve; it must still be notified that it is dead.
+A forgotten worker is no longer listed, but `Fleet.departed` still contains it, for two reasons. A worker that later joins
+under the same name may have the same bad device or weights. And a process that was disconnected for a long time may
+reconnect and continue to serve, so it must still be notified that its instance is dead.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ DEPARTED_MAX = 1000  # remembered workers; beyond that the oldest without eviden
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgettingPolicy:
-    """How long a dead worker stays visible."""
+    """How long a dead worker stays listed."""
 
     forget_after: timedelta | None = timedelta(minutes=10)  # from death to removal; None: never
     __pydantic_config__ = STRICT
@@ -33,7 +33,11 @@ class ForgettingPolicy:
 
 
 def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetime) -> tuple[Decision, ...]:
-    """Return the decision to forget a worker, if due. `awaited`: the worker's next instance waits to join."""
+    """Return the decision to forget a dead worker, as a tuple of one; an empty tuple if it is not due.
+
+    `awaited`: whether the worker's next instance waits to join. Such a worker, and one with an open incident, is not
+    forgotten.
+    """
     due = due_at(policy, worker)
     if due is None or now < due or awaited or worker.incident:
         return ()
@@ -43,14 +47,17 @@ def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetim
 
 
 def due_at(policy: ForgettingPolicy, worker: Worker) -> datetime | None:
-    """Return the time from which the worker may be forgotten; None if it is alive or is never forgotten."""
+    """Return the earliest time at which the worker may be forgotten; None if it is alive or is never forgotten."""
     if worker.alive or policy.forget_after is None:
         return None
     return (worker.health.dead_since or LONG_AGO) + policy.forget_after
 
 
 def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Worker]:
-    """Add a forgotten worker to the departed ones. Beyond DEPARTED_MAX drop one of them."""
+    """Return the departed workers with `worker` added.
+
+    Beyond DEPARTED_MAX, drop the oldest worker without evidence against it, or else the oldest one.
+    """
     known = {**departed, worker.joined.worker: worker}
     if len(known) > DEPARTED_MAX:
         del known[next((name for name, one in known.items() if not _stained(one)), next(iter(known)))]
@@ -58,6 +65,6 @@ def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Wor
 
 
 def _stained(worker: Worker) -> bool:
-    """Return whether there is evidence against a worker, or its answers, that its next instance would inherit."""
+    """Return whether a worker's next instance would inherit a conviction or a record of wrong answers."""
     inherited = [one for one in worker.health.convictions if one not in (SILENT, ENGINE)]
     return bool(inherited or worker.convictions)
