@@ -1,16 +1,16 @@
-"""The cost of moving a request: sending its KV cache along, or computing it again on the target.
+"""Predicts the time to move a request by sending its KV cache, or by computing the cache again.
 
-    transfer    wait + transfers at once x (setup + latency + blocks x the slowest lane's time for one)
-    re-prefill  wait + (tokens queued before it + tokens) / the target's prefill rate
-    wait        for a slot in the target's batch, and for one step of it
+    transfer    wait + concurrent transfers x (setup + latency + blocks x seconds per block on the slowest lane)
+    re-prefill  wait + (tokens queued before the request + tokens of the request) / the target's prefill rate
+    wait        time until a slot in the target's batch is free, plus one step of that batch
 
-Both methods count only the tokens that are not in the target's prefix cache. Blocks are sent whole, and all shards in
-lockstep, so the slowest lane delays all.
+All times are in seconds. Tokens in the target's prefix cache are not counted. Only whole blocks are sent, and all shards
+send in lockstep, so the slowest lane determines the time.
 
-Both costs are linear in the tokens, so there is usually no crossover. A 70B model at TP 8 has 40 KiB per token and shard. At
-5,000 tokens/s of prefill a transfer is faster at every length over any link of more than 204.8 MB/s (N13). Only the setup
-makes re-prefill faster, for short sequences: below about setup x rate tokens. The quadratic part of attention is left out; it
-would only make re-prefill more expensive.
+Both times grow linearly with the number of tokens, so usually one method is faster at every length. A 70B model at TP 8 has
+40 KiB of KV cache per token and shard. At a prefill rate of 5,000 tokens/s, a transfer is faster over any link of more than
+204.8 MB/s (N13). Re-prefill is faster only for sequences of less than about setup x prefill rate tokens. The formula omits
+the quadratic part of attention, which would make re-prefill slower.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ TOKENS_MAX = 10**9  # a crossover beyond this counts as none: no sequence is thi
 class MovingPolicy:
     """The parameters of cost estimates and placements.
 
-    `setup_s` is the cost of a transfer before its first byte: reservation, connection, sampling state.
+    `setup_s` covers the reservation, the connection and the sampling state, in seconds before a transfer's first byte.
     """
 
     links: LinkTable = field(default_factory=LinkTable)
@@ -51,7 +51,7 @@ class MovingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """The size of a model's KV cache: two vectors (K and V) per token, layer and KV head. All sizes are in bytes."""
+    """The dimensions of a model's KV cache, which has two vectors (K and V) per token, layer and KV head."""
 
     layers: int
     kv_heads: int
@@ -69,17 +69,20 @@ class KvShape:
 
     @property
     def shard_bytes_per_token(self) -> int:
-        """Bytes of one token on one shard. With more shards than KV heads, heads are stored more than once."""
+        """The bytes of one token's KV cache on one shard.
+
+        With more shards than KV heads, several shards store the same head.
+        """
         return 2 * self.layers * max(1, self.kv_heads // self.tp) * self.head_size * self.bytes_per_element
 
     def shard_bytes_per_block(self, block_tokens: int) -> int:
-        """Return the bytes of one block on one shard."""
+        """Return the bytes of one block of `block_tokens` tokens on one shard."""
         return self.shard_bytes_per_token * block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationTarget:
-    """The current state of a group that could continue a request."""
+    """The current state of a worker that could continue a request."""
 
     name: str
     profile: Profile
@@ -120,10 +123,10 @@ def estimate(
     cached_tokens: int = 0,
     at_once: int = 1,
 ) -> MigrationCost:
-    """Return the cost of moving a request of `tokens` computed tokens to `target`.
+    """Return the predicted times of moving a request with `tokens` computed tokens to `target`.
 
     Args:
-        kv: None if the source is dead or convicted: its cache is never sent.
+        kv: None if the source is dead or convicted, because its cache is then never sent.
         cached_tokens: tokens at the start of the sequence that are in the target's prefix cache.
         at_once: number of transfers, including this one, that share the source's links.
     """
@@ -135,7 +138,10 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The unit costs of moving to one target. Computed once per target, because `place` uses them a thousand times."""
+    """The time of one token, one block and one transfer to one target.
+
+    These are computed once per target, because `place` uses them up to a thousand times.
+    """
 
     block_tokens: int
     block_bytes: int  # over all shards
@@ -147,7 +153,7 @@ class Prices:
 
     @classmethod
     def of(cls, policy: MovingPolicy, kv: KvShape | None, target: MigrationTarget) -> "Prices":
-        """Return the prices of `target`. Raise ValueError unless it has one lane per shard."""
+        """Return the prices of `target`. Raise ValueError if its number of lanes is neither 0 nor one per shard."""
         block_tokens = target.profile.block_tokens
         fixed_s, block_s, block_bytes = inf, 0.0, 0
         if kv is not None:
@@ -173,30 +179,36 @@ class Prices:
         )
 
     def missing(self, tokens: int, cached_tokens: int) -> int:
-        """Return how many tokens the target lacks. Prefixes are cached in whole blocks."""
+        """Return the number of tokens that the target has not cached. Only whole blocks count as cached."""
         return max(0, tokens - cached_tokens // self.block_tokens * self.block_tokens)
 
     def transfer_s(self, missing: int, at_once: int) -> float:
-        """Return the seconds that a transfer takes while `at_once` transfers, including this one, share its links."""
+        """Return the seconds of a transfer of `missing` tokens, including the wait for a slot in the target's batch.
+
+        `at_once` is the number of transfers, including this one, that share the links.
+        """
         return self.wait_s + self.moving_s(missing, at_once)
 
     def moving_s(self, missing: int, at_once: int) -> float:
-        """Return the seconds that a transfer takes without the wait for a slot in the target's batch."""
+        """Return the seconds of a transfer of `missing` tokens, without the wait for a slot in the target's batch."""
         return at_once * (self.fixed_s + -(-missing // self.block_tokens) * self.block_s)
 
     def reprefill_s(self, missing: int, queued_tokens: int) -> float:
-        """Return the seconds to compute `missing` tokens behind `queued_tokens` others."""
+        """Return the seconds to prefill `missing` tokens after `queued_tokens` tokens of other requests.
+
+        The wait for a slot in the target's batch is included.
+        """
         return self.wait_s + (queued_tokens + missing) * self.token_s
 
     def recommended(self, missing: int, at_once: int, queued_tokens: int) -> Method:
-        """Return the faster method; re-prefill if a transfer would exceed its time limit."""
+        """Return the faster method. If a transfer would exceed its time limit, return re-prefill."""
         if self.moving_s(missing, at_once) > self.transfer_s_max:
             return "reprefill"
         faster = self.transfer_s(missing, at_once) < self.reprefill_s(missing, queued_tokens)
         return "transfer" if faster else "reprefill"
 
     def cost(self, tokens: int, cached_tokens: int, at_once: int, queued_tokens: int) -> MigrationCost:
-        """Return the times of a transfer and of a re-prefill, and the values derived from them."""
+        """Return the predicted times of both methods, the recommended method, the bytes to send, and the crossover."""
         missing = self.missing(tokens, cached_tokens)
         crossover = self._crossover(at_once, queued_tokens)
         return MigrationCost(
@@ -208,10 +220,10 @@ class Prices:
         )
 
     def _crossover(self, at_once: int, queued_tokens: int) -> int | None:
-        """Return the number of missing tokens from which the method that loses for one token always wins; None: never.
+        """Return the number of missing tokens from which the other method than for one token is always faster.
 
-        Transfer time rises per block, re-prefill time per token. Transfer compares worst at a block's first token, and best at
-        its last.
+        None means that one method is faster at every length. The time of a transfer grows with each block, the time of a
+        re-prefill with each token. In each block, a transfer compares worst at the first token and best at the last one.
         """
         head_start = at_once * self.fixed_s - queued_tokens * self.token_s  # of re-prefill
         step = at_once * self.block_s

@@ -1,4 +1,4 @@
-"""The links over which KV caches are sent: which one joins two workers, and how fast it is.
+"""Determines the link over which a KV cache is sent between two workers, and the link's speed.
 
     one host, one NVLink domain       nvlink_direct
     two hosts, one NVLink domain      nvswitch          a domain spans hosts through switches only
@@ -7,8 +7,9 @@
     two hosts, two rails              infiniband        all shards share one adapter's rate
     anything not registered           tcp               all shards share the host's link
 
-Every rate is for one direction. Data sheets give the sum of both directions (H100: "900 GB/s" is 450 each way). A link of
-50 GB/s per device exists only if each device has its own adapter; otherwise the shards of a group share it (`Lane.sharers`).
+A rail is the network to which the same adapter of each host is connected. Every rate is for one direction, whereas data
+sheets often give the sum of both directions (H100: "900 GB/s" is 450 GB/s each way). InfiniBand gives 50 GB/s per device only
+if each device has its own adapter. Otherwise the shards of a group share one adapter (`Lane.sharers`).
 """
 
 from dataclasses import dataclass
@@ -54,17 +55,17 @@ class LinkSpec:
 
     @property
     def rate(self) -> float:
-        """Effective bytes per second."""
+        """The effective rate in bytes per second, in one direction."""
         return self.bytes_per_s * self.efficiency
 
     def wire_s(self, size: float) -> float:
-        """Return the seconds that `size` bytes take on the wire, without the latency."""
+        """Return the seconds for `size` bytes at the effective rate, without the latency."""
         return size / self.rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """The table of links. docs/guides/planned-moves.md gives the source of each number."""
+    """The speed of each kind of link. docs/guides/planned-moves.md gives the source of each number."""
 
     nvlink_direct: LinkSpec = LinkSpec(bytes_per_s=450e9, latency_s=3.4e-6, efficiency=0.84)
     nvswitch: LinkSpec = LinkSpec(bytes_per_s=900e9, latency_s=3.4e-6, efficiency=0.84)
@@ -89,22 +90,25 @@ class LinkTable:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The path of one shard's KV to its counterpart. `sharers` shards of the request share the link."""
+    """The path of one shard's KV blocks to the target's shard of the same rank.
+
+    `sharers` is the number of shards that share the link's rate.
+    """
 
     link: LinkName
     sharers: int = 1
 
 
 def lanes(links: LinkTable, source: Topology, target: Topology, tp: int) -> tuple[Lane, ...]:
-    """Return one lane per pair of shards of two groups of `tp` ranks, in rank order."""
+    """Return one lane for each pair of shards of two workers with `tp` ranks, in rank order."""
     link, own = _link(links, source, target)
     return (Lane(link, 1 if own else tp),) * tp
 
 
 def _link(links: LinkTable, source: Topology, target: Topology) -> tuple[LinkName, bool]:
-    """Return the link between two workers, and whether each shard has its own.
+    """Return the link between two workers, and whether each shard has a link of its own.
 
-    A worker registers one host, one domain and one rail, so all its pairs of shards have the same kind of link.
+    A worker registers one host, one domain and one rail, so all its shards have the same kind of link.
     """
     if not (source.gpus and target.gpus and source.host and target.host):
         return "tcp", False

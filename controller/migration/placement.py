@@ -1,17 +1,18 @@
-"""Placement of the requests of a group that failed or drains: which group continues which request.
+"""Assigns each request of a failed or draining group to the group that continues it.
 
-    in order      priority (the lowest number first), then age
-    transfer      the one group that can take all of them and is predicted to finish first; if no group can take all, each
-                  request goes where its own transfer is cheapest
-    re-prefill    where the request would be computed first, behind what this plan has already placed there: this
-                  spreads them evenly
-    failed        no group has room
+    order         by priority (the lowest number first), then by age
+    transfer      to the one group with free blocks for all requests that is predicted to finish first; if no group has that
+                  many free blocks, each request goes to the group with the fastest transfer
+    re-prefill    to the group that would finish the prefill first, after all requests that this plan has assigned to it;
+                  this distributes the requests evenly
+    failed        no group has enough free blocks
 
-Each request gets the cheaper of the two methods. Its blocks, and room for its next token, are reserved before the next
-request is considered, so no group gets more requests than it has room for.
+A group is a worker with its tensor-parallel ranks. Each request gets the faster of the two methods. Before the next request
+is placed, the blocks of this one and of its next token are reserved, so no group gets more requests than its free blocks
+can hold.
 
-Nothing moves here: `place` only plans. The caller re-prefills if a transfer fails, and may retry a request that could not be
-placed when there is room.
+`place` only plans, and sends nothing. The caller re-prefills a request if its transfer fails. It may later retry a request
+that could not be placed.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,9 +27,10 @@ from controller.migration.links import at_least_zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """A request that has to continue elsewhere.
+    """A request that another group has to continue.
 
-    `cached`: how many of its first tokens each group has in its cache. `barred`: groups to which it must not go.
+    `cached` maps each group to the number of the request's first tokens in that group's cache. `barred` names the groups to
+    which the request must not go.
     """
 
     request_id: str
@@ -44,7 +46,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The target and method for one request. If it failed, `target` is empty and `cost` is None."""
+    """The target and method for one request. If `method` is failed, `target` is empty and `cost` is None."""
 
     request_id: str
     method: Literal["transfer", "reprefill", "failed"]
@@ -55,7 +57,7 @@ class Placement:
 
 @dataclass(slots=True)
 class _GroupRoom:
-    """One group, and its remaining room in the plan."""
+    """One group, with the blocks and batch slots that the plan has not assigned yet."""
 
     target: MigrationTarget
     prices: Prices
@@ -65,17 +67,17 @@ class _GroupRoom:
     blocks_taken: int = 0
 
     def blocks(self, request: Leaving) -> int:
-        """Return the blocks that a request needs: with its next token, and its cached prefix, which it pins."""
+        """Return the blocks that a request occupies with its next token. Cached prefix blocks are included."""
         return request.tokens // self.prices.block_tokens + 1
 
     def missing(self, request: Leaving) -> int:
-        """Return how many tokens of a request this group lacks."""
+        """Return the number of a request's tokens that this group has not cached."""
         if not request.cached:
             return request.tokens
         return self.prices.missing(request.tokens, request.cached.get(self.target.name, 0))
 
     def takes(self, request: Leaving) -> bool:
-        """Return whether this group has room for a request that may go there."""
+        """Return whether this group has enough free blocks for a request and is not barred for it."""
         return self.blocks(request) <= self.free_blocks and self.target.name not in request.barred
 
 
@@ -84,11 +86,11 @@ def place(
 ) -> tuple[Placement, ...]:
     """Return a placement for each of `requests`, in the order in which they are to move.
 
-    `kv` is None if the source is dead or convicted: then everything is re-prefilled. Raise ValueError if two targets have
-    the same name, or a target does not have one lane per shard.
+    `kv` is None if the source is dead or convicted. All requests are then re-prefilled. Raise ValueError if two targets have
+    the same name, or if a target does not have one lane per shard.
 
-    A thousand requests take about 0.02 s over 15 targets, 0.1 s over 128, 0.6 s over 1,000. An event loop that serves
-    streams should pass few targets, or run this elsewhere.
+    A thousand requests take about 0.02 s with 15 targets, 0.1 s with 128, and 0.6 s with 1,000. To avoid blocking an event
+    loop that serves streams, pass few targets or call this function in another thread.
     """
     if len({target.name for target in targets}) < len(targets):
         raise ValueError("two targets have the same name")
@@ -111,7 +113,10 @@ def place(
 
 
 def _takes_all(order: Sequence[Leaving], shippers: Sequence[_GroupRoom]) -> _GroupRoom | None:
-    """Return the group that has room for every request worth sending and finishes first; None if no group has."""
+    """Return the group that can receive all requests worth sending, and would finish first; None if no group can.
+
+    A request is worth sending if a transfer to any group is faster than a re-prefill there.
+    """
     sent = [request for request in order if any(_worth_sending(room, request) for room in shippers)]
     found, soonest = None, inf
     for room in shippers if sent else ():
@@ -137,7 +142,7 @@ def _place_one(
     single: _GroupRoom | None,
     at_once: int,
 ) -> Placement:
-    """Place one request and reserve its blocks."""
+    """Choose the group and method for one request, and reserve the request's blocks there."""
     reprefill, reprefill_s = _soonest_computed(request, rooms)
     if reprefill is None:
         return Placement(request_id=request.request_id, method="failed")
@@ -163,10 +168,10 @@ def _soonest_computed(request: Leaving, rooms: Iterable[_GroupRoom]) -> tuple[_G
 def _cheapest_to_send(
     request: Leaving, rooms: Iterable[_GroupRoom], at_once: int
 ) -> tuple[_GroupRoom | None, float]:
-    """Return the group to which a transfer is cheapest, and its seconds; among equals, the one sent the fewest blocks.
+    """Return the group with the fastest transfer and its seconds; None and infinity if no group qualifies.
 
-    Groups with a free slot in their batch come first. The target itself decides whether it has one: this is its last
-    report.
+    Groups with a free batch slot are preferred. Their last report may be outdated, so the target itself checks for a slot
+    again. Among equal groups, the one with the fewest blocks reserved by this plan is returned.
     """
     found, cheapest = None, (True, inf, 0)
     for room in rooms:

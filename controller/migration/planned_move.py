@@ -5,12 +5,13 @@
       ├──────────────────────┴── refused, lost, late ───┴──▶ stayed     the source continues as if nothing had happened
       └───────────────────────── the source failed ────────▶ replayed   another worker computes it again
 
-The frontend is the arbiter: it accepts tokens of one attempt at a time, and no other process needs to know which.
+Only the frontend decides which attempt, source or target, the stream's tokens are accepted from. No other process needs
+to know this attempt.
 
-The target reports the tokens that it received from the source. They are compared, not accepted. The stream switches to the
-target only when the source itself has sent exactly the same tokens. If they differ, or the source has continued meanwhile,
-the stream stays. A lost source never delivers its last tokens. Only then does the caller accept them from the target's
-report, as if the source had sent them.
+When the target commits, it reports the tokens that the source generated during the move. The frontend compares these with
+the tokens that the source sent to it. The stream switches to the target only if both are the same. If they differ, or if the
+source has continued after the commit, the stream stays at the source. A source that is lost cannot send its last tokens. In
+this case alone the caller accepts them from the target's report.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,15 @@ Acts: TypeAlias = tuple[Act, ...]
 
 @dataclass(frozen=True, slots=True)
 class TargetReserved:
-    """The target has reserved room for the stream."""
+    """The target has reserved memory and a slot for the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationDeclined:
-    """The source or the target declined. A declining target has released the stream; a declining source continues decoding."""
+    """The source or the target declined the move.
+
+    A target that declines has released its reservation. A source that declines continues to decode.
+    """
 
     by: Literal["source", "target"]
     why: str
@@ -42,7 +46,10 @@ class MigrationDeclined:
 
 @dataclass(frozen=True, slots=True)
 class TargetCommitted:
-    """The target has received everything and decodes. `tokens`: those that the source generated since the reservation request."""
+    """The target has received the whole KV cache and decodes.
+
+    `tokens` are those that the source generated since the reservation request.
+    """
 
     tokens: tuple[int, ...]
 
@@ -61,14 +68,17 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The move takes too long or has become pointless. Nothing is lost yet, and the stream stays where it is."""
+    """The frontend ends the move, because it takes too long or has no purpose any more. The stream stays at the source."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLeft:
-    """The stream left its source in another way: it failed there, or (`over`) it has ended."""
+    """The stream is no longer at its source.
+
+    `over` is true if the stream has ended, and false if it failed there.
+    """
 
     over: bool
 
@@ -80,7 +90,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The progress of one move."""
+    """The state of one planned move."""
 
     state: State = "asked"
     tokens: tuple[int, ...] = ()  # committed
@@ -88,14 +98,14 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Whether the move has ended."""
+        """Whether the move has ended, successfully or not."""
         return self.state in ("switched", "stayed", "replayed")
 
 
 def step(transfer: Transfer, event: Event, accepted: Sequence[int]) -> tuple[Transfer, Acts]:
-    """Return the next state of a move after one event, and the actions to take.
+    """Return the next state of a move after one event, and the actions to take. A move that has ended does not change.
 
-    `accepted`: the tokens accepted from the source since the reservation request to the target.
+    `accepted` holds the tokens that the frontend accepted from the source since it requested the reservation.
     """
     if transfer.over:
         return transfer, ()
@@ -120,7 +130,10 @@ def step(transfer: Transfer, event: Event, accepted: Sequence[int]) -> tuple[Tra
 
 
 def _compare(transfer: Transfer, accepted: Sequence[int]) -> tuple[Transfer, Acts]:
-    """Compare the source's own tokens with those that the target committed."""
+    """Compare the tokens that the source sent with those that the target reported.
+
+    The stream switches if they are equal, stays if they differ, and waits while the source has sent fewer.
+    """
     tokens = transfer.tokens
     if tuple(accepted) == tokens:
         return replace(transfer, state="switched"), ("switch",)
