@@ -1,4 +1,4 @@
-"""Groups decisions about one worker or model into an incident, from first symptom to recovery or death.
+"""Groups decisions about one worker or model into incidents, from first symptom to recovery or death.
 
     (none) ── first symptom of a subject ──▶ open ── the subject is healthy again, or gone for good ──▶ closed
 

@@ -1,4 +1,4 @@
-"""The load thresholds of a model, above which a rank counts as busy. Operators set them at any frontend.
+"""The load thresholds above which a rank of a model counts as busy. Operators set them.
 
 The thresholds are on the journal so that all frontends use the same values. No decider uses them. Each frontend compares
 them with the load that it observes.
