@@ -1,1 +1,1 @@
-"""Adapters of the ports: databases, brokers, connections to workers, clocks."""
+"""Implementations of the controller's ports: database, broker, worker connections, clocks, scaling."""

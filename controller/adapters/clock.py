@@ -1,4 +1,4 @@
-"""Clocks: the system clock, and a virtual clock that tests advance."""
+"""The clocks of the controller: the system clock, and a virtual clock that tests advance."""
 
 import asyncio
 import heapq
@@ -11,10 +11,12 @@ class SystemClock:
     """The system clock. Implements `controller.ports.Clock`."""
 
     def now(self) -> datetime:
-        """Return the current instant, aware and in UTC."""
+        """Return the current time as an aware datetime in UTC."""
         return datetime.now(UTC)
 
-    monotonic = staticmethod(time.monotonic)  # no wrapper: called a dozen times per request
+    monotonic = staticmethod(
+        time.monotonic
+    )  # without a wrapper, because each request calls this a dozen times
 
     async def sleep(self, seconds: float) -> None:
         """Sleep for `seconds` of real time."""
@@ -22,7 +24,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that tests advance by hand. Each sleeper wakes when the clock reaches its instant, in the order of the instants."""
+    """A clock that tests advance by hand. Sleeping tasks wake in the order of their wake-up times."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._start = start
@@ -31,11 +33,11 @@ class VirtualClock:
         self._ties = itertools.count()
 
     def now(self) -> datetime:
-        """Return the virtual instant."""
+        """Return the virtual time as an aware datetime in UTC."""
         return self._start + timedelta(seconds=self._elapsed)
 
     def monotonic(self) -> float:
-        """Return virtual seconds since the start."""
+        """Return the virtual seconds since the start."""
         return self._elapsed
 
     async def sleep(self, seconds: float) -> None:
@@ -48,7 +50,7 @@ class VirtualClock:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Advance the clock, waking each sleeper at its own instant and letting it run before time continues."""
+        """Advance the clock by `seconds`. Each sleeping task wakes at its own time and runs before the clock goes on."""
         end = self._elapsed + seconds
         while self._sleepers and self._sleepers[0][0] <= end:
             at, _, future = heapq.heappop(self._sleepers)
@@ -61,6 +63,6 @@ class VirtualClock:
 
 
 async def _settle() -> None:
-    """Run everything that can run without time passing: ten loop turns suffice for the longest chain of awaits in the tests."""
+    """Let all ready tasks run. Ten passes of the event loop suffice for the longest chain of awaits in the tests."""
     for _ in range(10):
         await asyncio.sleep(0)

@@ -1,1 +1,1 @@
-"""Settings of every role: sections, environment variables and flags."""
+"""Loads the settings of every role from environment variables and flags, and groups the flags."""

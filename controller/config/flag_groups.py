@@ -1,6 +1,6 @@
-"""Groups of the flags of `up` and of the roles: a short `--help`, and an ordered `--help-all`.
+"""Groups the flags of `up` and of the roles, for a short `--help` and a complete `--help-all`.
 
-A worker's flags have the groups of its settings (`workers.config.settings`).
+The flags of `worker` are grouped as in the docstrings of its settings (`workers.config.settings`).
 """
 
 import argparse
@@ -59,41 +59,41 @@ COMMON: Mapping[str, Sequence[str]] = {
 
 
 class HelpAllAction(argparse.Action):
-    """Prints every flag in its group and exits."""
+    """The action of `--help-all`, which prints all flags by group and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print the help of argparse itself."""
+        """Print argparse's own help, which lists all flags, and exit."""
         print(argparse.ArgumentParser.format_help(parser), end="")
         parser.exit(0)
 
 
 def group_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --help-all, and move the flags of a parser that have no group into theirs."""
+    """Add --help-all to a parser, and move each flag without a group into the group that FLEET defines."""
     parser.usage = "%(prog)s [OPTIONS]"
     text = "show all flags by group, and exit"
     parser.add_argument("--help-all", action=HelpAllAction, nargs=0, help=text)
-    # argparse exposes groups and their flags only in private attributes, here and below
+    # argparse exposes groups and their flags only in private attributes
     ungrouped = parser._optionals._group_actions
-    known = {group.title: group for group in parser._action_groups}  # as above
+    known = {group.title: group for group in parser._action_groups}  # private, too
     for title, patterns in FLEET.items():
         found = [a for a in ungrouped if any(fnmatchcase(a.option_strings[0], one) for one in patterns)]
         if found:
             group = known.get(title) or parser.add_argument_group(title)
-            group._group_actions.extend(found)  # as above
+            group._group_actions.extend(found)  # private, too
             ungrouped[:] = [action for action in ungrouped if action not in found]
 
 
 def short_help(parser: argparse.ArgumentParser, common: Sequence[str]) -> str:
-    """Return the help with the common flags, and one line for each group."""
+    """Return the text of `--help`: the flags in `common`, and one line for each group of flags."""
     formatter = argparse.HelpFormatter(parser.prog)
     formatter.add_usage(parser.usage, (), ())
     formatter.add_text(parser.description)
     formatter.start_section("Common options")
-    # argparse exposes a parser's flags and groups only in private attributes, here and below
+    # argparse exposes a parser's flags and groups only in private attributes
     actions = {action.option_strings[0]: action for action in parser._actions}
     formatter.add_arguments([actions[flag] for flag in (*common, "-h", "--help-all")])
     formatter.end_section()
-    groups = [(group.title, group._group_actions) for group in parser._action_groups[2:]]  # as above
+    groups = [(group.title, group._group_actions) for group in parser._action_groups[2:]]  # private, too
     lines = [f"  {title:<30}{len(flags):>3}  {flags[0].option_strings[0]} …" for title, flags in groups]
     more = f"\nGroups of all options, shown by `{parser.prog} --help-all`:\n"
     return formatter.format_help() + more + "\n".join(lines) + "\n"

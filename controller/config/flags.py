@@ -1,12 +1,15 @@
 """Reads settings from defaults, environment variables (`HOLDFAST_<SECTION>__<FIELD>`) and flags.
 
-Later sources take precedence. A section is a pydantic model; policies inside it are plain dataclasses and are reached the same
-way: `HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is not a model also gets a flag: `interval_s` becomes
-`--interval-s`. A section field marked `flags` (a prefix) gives a flag to each of its own fields. One marked `nested` gives a
-flag to each field that it lists, at any depth.
+A flag overrides the variable of the same setting, and a variable overrides the default. A section is a pydantic model. A section
+may contain policies, which are dataclasses, and a variable names a policy's field by its path:
+`HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`.
 
-The designs that Holdfast derives from (the seeds: docs/concepts/seed-map.md) have other names for some settings, which are
-accepted wherever settings are read. A seed's setting that Holdfast fixes is accepted with its fixed value only.
+Each field of a section that is neither a model nor a dataclass gets a flag. For example, `interval_s` gets `--interval-s`. If a
+field is a model itself, its metadata decide which of its own fields get a flag. With `flags` (a prefix), all of them do. With
+`nested`, the listed fields do, at any depth.
+
+The designs that Holdfast derives from (the seeds: docs/concepts/seed-map.md) have other names for some settings. These names are
+accepted wherever settings are read. If Holdfast fixes a setting of a seed, only the fixed value is accepted.
 """
 
 import argparse
@@ -58,7 +61,7 @@ DYNAMO: Mapping[str, str] = {
 
 
 def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the fields of a section that Dynamo's variables set."""
+    """Return the values that Dynamo's variables set in a section, by field name."""
     places = {variable: place.partition(".") for variable, place in DYNAMO.items()}
     return {
         name: environment[variable]
@@ -68,12 +71,12 @@ def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, st
 
 
 def canonical(section: str, path: Sequence[str]) -> list[str]:
-    """Return the path of a setting under its own names, whichever name was used."""
+    """Return the path of a setting within a section, with a seed's name for the setting replaced by Holdfast's name."""
     return [*path[:-1], _own((section, *path))]
 
 
 def fixed(section: str, path: Sequence[str], value: object) -> bool:
-    """Return whether a setting is a fixed one of the seeds. Raise BadSetting if it is given another value."""
+    """Return whether a seed's setting is fixed by Holdfast. Raise BadSetting if `value` is not the fixed value."""
     place = ".".join((section, *path))
     if place not in FIXED:
         return False
@@ -84,8 +87,10 @@ def fixed(section: str, path: Sequence[str], value: object) -> bool:
 
 
 def renamed(section: str, values: Mapping[str, object], path: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return a section's values (those below `path`) under their own names, at every depth. Raise BadSetting if a setting is
-    given under both names."""
+    """Return a section's values with seeds' names replaced by Holdfast's names, at every depth.
+
+    `values` are the values below `path`. Fixed settings are dropped. Raise BadSetting if a setting is given under both names.
+    """
     found: dict[str, object] = {}
     for name, value in values.items():
         here = (*path, name)
@@ -100,7 +105,10 @@ def renamed(section: str, values: Mapping[str, object], path: tuple[str, ...] = 
 
 
 def _own(place: Sequence[str]) -> str:
-    """Return the setting's own name, given a path that ends in any of its names. A model's name in it may contain dots."""
+    """Return Holdfast's name of a setting. The last part of `place`, its path, is Holdfast's name or a seed's name.
+
+    The path is not split at dots, because a part of it may be a model's name that contains dots.
+    """
     exact = ALIASES.get(".".join(place))
     return exact or ALIASES.get(".".join((*place[:-2], "*", place[-1]))) or place[-1]
 
@@ -109,7 +117,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def fields_of(model: type) -> dict[str, Any]:
-    """Return the field names of a settings model or policy, with their types."""
+    """Return the types of the fields of a settings model or policy, by field name."""
     if issubclass(model, BaseModel):
         return {name: field.annotation for name, field in model.model_fields.items()}
     hints = get_type_hints(model)
@@ -118,14 +126,14 @@ def fields_of(model: type) -> dict[str, Any]:
 
 
 def is_section(annotation: object) -> bool:
-    """Return whether a field contains settings of its own."""
+    """Return whether a field of this type contains settings of its own, because it is a model or a dataclass."""
     if not isinstance(annotation, type) or get_origin(annotation) is not None:
         return False
     return issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
 
 
 def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Yield every field that has a flag: its destination (`field` or `section.field`), the flag's names, and the field."""
+    """Yield every field that has a flag, as its path (`field` or `section.field`), the flag's names and the field."""
     for name, field in model.model_fields.items():
         if not is_section(field.annotation):
             yield name, [_flag("--", name), *_extra(field, "also", ())], field
@@ -142,7 +150,7 @@ def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]
 
 
 def _below(section: FieldInfo, place: str, text: str) -> FieldInfo:
-    """Return the field at a dotted path below a section."""
+    """Return the field at the dotted path `place` below a section, with `text` as its description."""
     annotation, default = section.annotation, section.default
     for name in place.split("."):
         assert isinstance(annotation, type)
@@ -161,14 +169,17 @@ def _extra(field: FieldInfo, name: str, default: Any) -> Any:
 
 
 def _as_given(default: object) -> str:
-    """Return a default as it would be written on the command line."""
+    """Return a default value as a user would write it on the command line."""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
-    """Add a flag for every field that has one, unless `parser` already has it. `only`: restrict to these paths."""
+    """Add the flags of a section's fields to `parser`, except those that `parser` already has.
+
+    If `only` is given, add only the flags of the fields with these paths.
+    """
     # argparse exposes a parser's flags only in this private attribute
     taken = {option for action in parser._actions for option in action.option_strings}
     for place, names, field in flagged(model):
@@ -190,7 +201,10 @@ def add_flags(
 def gather(
     model: type[M], section: str, args: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> M:
-    """Build one section of the settings. Raise BadSetting with the setting, its value and what is expected."""
+    """Build one section of the settings from the environment and the flags in `args`.
+
+    Raise BadSetting with the setting, its value and what is expected.
+    """
     values = from_environment(model, section, os.environ if environment is None else environment)
     for place, _, field in flagged(model):
         if args.get(place) is not None:
@@ -198,7 +212,7 @@ def gather(
             where: object = values
             for part in inner:
                 where = where.setdefault(part, {}) if isinstance(where, dict) else None
-            # otherwise the environment sets the whole section: validation rejects it
+            # if the environment sets the whole section to a value, validation rejects that value
             if isinstance(where, dict):
                 where[name] = _value(field.annotation, args[place])
     values = renamed(section, values)
@@ -209,7 +223,7 @@ def gather(
 
 
 def as_variables(section: str, model: type[BaseModel], args: Mapping[str, object]) -> dict[str, str]:
-    """Return the given flags as the equivalent environment variables, for a process of that role."""
+    """Convert the flags in `args` to environment variables with the same effect, for a process with this section."""
     start = f"{PREFIX}{section.upper()}__"
     return {
         start + place.replace(".", "__").upper(): str(args[place])
@@ -219,7 +233,10 @@ def as_variables(section: str, model: type[BaseModel], args: Mapping[str, object
 
 
 def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, object]:
-    """Return the fields that the environment sets, nested like the model. Raise BadSetting for an unknown name."""
+    """Return the values that the environment sets in a section, nested like the model.
+
+    Raise BadSetting for a variable of the section that is not a setting.
+    """
     start = f"{PREFIX}{section.upper()}__"
     found: dict[str, object] = {}
     for variable, text in environment.items():
@@ -231,7 +248,7 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
 
 
 def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
-    """Set one variable's value at the path that its name describes."""
+    """Set the value of one variable in `found` at `path`. Raise BadSetting if the model has no such setting."""
     for depth, part in enumerate(path):
         fields = fields_of(model)
         if part not in fields:
@@ -248,7 +265,11 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
 
 
 def _value(annotation: object, text: object) -> object:
-    """Parse text for a field: seconds as a duration, JSON or comma-separated values as a collection."""
+    """Parse a text for a field of this type.
+
+    A text becomes a duration if the type is one (the text is in seconds), and a collection if the text is JSON or the type is
+    a collection (the values are separated by commas). Return any other text unchanged, and leave errors to the validation.
+    """
     if not isinstance(text, str):
         return text
     kinds = {get_origin(a) or a for a in (annotation, *get_args(annotation))}
@@ -273,14 +294,16 @@ def describe(
     model: type[BaseModel] | None = None,
     only: Callable[[Mapping[str, object]], bool] = lambda one: True,
 ) -> str:
-    """Return one sentence that names the wrong settings, their values and what is expected. `model` adds their flags. `only`:
-    restrict to these errors."""
+    """Return one sentence with the invalid settings, their values and what is expected.
+
+    With `model`, the sentence also names the settings' flags. `only` selects the errors to describe.
+    """
     flags = {} if model is None else {place: names[0] for place, names, _ in flagged(model)}
     return "; ".join(_sentence(dict(e), section, flags) for e in error.errors() if only(dict(e)))
 
 
 def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:
-    """Return a sentence about one setting. For an error of a whole section, the message itself names the value."""
+    """Return the part of the sentence about one error. The value is left out if it is a whole section."""
     place = ".".join(str(part) for part in error["loc"])
     name = f"{section}.{place}" if place else section
     message = error["msg"].removeprefix("Value error, ")
@@ -291,7 +314,7 @@ def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) 
 
 
 def flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield every setting below `value` as (dotted name, effective value)."""
+    """Yield the dotted name and the value of every setting in `value`, a section or policy at `path`."""
     for name in fields_of(type(value)):
         below = getattr(value, name)
         if is_section(type(below)):

@@ -1,6 +1,6 @@
-"""Every setting of the control side, by section.
+"""Finds the settings section of each role, and lists all effective settings.
 
-Each section is a model next to the code that uses it. This module only locates them.
+Each section is a pydantic model in the package that uses it.
 """
 
 import re
@@ -15,7 +15,8 @@ from controller.config.variables import PLACES, PREFIX, SECTIONS, refuse_unknown
 def section(role: str) -> type[BaseModel]:
     """Return the settings section of a role. Raise KeyError for an unknown role.
 
-    Only that section is imported, because building pydantic models takes time."""
+    Only the module of that section is imported, because building pydantic models takes time.
+    """
     match role:
         case "controller":
             from controller.runtime.settings import ControllerSettings
@@ -41,7 +42,10 @@ def section(role: str) -> type[BaseModel]:
 
 
 def effective(environment: Mapping[str, str]) -> dict[str, object]:
-    """Return every setting's effective value by dotted name, with secrets masked. Raise BadSetting."""
+    """Return every setting's effective value by dotted name, with passwords in URLs masked.
+
+    Raise BadSetting if the environment sets an unknown or invalid setting.
+    """
     refuse_unknown(environment)
     found: dict[str, object] = {}
     for place in PLACES:
@@ -53,5 +57,5 @@ def effective(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def masked(text: str) -> str:
-    """Return a URL with its password masked."""
+    """Return a text with the password of every URL in it masked."""
     return re.sub(r"(?<=://)([^:/@\s]*):([^@/\s]+)@", r"\1:***@", text)

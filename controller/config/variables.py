@@ -1,4 +1,4 @@
-"""Names of Holdfast's environment variables. A misspelt variable is an error, not a silent default."""
+"""The names of Holdfast's environment variables, and a check that rejects misspelt ones."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ SECTIONS = ("controller", "frontend", "projector", "planner", "notifier")
 
 
 def refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raise BadSetting for a HOLDFAST_ variable that no role reads."""
+    """Raise BadSetting if the environment has a variable with the prefix HOLDFAST_ that no role reads."""
     starts = tuple(f"{PREFIX}{name.upper()}__" for name in SECTIONS)
     for variable in environment:
         known = variable in PLACES or variable.startswith((*starts, WORKER_PREFIX))
