@@ -1,1 +1,1 @@
-"""The frontend's side of the request plane: connections to workers, and hang detection."""
+"""The client side of the request plane: connections to workers, and the detection of hung workers."""

@@ -1,4 +1,4 @@
-"""The client side of the request plane: streams over the connections that `links` maintains.
+"""The request plane client: sends requests and receives streams over the connections to workers.
 
 Implements `controller.ports.RequestPlane` for frontends and `controller.ports.Prober` for the canary loop.
 """
@@ -22,7 +22,7 @@ from events.wire import Chunk, Generate, Load, Reserved, Why
 
 
 class RequestPlaneClient(WorkerLinks):
-    """All streams of one frontend or prober, over the connections that `WorkerLinks` maintains."""
+    """Sends the requests of one frontend or prober to workers, over the connections that `WorkerLinks` maintains."""
 
     def __init__(
         self,
@@ -31,15 +31,21 @@ class RequestPlaneClient(WorkerLinks):
         dialers: Mapping[str, Dialer] | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """`dialers`: by URL scheme; `tcp:` is always included. `key`: the fleet key that workers must prove; None: no proof is
-        required."""
+        """Build a client that has the name `client` for workers.
+
+        `dialers` maps URL schemes to dialers; the TCP dialer is always included. `key` is the fleet key that workers must prove
+        to know; None: no proof is required.
+        """
         super().__init__(client, limits or PlaneLimits(), dialers or {}, key)
-        self._numbers = itertools.count(1)  # stream numbers; unique over all connections
+        self._numbers = itertools.count(1)  # stream numbers, which are unique over all connections
 
     # --- state of a worker ----------------------------------------------------------------------------------
 
     def _connection(self, worker: str, instance: str | None = None) -> WorkerConnection | None:
-        """Return the connection to a worker, or to this instance of it. Called per worker for each request that is routed."""
+        """Return the live connection to a worker; None if there is none, or if it is to another instance than `instance`.
+
+        Routing a request calls this method for each worker.
+        """
         link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
         if connection is None or not connection.live or instance not in (None, connection.instance):
@@ -47,14 +53,17 @@ class RequestPlaneClient(WorkerLinks):
         return connection
 
     def reachable(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is connected, and neither stuck nor leaving."""
+        """Return whether this worker instance is connected, makes progress and is not draining."""
         connection = self._connection(worker, instance)
         return connection is not None and not connection.detector.stuck and not connection.draining
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is reachable, and has sent a frame as recently as a live instance does. While our loop is
-        blocked it reads no frames, so time beyond the watch's next check does not count."""
-        # `_connection` inlined: called per worker and request, like `external_load`; saves 1 % of a request
+        """Return whether this worker instance is reachable and has sent a frame as recently as a live instance must.
+
+        This process reads no frames while its event loop is blocked. Time after the next check of the hang watch is therefore
+        not counted as silence.
+        """
+        # `_connection` is inlined here and in `external_load`, which saves 1 % of a request's time
         link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
         if (
@@ -65,7 +74,9 @@ class RequestPlaneClient(WorkerLinks):
         ):
             return False
         detector, limits = connection.detector, self._limits
-        if detector.age_s and detector.stuck:  # the first test is for speed: a step of age 0 cannot be stuck
+        if (
+            detector.age_s and detector.stuck
+        ):  # the first test saves time, because a step of age 0 cannot be stuck
             return False
         due = detector.heard_at + (limits.lately_busy_s if detector.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
@@ -86,20 +97,26 @@ class RequestPlaneClient(WorkerLinks):
         return connection.load.by_rank if connection is not None else ()
 
     def external_load(self, worker: str) -> Load | None:
-        """Return the worker's load by other clients' requests; None if it is not connected."""
+        """Return the part of the worker's load that other clients' requests cause; None if the worker is not connected."""
         link = self.by_worker.get(worker)
         connection = link.connection if link is not None else None
         return connection.load.external if connection is not None and connection.live else None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same per DP rank; empty if the worker has only one, or does not report it."""
+        """Return the load that other clients' requests cause, for each DP rank of the worker.
+
+        The result is empty if the worker is not connected, has a single rank, or does not report the load of its ranks.
+        """
         connection = self._connection(worker)
         return connection.load.external_by_rank if connection is not None else ()
 
     # --- streams ------------------------------------------------------------------------------------------
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
-        """Send a request and return its stream number. Raise WorkerUnreachable."""
+        """Send a request to a worker instance and return the number of its stream. `sink` receives the stream's output.
+
+        Raise WorkerUnreachable if the instance is not connected.
+        """
         stream = next(self._numbers)
         self._connected_to(worker, instance).open(stream, request, sink)
         return stream
@@ -111,41 +128,50 @@ class RequestPlaneClient(WorkerLinks):
         return connection
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
-        """Drop a stream or a reservation, notify the worker, and ignore late frames. Unknown streams are ignored."""
+        """Drop a stream or a reservation and notify the worker. Later frames and unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.cancel(stream, why)
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Return whether this instance is connected and has signalled that it accepts no new requests."""
+        """Return whether this worker instance is connected and has reported that it accepts no new requests."""
         connection = self._connection(worker, instance)
         return connection is not None and connection.draining
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, sink: TransferSink) -> int:
-        """Ask a worker to reserve room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
+        """Command a worker instance to reserve KV blocks for `room` tokens of a request that will arrive with its KV cache.
+
+        Return the number of the new stream. Raise WorkerUnreachable if the instance is not connected.
+        """
         stream = next(self._numbers)
         self._connected_to(worker, instance).reserve(stream, request, room, sink)
         return stream
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, sink: TransferSink) -> None:
-        """Command a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        """Command the worker `source` to send a stream's KV cache to the target that has reserved blocks (`offer`).
+
+        Raise WorkerUnreachable if the source is not connected.
+        """
         connection = self._connected_to(source.worker, source.instance)
         connection.ship(stream, offer.grants, sink)
 
     def stay(self, worker: str, stream: int) -> None:
-        """Command a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
+        """Command a worker to abort a stream's shipment and continue decoding the stream. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.stay(stream)
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        """Attach another sink to a stream. Unknown streams are ignored."""
+        """Replace the sink that receives a stream's output. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.adopt(stream, sink)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
+        """Send a request and yield the chunks of its answer, up to the one that finishes it. Raise WorkerUnreachable.
+
+        The caller sets the deadline.
+        """
         link = await self.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)
         stream = self.open(worker, link.instance, request, reader)
@@ -159,29 +185,30 @@ class RequestPlaneClient(WorkerLinks):
             self.cancel(worker, stream)
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the engine serves other requests: see `Prober`."""
+        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`; "" if not connected."""
         connection = self._connection(worker)
         return "" if connection is None else connection.others_work(own_tokens, begun=begun)
 
 
 def cover_name() -> str:
-    """Return a name that looks like a frontend's but belongs to none: workers distinguish frontends by name."""
+    """Return a random name of the form that frontends have, so that workers cannot tell the prober from a frontend."""
     return f"frontend-{100 + secrets.randbelow(900)}"
 
 
 class ProbePlanes:
-    """The prober of one controller: a connection for marked canaries, and one for questions that look like users' requests.
+    """The prober of one controller, with one client for marked canaries and one for unmarked canaries.
 
-    A marked canary bypasses the prefix cache, takes no slot and is no user's request. A compromised worker can answer it
-    correctly and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`). They use a
-    separate connection, under a name like a frontend's. This requires that the worker's Welcome declares that it answers both
-    alike (`alike`, since 0.3); for other workers, all questions are marked. `unmarked` is None if every canary is marked.
+    A marked canary bypasses the prefix cache, takes no slot and does not count as a user's request. A compromised worker could
+    answer marked canaries correctly and users' requests wrongly. Therefore some canaries carry no mark
+    (`controller.runtime.canary.unmarked`). Unmarked canaries use a separate connection with a name of the form that frontends
+    have. A worker gets unmarked canaries only if its Welcome declares that it answers marked and unmarked requests in the same
+    form (`alike`, since 0.3). If `unmarked` is None, all canaries are marked.
     """
 
     def __init__(self, marked: RequestPlaneClient, unmarked: RequestPlaneClient | None = None) -> None:
         self.marked = marked
         self.unmarked = unmarked
-        self._asked: Counter[str] = Counter()  # open unmarked questions, by worker
+        self._asked: Counter[str] = Counter()  # number of unmarked canaries in flight, by worker
 
     async def run(self) -> None:
         """Maintain the connections until cancelled."""
@@ -190,12 +217,15 @@ class ProbePlanes:
                 group.create_task(plane.run())
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """Set the workers to be connected to; connections to all others are closed."""
+        """Set the workers to connect to, with their addresses. Connections to all other workers are closed."""
         for plane in filter(None, (self.marked, self.unmarked)):
             plane.want(addresses)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
+        """Send a canary and yield the chunks of its answer, up to the one that finishes it. Raise WorkerUnreachable.
+
+        An unmarked canary is sent as a marked one if the worker does not support unmarked ones. The caller sets the deadline.
+        """
         plane = self.unmarked
         if request.canary or plane is None or not self._alike(plane, worker):
             marked = request if request.canary else replace(request, canary=True)
@@ -214,7 +244,7 @@ class ProbePlanes:
                 del self._asked[worker]
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the engine serves other requests: see `Prober`."""
+        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`."""
         plane = self.unmarked if self.unmarked is not None and self._asked[worker] else self.marked
         return plane.others_work(worker, own_tokens, begun=begun)
 

@@ -1,7 +1,8 @@
-"""One connection to one worker: frames in both directions, and the sinks of its streams.
+"""One connection to one worker: sends and receives frames, and passes streams' output to their sinks.
 
-Steps are dispatched from the arrival of the bytes directly to each stream's sink, without a queue or a task per token: this is
-the frontend's hottest path. All steps of one read become one chunk per stream, so the cost per token falls as the load grows.
+When bytes arrive, the output is passed directly to the sink of each stream, without a queue or a task per token, because this
+is the hottest path of a frontend. All engine steps of one read become one chunk per stream. The cost per token therefore falls
+when more steps arrive at once.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
 from events.wire import Beat, Load
 
 FRAMES = TrafficLimit(
-    # a step is one frame; those of one millisecond leave together
+    # an engine step is one frame, and steps within one millisecond are sent together
     messages=Rate(per_s=20_000.0, burst=100_000.0),
     size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
 )
-SHARE = 0.01  # share of a burst that is counted before the budget is checked
+SHARE = 0.01  # the budget is checked each time this share of a burst has arrived
 WRITE_BYTES_MAX = 8 * 1024 * 1024  # requests queued towards a worker that does not read
 BROKEN = "Stream ended before generation completed"
 
@@ -37,18 +38,23 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ReportedLoad:
-    """The load in a worker's last beat, and the part of it that other clients cause."""
+    """The load in a worker's last beat, and the part of that load that other clients cause."""
 
     total: Load = field(default_factory=Load)
-    by_rank: Sequence[Load] = ()  # per DP rank, once reported
-    external: Load = field(default_factory=Load)  # load by other clients' requests
-    external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
+    by_rank: Sequence[Load] = ()  # load of each DP rank; empty before the first beat
+    external: Load = field(default_factory=Load)  # load caused by other clients' requests
+    external_by_rank: Sequence[
+        Load
+    ] = ()  # `external` for each DP rank; empty if the worker does not report ranks
     ranks: dict[int, int] = field(
         default_factory=dict
-    )  # by stream or reservation of ours: its rank, if not 0
+    )  # DP rank of each stream and reservation of this client, if it is not 0
 
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
-        """Record a beat while `own` requests of ours are open (`streams`); drop the ranks of streams that have ended."""
+        """Record the load in a beat, and drop the ranks of streams that have ended.
+
+        `own` is the number of this client's open requests. `streams` and `reserved` are its streams and reservations.
+        """
         self.total = beat.load
         self.by_rank = beat.ranks or (beat.load,)
         self.external = without(beat.load, own)
@@ -61,8 +67,10 @@ class ReportedLoad:
 
 
 def without(load: Load, own: int) -> Load:
-    """Return a load without `own` requests of ours; canaries do not count. All requests are assumed to have equally many
-    tokens."""
+    """Return a load without canaries and without `own` requests of this client.
+
+    The number of tokens is estimated as if all requests had the same number.
+    """
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
     tokens = load.active_tokens * others // whole if whole > 0 else 0
@@ -70,10 +78,10 @@ def without(load: Load, own: int) -> Load:
 
 
 class FrameBudget:
-    """The traffic that a worker may send on one connection. `exceeded` stays set.
+    """Limits the traffic that a worker may send on one connection.
 
-    The connection counts `frames` and `size` (bytes) at each read, and calls `spend` only once one of them exceeds its step, so
-    most reads make no call.
+    The connection adds to `frames` and `size` (bytes) at each read. It calls `spend` only when one of the two exceeds its step,
+    so that most reads need no call. Once the budget is exceeded, `exceeded` stays true.
     """
 
     __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")
@@ -86,7 +94,10 @@ class FrameBudget:
         self.size_step = limit.size.burst * SHARE
 
     def spend(self, now: float) -> str:
-        """Charge the counted traffic to the budget. Return why the connection must be closed; empty if it need not be."""
+        """Charge the counted traffic to the budget, and reset the counts.
+
+        Return the reason to close the connection if the budget is exceeded; otherwise empty.
+        """
         within = self._traffic.take(self.frames, self.size, now)
         self.frames = self.size = 0
         if within:
@@ -96,14 +107,14 @@ class FrameBudget:
 
 
 class StreamReservations:
-    """The streams of one connection that are being moved between workers."""
+    """Holds the sinks of the streams that are moving to or from the worker of one connection."""
 
     def __init__(self) -> None:
-        self.reserved: dict[int, TransferSink] = {}  # reserved on this worker, not yet decoded
-        self.shipping: dict[int, TransferSink] = {}  # open on this worker, being sent to another worker
+        self.reserved: dict[int, TransferSink] = {}  # streams that will arrive at this worker
+        self.shipping: dict[int, TransferSink] = {}  # open streams that this worker ships to another worker
 
     def take(self, frame: wire.ToFrontend) -> None:
-        """Dispatch the worker's frame about a move. Frames of cancelled moves are dropped."""
+        """Pass a worker's frame about a move to the sink of its stream. Frames of cancelled moves are dropped."""
         if isinstance(frame, wire.Reserved) and (sink := self.reserved.get(frame.stream)):
             sink.reserved(frame)
         elif isinstance(frame, wire.Declined):
@@ -112,12 +123,12 @@ class StreamReservations:
                 here.declined(frame.stream, frame.reason)
 
     def forget(self, stream: int) -> bool:
-        """Cancel the move of a stream. Return whether this worker had only reserved room for it."""
+        """Forget the move of a stream. Return whether the stream was only reserved on this worker and not open."""
         self.shipping.pop(stream, None)
         return self.reserved.pop(stream, None) is not None
 
     def clear(self) -> dict[int, Sink]:
-        """Drop everything, since the connection is unusable. Return the sinks of reservations, which must be notified."""
+        """Forget all moves, because the connection is lost. Return the sinks of reservations, which the caller must notify."""
         self.shipping.clear()
         reserved: dict[int, Sink] = {**self.reserved}
         self.reserved.clear()
@@ -125,7 +136,7 @@ class StreamReservations:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """A connection from its Hello to its end."""
+    """One connection to one worker, from the client's Hello to the connection's end."""
 
     def __init__(
         self,
@@ -150,10 +161,10 @@ class WorkerConnection(asyncio.Protocol):
         self.detector = HangDetector(policy, now, process or Process(now))
         self.load = ReportedLoad()
         self.draining = False
-        self.live = False  # the worker has sent its Welcome, and the connection is open
-        self.instance = ""  # of the worker, after its Welcome
-        self.stranger = ""  # why the worker failed the handshake
-        self.late = 0  # chunks of streams without a sink
+        self.live = False  # whether the worker has sent its Welcome and the connection is open
+        self.instance = ""  # the worker's instance; empty until its Welcome
+        self.stranger = ""  # the reason why the handshake failed; empty if it did not
+        self.late = 0  # number of chunks that arrived for streams without a sink
         self.budget = FrameBudget(now, frames)
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -161,7 +172,9 @@ class WorkerConnection(asyncio.Protocol):
     # --- the protocol -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is not a subclass of asyncio.Transport
         self._transport.write(wire.encode(self._handshake.hello(self._frontend)))
 
     def data_received(self, data: bytes) -> None:
@@ -183,7 +196,7 @@ class WorkerConnection(asyncio.Protocol):
                             self._dispatch(chunks)
                             chunks[chunk.stream] = chunk
                     continue
-                if steps:  # the steps precede this frame
+                if steps:  # handle the steps that arrived before this frame first
                     self._stepped(steps, chunks)
                     steps = 0
                 self._handle(frame)
@@ -213,7 +226,7 @@ class WorkerConnection(asyncio.Protocol):
     # --- incoming frames ----------------------------------------------------------------------------------
 
     def _handle(self, frame: wire.ToFrontend) -> None:
-        """Handle a frame that is not a step. Raise BadFrame or UnknownPeer."""
+        """Handle a frame that is not a step. Raise BadFrame for an invalid frame, UnknownPeer for a failed handshake."""
         if type(frame) is wire.Beat:
             self._beat(frame)
         elif type(frame) is wire.Welcome:
@@ -226,8 +239,10 @@ class WorkerConnection(asyncio.Protocol):
             self._reservations.take(frame)
 
     def welcomed(self, frame: wire.Welcome) -> None:
-        """Handle the worker's Welcome: from now on it accepts requests. Raise UnknownPeer if it has not proven the fleet key
-        although it must."""
+        """Handle the worker's Welcome, after which the connection accepts requests.
+
+        Raise UnknownPeer if the worker must prove that it knows the fleet key and has not done so.
+        """
         if not self._handshake.proven:
             raise UnknownPeer(
                 "the worker does not ask for the fleet key: start it with --fleet-key-file, or with --data"
@@ -237,12 +252,12 @@ class WorkerConnection(asyncio.Protocol):
             self.live, self.instance = self._transport is not None, frame.instance
 
     def _stepped(self, steps: int, chunks: dict[int, wire.Chunk]) -> None:
-        """Handle the chunks of `steps` steps that arrived in one read."""
+        """Handle the chunks of `steps` engine steps that arrived in one read, by stream."""
         self.detector.stepped(self._loop.time(), steps)
         self._dispatch(chunks)
 
     def _dispatch(self, chunks: dict[int, wire.Chunk]) -> None:
-        """Pass every stream its chunk, then flush each; `chunks` is empty afterwards."""
+        """Pass each chunk to the sink of its stream, then flush these sinks. `chunks` is empty afterwards."""
         touched: list[Sink] = []
         for stream, chunk in chunks.items():
             sink = self._sinks.get(stream)
@@ -270,8 +285,10 @@ class WorkerConnection(asyncio.Protocol):
             self._changed()
 
     def others_work(self, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the engine serves other requests: see `Prober.others_work`.
-        Concurrent questions of ours count as other requests to one another."""
+        """Return how the worker's engine serves other requests, as defined by `Prober.others_work`.
+
+        If this client has several requests open, each counts as another request for the others.
+        """
         load = self.load.total
         if load.running + load.waiting < 2 or not self.detector.gets_on(self._loop.time(), own_tokens):
             return ""
@@ -290,7 +307,10 @@ class WorkerConnection(asyncio.Protocol):
         return transport
 
     def open(self, stream: int, request: wire.Generate, sink: Sink) -> None:
-        """Send a request. Raise WorkerUnreachable."""
+        """Send a request as stream number `stream`. `sink` receives the stream's output. Raise WorkerUnreachable.
+
+        A request that is too large for a frame is not sent, and its sink receives an error chunk.
+        """
         transport = self._writable()
         request.stream = stream
         frame = wire.encode(request)
@@ -298,7 +318,7 @@ class WorkerConnection(asyncio.Protocol):
         if request.rank:
             self.load.ranks[stream] = request.rank
         self.detector.opened(self._loop.time())
-        if len(frame) > wire.FRAME_BYTES_MAX:  # it would break the connection, with all streams on it
+        if len(frame) > wire.FRAME_BYTES_MAX:  # the worker would close the connection with all its streams
             self._loop.call_soon(self._refuse, stream, len(frame))
             return
         transport.write(frame)
@@ -313,7 +333,7 @@ class WorkerConnection(asyncio.Protocol):
         sink.flush()
 
     def cancel(self, stream: int, why: wire.Why) -> None:
-        """Drop a stream or a reservation, and notify the worker with the reason."""
+        """Drop a stream or a reservation, and send the reason to the worker. Unknown streams are ignored."""
         reserved = self._reservations.forget(stream)
         if self._sinks.pop(stream, None) is not None:
             self.detector.closed()
@@ -325,10 +345,10 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
 
-    # --- planned moves: a reservation is not an open stream, so the worker owes no frame for it ---------------------------
+    # --- planned moves (a reservation is not an open stream, so the worker need not send frames for it) -------------------
 
     def reserve(self, stream: int, request: wire.Generate, room: int, sink: TransferSink) -> None:
-        """Ask the worker to reserve room for a request. Raise WorkerUnreachable."""
+        """Command the worker to reserve KV blocks for `room` tokens of a request. Raise WorkerUnreachable."""
         transport = self._writable()
         request.stream = stream
         frame = wire.encode(wire.Reserve(stream=stream, request=request, room_tokens=room))
@@ -340,7 +360,7 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(frame)
 
     def ship(self, stream: int, grants: list[bytes], sink: TransferSink) -> None:
-        """Command the worker to send a stream's KV cache. Raise WorkerUnreachable."""
+        """Command the worker to ship a stream's KV cache to the target that issued `grants`. Raise WorkerUnreachable."""
         transport = self._writable()
         if stream not in self._sinks:
             raise WorkerUnreachable("the stream has ended")
@@ -348,18 +368,18 @@ class WorkerConnection(asyncio.Protocol):
         transport.write(wire.encode(wire.Ship(stream=stream, grants=grants)))
 
     def stay(self, stream: int) -> None:
-        """Command the worker to continue decoding a stream that it was commanded to send."""
+        """Command the worker to abort the shipment of a stream and continue decoding it. Unknown streams are ignored."""
         if stream in self._sinks:
             self._reservations.forget(stream)
             self._send(wire.Stay(stream=stream))
 
     def adopt(self, stream: int, sink: Sink) -> None:
-        """Attach another sink to an open stream."""
+        """Replace the sink of an open stream. Unknown streams are ignored."""
         if stream in self._sinks:
             self._sinks[stream] = sink
 
     def _committed(self, frame: wire.Committed) -> None:
-        """Turn a reservation into an open stream."""
+        """Handle a Committed frame, which turns a reservation into an open stream."""
         sink = self._reservations.reserved.pop(frame.stream, None)
         if sink is not None:
             self._sinks[frame.stream] = sink
@@ -369,7 +389,7 @@ class WorkerConnection(asyncio.Protocol):
     # --- end of the connection ----------------------------------------------------------------------------
 
     def lose(self, cause: LostCause, detail: str) -> None:
-        """End every stream at once with this cause; notify the worker too if it can still be reached."""
+        """End every stream and reservation with this cause, and cancel them on the worker if it is still connected."""
         sinks, self._sinks = self._sinks, {}
         sinks |= self._reservations.clear()
         self.detector.open_streams = 0
@@ -379,7 +399,7 @@ class WorkerConnection(asyncio.Protocol):
             sink.lost(cause, detail)
 
     def drop(self, cause: LostCause, reason: str) -> None:
-        """Drop the connection; no further requests are sent on it."""
+        """Abort the connection, so that no further requests are sent. Its streams end in `connection_lost` or `lose`."""
         self._cause, self._reason = cause, reason
         self.live = False
         if self._transport is not None:
@@ -387,18 +407,18 @@ class WorkerConnection(asyncio.Protocol):
             self._transport = None
 
     def abort(self, cause: LostCause, reason: str) -> None:
-        """Drop the connection, and end its streams now instead of when the closed socket is noticed."""
+        """Abort the connection, and end its streams at once instead of in `connection_lost`."""
         self.drop(cause, reason)
         self.lose(cause, reason)
         self._changed()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection after its buffered data has been sent."""
         if self._transport is not None:
             self._transport.close()
 
     def readable(self) -> bool:
-        """Return whether the socket has unread bytes: then this process is late, not the worker."""
+        """Return whether the socket has unread bytes. If it does, this process is late and not the worker."""
         if self._transport is None:
             return False
         sock = self._transport.get_extra_info("socket")
@@ -406,7 +426,10 @@ class WorkerConnection(asyncio.Protocol):
 
 
 class StreamReader:
-    """A sink for a consumer that reads at its own pace, such as a probe."""
+    """A sink that queues chunks for a consumer that awaits them, such as a probe.
+
+    Chunks beyond `chunks_max` are dropped.
+    """
 
     def __init__(self, chunks_max: int) -> None:
         self._chunks: asyncio.Queue[wire.Chunk | WorkerUnreachable] = asyncio.Queue(chunks_max + 1)

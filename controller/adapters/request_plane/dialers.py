@@ -1,7 +1,7 @@
-"""Dialers of worker connections: `TcpDialer` dials a worker's port, `nats_dialer` the broker.
+"""Opens connections to workers over TCP; the module `nats_dialer` opens them through the broker.
 
-All frames of a busy loop turn for one worker leave as one write. Each write is a system call and wakes the worker, which
-would otherwise read one request although ten are on their way.
+All frames that a busy pass of the event loop sends to one worker are joined into one write. Each write is a system call and
+wakes the worker, so that separate writes would wake the worker for each request.
 """
 
 import asyncio
@@ -12,40 +12,43 @@ from urllib.parse import urlsplit
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.ports import WorkerUnreachable
 
-PORT_S = 1.0  # timeout of a port probe: the kernel accepts, even for a process that hangs
+PORT_S = 1.0  # timeout of a port probe, which succeeds even if the process hangs, because the kernel accepts connections
 
 Make = Callable[[type[WorkerConnection]], WorkerConnection]
 """Creates a connection of the class that the dialer needs."""
 
 
 class Dialer(Protocol):
-    """Opens one kind of connection."""
+    """The interface of a dialer, which opens connections to workers over one kind of transport."""
 
     async def ready(self) -> None:
-        """Wait until connections are possible at all. Raise TimeoutError."""
+        """Wait until connections are possible, for example until the broker is connected. Raise TimeoutError."""
         ...
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Return a new connection; the caller sets the deadline. Raise OSError or WorkerUnreachable."""
+        """Connect to `url` and return the connection, which `make` creates. Raise OSError or WorkerUnreachable.
+
+        The caller sets the deadline.
+        """
         ...
 
 
 class CoalescingTransport(asyncio.Transport):
-    """A transport that joins the writes of one loop turn, in order, into one system call and one wake-up of the worker.
+    """A transport that joins the writes of one pass of the event loop into one system call, which wakes the worker once.
 
-    At full load with 64 users, five writes to a worker become one system call. Where turns write once each, nothing is delayed:
-    the first write of a turn is sent at once, unless the last turn with writes had several.
+    The order of the writes is kept. At full load with 64 users, five writes to a worker become one system call. If the last pass
+    with writes had only one, the first write of the next pass is sent at once, so that a single write is never delayed.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._writes = 0  # writes in this turn
-        self._busy = False  # the last turn with writes had several
+        self._writes = 0  # number of writes in this pass of the event loop
+        self._busy = False  # whether the last pass with writes had more than one
         self._gathered: list[bytes | bytearray | memoryview] = []
-        self._bytes = 0  # in `_gathered`
-        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # called for every request
+        self._bytes = 0  # size of the writes in `_gathered`
+        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # without a wrapper: called per request
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._writes += 1
@@ -58,7 +61,7 @@ class CoalescingTransport(asyncio.Transport):
         self._bytes += len(data)
 
     def _end_turn(self) -> None:
-        """End the turn: write what has gathered, or nothing if the connection is gone."""
+        """Write the data that this pass of the event loop has gathered. If the connection is closing, drop the data."""
         self._busy, self._writes = self._writes > 1, 0
         self._flush()
 
@@ -83,21 +86,21 @@ class CoalescingTransport(asyncio.Transport):
 
 
 class TcpConnection(WorkerConnection):
-    """A connection to a worker's own port."""
+    """A connection to a worker's TCP port, with joined writes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is not a subclass
+        # a cast, because uvloop's transport is not a subclass of asyncio.Transport
         super().connection_made(CoalescingTransport(cast(asyncio.Transport, transport)))
 
 
 class TcpDialer:
-    """Connects to a worker's own port: `tcp://host:port`."""
+    """The dialer of workers with URLs of the form `tcp://host:port`."""
 
     async def ready(self) -> None:
-        """Return at once: TCP has no prerequisite."""
+        """Return at once, because TCP connections need no broker."""
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Connect to the port. Raise OSError, or WorkerUnreachable for an invalid URL."""
+        """Connect to the worker's port. Raise OSError, or WorkerUnreachable for an invalid URL."""
         host, port = _endpoint(url)
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: make(TcpConnection), host, port)
@@ -105,7 +108,7 @@ class TcpDialer:
 
 
 async def port_open(url: str) -> bool:
-    """Return whether a process listens at an address, `tcp://host:port`; False for an invalid one."""
+    """Return whether a process listens at the address `tcp://host:port`; False for an invalid URL or after 1 s."""
     try:
         async with asyncio.timeout(PORT_S):
             _, writer = await asyncio.open_connection(*_endpoint(url))

@@ -1,20 +1,21 @@
-"""Detects hung workers: a worker with open streams is silent, or its engine makes no progress.
+"""Detects hung workers, which have open streams but send no frames or make no progress.
 
     silence      a worker with open streams sends a frame at least every 100 ms from its loop, whatever its
                  engine does; 400 ms without any mean a hung process or a cut network
     stuck step   a live loop reports the age of the engine's step; the limit is a multiple of the recent step
                  time, with a floor, and an allowance for each prompt token of a prefill
 
-Everything here is arithmetic on instants that are passed in. The lag of our own loop must be excluded: while this process did
-not run, it read no frames, so the lag is added to every worker's time before any is judged. The recent step time is not
-derived from the *beats'* ages: a stuck step would raise its own limit.
+This module only computes with times that its callers pass. Lag is the time for which this process's own event loop did not run
+and so read no frames. The lag is subtracted from every worker's silence before any worker is judged. The recent step time is
+measured between outputs and not taken from the ages in beats, because a stuck step would then raise its own limit.
 
-Workers of one process fall silent together while its loop is late: that is one late process, not several hung workers.
+If the event loop of a process with several workers is late, all its workers are silent together. They must not count as hung.
+In this diagram, A, B and C are workers of one process, and each `|` is a frame:
 
-    A   | | | | |                | | | |        The lateness is known once one of its workers sends again, and is
-    B    | | | | |                | | | |       subtracted from the others' silence. Until then, the process is allowed three
-    C    | | | hung                             times its recent lateness, and at least 0.6 s. C was silent while the others
-         ──────────  late  ───────────────▶     were sending: it is hung, and detected as fast as if it were alone.
+    A   | | | | |                | | | |        The lateness is known once one of the workers sends again, and is
+    B    | | | | |                | | | |       subtracted from the silence of all. Until then, three times the recent
+    C    | | | hung                             lateness is tolerated, and at least 0.6 s. C was silent while A and B
+         ──────────  late  ───────────────▶     were sending, so C is hung, and is detected as fast as a single worker.
 """
 
 from dataclasses import dataclass
@@ -22,45 +23,47 @@ from math import inf
 
 from events.wire import Beat
 
-OWED_S = 0.1  # interval of frames of a worker with open streams of ours
-OWED_IDLE_S = 1.0  # interval of frames of any other worker
-LATE_S_MIN = 0.06  # lateness above which it is recorded: one tick of ours, and a margin
-LATE_S_BORNE = 0.6  # tolerated lateness of a process without a history
-LATE_FACTOR = 3.0
-LATE_MEMORY_S = 30.0
+OWED_S = 0.1  # maximum interval between frames of a worker that has open streams of this process
+OWED_IDLE_S = 1.0  # maximum interval between frames of any other worker
+LATE_S_MIN = 0.06  # shorter lateness is not recorded; slightly longer than the interval of the hang watch
+LATE_S_BORNE = 0.6  # tolerated lateness of a worker process that was not late recently
+LATE_FACTOR = 3.0  # multiple of the longest recent lateness that is tolerated
+LATE_MEMORY_S = 30.0  # how long a lateness counts as recent
 
 
 @dataclass(frozen=True, slots=True)
 class HangPolicy:
-    """The thresholds from which silence and slowness count as a hang."""
+    """The thresholds above which silence or a slow step counts as a hang."""
 
-    silence_s: float = 0.4
-    tick_s: float = 0.05
-    lag_s: float = 0.02  # a tick later than this is a lag of our own loop
-    step_factor: float = 10.0
-    step_floor_s: float = 5.0  # a busy CPU can make a step take seconds
-    prefill_s_per_token: float = 0.03
-    all_silent_s: float = 2.0  # silence of all workers at once up to which it is attributed to us
-    step_memory_s_max: float = 10.0
+    silence_s: float = 0.4  # maximum time without a frame while streams are open
+    tick_s: float = 0.05  # interval at which connections are judged
+    lag_s: float = 0.02  # a check that is later than this is a lag of this process's event loop
+    step_factor: float = 10.0  # limit of a step as a multiple of the recent step time
+    step_floor_s: float = 5.0  # minimum of that limit, because a step can take seconds on a busy CPU
+    prefill_s_per_token: float = 0.03  # added to that limit for each prompt token of a prefill
+    all_silent_s: float = (
+        2.0  # if all workers are silent for less than this, this process is assumed to be the cause
+    )
+    step_memory_s_max: float = 10.0  # maximum step time that is recorded
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """The lateness of one worker process, derived from its workers' frames. Without effect if it has a single worker."""
+    """Measures the lateness of one worker process from its workers' frames. It has no effect for a single worker."""
 
-    _heard_at: float
-    shared: bool = False  # whether more than one worker runs in it: see `house`
-    late_s: float = 0.0  # total time in which all workers owed a frame and none sent one
-    look_due: float = inf  # our next look: time beyond it is our own loop's lag
+    _heard_at: float  # time of the last frame of any of its workers
+    shared: bool = False  # whether more than one worker runs in the process, as set by `house`
+    late_s: float = 0.0  # total time in which a frame of each worker was due and none arrived
+    look_due: float = inf  # time of the hang watch's next check; time after it is lag of this process
     _worst_s: float = 0.0  # the longest recent lateness
     _late_at: float = -inf  # time of the longest recent lateness
 
     def house(self, workers: int) -> None:
-        """Set the number of workers in this process."""
+        """Set the number of workers in this worker process."""
         self.shared = workers > 1
 
     def hear(self, owed_at: float, now: float) -> None:
-        """Record a frame from a worker of this process that was due since `owed_at`."""
+        """Record a frame that arrived at `now` from a worker of this process and was due at `owed_at`."""
         heard_at = min(now, self.look_due)
         late_s = heard_at - max(owed_at, self._heard_at)
         if late_s > 0:
@@ -70,11 +73,11 @@ class Process:
         self._heard_at = now
 
     def excuse(self, lag_s: float, now: float) -> None:
-        """Exclude a standstill of our own loop for `lag_s`."""
+        """Exclude `lag_s` seconds, in which this process's own event loop did not run, from the silence."""
         self._heard_at = min(now, self._heard_at + lag_s)
 
     def excused_s(self, now: float, most_s: float) -> float:
-        """Return the part of the current silence that may be due to lateness of the whole process: at most `most_s`."""
+        """Return the seconds of the current silence that may be lateness of the whole process, at most `most_s`."""
         if not self.shared:
             return 0.0
         worst_s = self._worst_s if now - self._late_at <= LATE_MEMORY_S else 0.0
@@ -83,24 +86,26 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class HangDetector:
-    """The hang detector of one connection."""
+    """Detects whether the worker of one connection hangs, from the times of its frames and the contents of its beats."""
 
     policy: HangPolicy
-    heard_at: float
+    heard_at: float  # time of the last frame
     process: Process
-    age_s: float = 0.0
+    age_s: float = 0.0  # age of the engine's step in the last beat
     phase: str = "idle"
     prefill_tokens: int = 0
     open_streams: int = 0
     _late_s: float = 0.0  # the process's `late_s` at this worker's last frame
-    _recent_s: float = 0.0  # the slowest recent step, decaying
-    _stepped_at: float | None = None
+    _recent_s: float = 0.0  # duration of the slowest recent step, which decays with each further step
+    _stepped_at: float | None = (
+        None  # time of the last output; None if there was none since a stream was opened
+    )
 
     def __post_init__(self) -> None:
         self._late_s = self.process.late_s
 
     def opened(self, now: float) -> None:
-        """Record the opening of a stream. Silence counts from the opening of the first one."""
+        """Record the opening of a stream. If no other stream is open, the worker's silence counts from now on."""
         if not self.open_streams:
             self.heard_at = max(self.heard_at, now)
             self._late_s = self.process.late_s
@@ -108,7 +113,7 @@ class HangDetector:
         self.open_streams += 1
 
     def hear(self, now: float) -> None:
-        """Record a frame of any kind."""
+        """Record a frame of any kind that arrived at `now`."""
         if self.process.shared:
             self.process.hear(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
             self._late_s = self.process.late_s
@@ -119,7 +124,7 @@ class HangDetector:
         self.open_streams -= 1
 
     def stepped(self, now: float, steps: int = 1) -> None:
-        """Record the output of `steps` steps that arrived together: the engine makes progress."""
+        """Record the output of `steps` engine steps that arrived together at `now`."""
         if self._stepped_at is not None:
             took = min(now - self._stepped_at, self.policy.step_memory_s_max)
             self._recent_s = max(took, self._recent_s * 0.98)
@@ -128,17 +133,17 @@ class HangDetector:
         self.age_s = 0.0
 
     def beat(self, beat: Beat) -> None:
-        """Record the engine's state as the worker's loop reports it."""
+        """Record the state of the engine that a beat reports."""
         self.age_s = 0.0 if beat.phase == "idle" else beat.step_age_ms / 1000
         self.phase = beat.phase
         self.prefill_tokens = beat.prefill_tokens
 
     def excuse(self, lag_s: float, now: float) -> None:
-        """Exclude a standstill of our own loop for `lag_s`: no frame could be read during that time."""
+        """Exclude `lag_s` seconds from the silence, because this process's event loop did not run and read no frames."""
         self.heard_at = min(now, self.heard_at + lag_s)
 
     def silent_s(self, now: float) -> float:
-        """Return the worker's silence, without its process's lateness; 0 when no frame is owed."""
+        """Return the seconds since the worker's last frame, without the lateness of its process; 0 if no stream is open."""
         if not self.open_streams:
             return 0.0
         process = self.process
@@ -146,25 +151,28 @@ class HangDetector:
         return now - self.heard_at - late_s
 
     def step_limit_s(self) -> float:
-        """Return the maximum age of the current step."""
+        """Return the maximum age in seconds of the engine's current step."""
         policy = self.policy
         usual = max(policy.step_floor_s, policy.step_factor * self._recent_s)
         return usual + policy.prefill_s_per_token * self.prefill_tokens
 
     @property
     def stuck(self) -> bool:
-        """Whether the engine's step is older than the limit."""
+        """Whether the engine's step is older than its limit, as far as the last beat shows."""
         return self.age_s > self.policy.step_floor_s and self.age_s > self.step_limit_s()
 
     def gets_on(self, now: float, own_tokens: int) -> bool:
-        """Whether the engine is known to make progress: its step is young, or old because of another request's prompt, longer
-        than our `own_tokens` tokens."""
+        """Return whether the engine is known to make progress.
+
+        It is if its step is young, or if its step is old because of a prefill of more than `own_tokens` tokens, which must belong
+        to another request than the caller's.
+        """
         if self.silent_s(now) > self.policy.silence_s or self.stuck:
             return False
         return self.age_s <= self.policy.step_floor_s or self.prefill_tokens > own_tokens
 
     def suspect(self, now: float) -> str:
-        """Return what is wrong with this worker; empty if nothing is."""
+        """Return the reason to consider the worker hung at `now`; empty if it is not."""
         if not self.open_streams:
             return ""
         silent = self.silent_s(now)

@@ -1,8 +1,9 @@
-"""Connections to workers through the broker: `--request-plane nats`.
+"""Opens connections to workers through the broker (`--request-plane nats`).
 
-A connection over a channel differs from a TCP connection in two ways. If the worker no longer listens, a request that it never
-read has found no responder, and counts as not sent. And all channels share one socket, which nearly always has unread bytes: so
-`readable` checks whether the bytes that were unread a moment ago have been read.
+A channel is a connection through the broker. It differs from a TCP connection in two ways. If the worker no longer listens, the
+broker reports that there is no responder, and requests that the worker has not read count as not sent. All channels of a process
+share one socket, which nearly always has unread bytes. `readable` therefore checks whether the bytes that were unread at an
+earlier call have been read.
 """
 
 import asyncio
@@ -19,21 +20,23 @@ from events.nats.channels import Channels
 from events.wire import Generate
 
 READY_S = 60.0
-SAME_SILENCE_S = 0.5  # two calls within this time concern the same silence
+SAME_SILENCE_S = 0.5  # maximum time between two calls of `readable` about the same silence
 NO_RESPONDERS = "no responders: the worker has gone from the broker"
 
 
 class ChannelConnection(WorkerConnection):
-    """A connection over a channel."""
+    """A connection to a worker over a channel through the broker."""
 
     _channel: Channel | None = None
-    _read_to = 0  # end of the broker's bytes unread at the first call in this silence
-    _asked_at = float("-inf")
+    _read_to = 0  # position in the broker's byte stream up to which bytes were unread at the first call in this silence
+    _asked_at = float("-inf")  # loop time of the last call of `readable`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, Channel)
         self._channel = transport
-        self._unread: deque[tuple[int, int]] = deque()  # per request: end in our byte stream, stream
+        self._unread: deque[tuple[int, int]] = (
+            deque()
+        )  # unread requests: end in the sent byte stream, stream number
         super().connection_made(transport)
 
     def open(self, stream: int, request: Generate, sink: Sink) -> None:
@@ -55,7 +58,10 @@ class ChannelConnection(WorkerConnection):
         super().connection_lost(exc)
 
     def readable(self) -> bool:
-        """Return whether bytes that were unread at the first call in this silence are still unread."""
+        """Return whether bytes that were unread at the first call in this silence are still unread.
+
+        If they are, this process is late and not the worker.
+        """
         if self._channel is None:
             return False
         broker, now = self._channel.carrier, self._loop.time()
@@ -69,23 +75,26 @@ class ChannelConnection(WorkerConnection):
 
 
 class NatsDialer:
-    """Connects to a worker's subject on the broker."""
+    """The dialer of workers that are reached through the broker, with URLs of the form `nats:plane.WORKER.INSTANCE`."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
 
     @classmethod
     async def open(cls, broker: str, name: str, *, wait_s: float = 2.0) -> "NatsDialer":
-        """Connect to the broker within `wait_s`, else keep trying in the background."""
+        """Connect to the broker under the name `name`. After `wait_s` seconds, continue to try in the background."""
         return cls(await Channels.open(broker, f"plane:{name}", wait_s=wait_s))
 
     async def ready(self) -> None:
-        """Wait until the broker is connected: while it is unavailable, no worker has failed."""
+        """Wait until the broker is connected, because a broker outage must not count as a failure of workers.
+
+        Raise TimeoutError after 60 s.
+        """
         async with asyncio.timeout(READY_S):
             await self._channels.up()
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Open a channel. Raise NoResponders if there is no such worker."""
+        """Open a channel to a worker. Raise WorkerUnreachable for an invalid URL, NoResponders if no such worker listens."""
         subject = subjects.plane_of(url)
         if subject is None:
             raise WorkerUnreachable(
@@ -96,13 +105,16 @@ class NatsDialer:
         return connection
 
     async def close(self) -> None:
-        """Close the broker connection, and every connection over it."""
+        """Close the connection to the broker, and every channel over it."""
         await self._channels.close()
 
 
 @asynccontextmanager
 async def dialers(broker: str, name: str) -> AsyncIterator[dict[str, Dialer]]:
-    """Yield a dialer through the broker at this URL, by URL scheme; none for an empty URL. Raise BadBrokerUrl."""
+    """Yield the dialer through the broker at the URL `broker`, by URL scheme. Raise BadBrokerUrl.
+
+    If `broker` is empty, the yielded mapping is empty too.
+    """
     if not broker:
         yield {}
         return

@@ -1,10 +1,11 @@
-"""Maintains one connection to every wanted worker.
+"""Maintains one connection to each worker of a set, which `want` sets.
 
     want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams notified at once
                                  ▲                                  │
                                  └──── backoff, jittered ◀──────────┘
 
-The TCP dialer needs neither broker nor database: even with both down, connections stay open, and broken ones are reopened.
+TCP connections do not need the broker or the database. While both are down, connections stay open, and broken ones are
+reopened.
 """
 
 import asyncio
@@ -33,23 +34,24 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class HangWatch:
-    """Judges the live connections twenty times a second, and ends the streams of those that hang.
+    """Checks the live connections twenty times a second, and ends the streams of hung workers.
 
-    `hang` judges a single worker. The watch excludes our own lag before any worker is judged, reads our sockets first, and
-    attributes a silence of all workers at once to this process for a while.
+    The module `hang` judges a single worker. The watch adds three checks, so that no worker is blamed for a fault of this
+    process. It excludes the time for which this process's event loop did not run. It reads the sockets first. If all workers are
+    silent at once, it waits up to `all_silent_s` before it considers them hung.
     """
 
     policy: HangPolicy
-    connections: Callable[[], Mapping[str, WorkerConnection]]  # the live ones, by worker
-    processes: Callable[[], Iterable[Process]]  # of the workers
+    connections: Callable[[], Mapping[str, WorkerConnection]]  # returns the live connections, by worker
+    processes: Callable[[], Iterable[Process]]  # returns the processes of the workers
     changed: Callable[[], None]  # called after a worker was found hung
-    look_due: float = inf  # our next look: time beyond it is our own loop's lag
-    hangs: int = 0
-    late_ticks: int = 0
+    look_due: float = inf  # time of the next check; time after it is lag of this process's event loop
+    hangs: int = 0  # number of hung workers found
+    late_ticks: int = 0  # number of checks that were late
     _all_silent_since: float | None = None
 
     async def run(self) -> None:
-        """Judge every connection at each tick, after excluding our own lag and reading our sockets."""
+        """Check all connections every `tick_s` seconds until cancelled."""
         loop, policy = asyncio.get_running_loop(), self.policy
         due = self.look_due = loop.time() + policy.tick_s
         while True:
@@ -65,13 +67,13 @@ class HangWatch:
                 connection for connection in self.connections().values() if connection.detector.suspect(now)
             ]
             if suspects:
-                await asyncio.sleep(policy.lag_s / 2)  # whole loop turns: bytes that have arrived are read
+                await asyncio.sleep(policy.lag_s / 2)  # lets the event loop read the bytes that have arrived
                 self._judge([connection for connection in suspects if not connection.readable()], loop.time())
             else:
                 self._all_silent_since = None
 
     def _excuse(self, lag_s: float, now: float) -> None:
-        """Exclude our own lag from every worker's silence."""
+        """Exclude `lag_s` seconds, in which this process's event loop did not run, from every worker's silence."""
         for process in self.processes():
             process.excuse(lag_s, now)
         for connection in self.connections().values():
@@ -84,15 +86,19 @@ class HangWatch:
         if len(guilty) > 1 and len(guilty) == len(busy):
             self._all_silent_since = self._all_silent_since or now
             if now - self._all_silent_since < policy.all_silent_s:
-                return  # all at once: more likely a fault of this process
+                return  # if all workers are silent at once, the cause is more likely in this process
         for connection, why in guilty:
             self.hangs += 1
             worker = next((name for name, one in connections.items() if one is connection), "?")
             log.warning("worker_hung", worker=worker, why=why, streams=connection.detector.open_streams)
             if connection.detector.silent_s(now) > policy.silence_s:
-                connection.drop("stalled", why)  # drop all before any stream is routed to another worker
+                connection.drop(
+                    "stalled", why
+                )  # drops all hung workers before any stream is routed to another worker
         for connection, why in guilty:
-            connection.lose("stalled", why)  # a live loop reports when the engine makes progress again
+            connection.lose(
+                "stalled", why
+            )  # if only the engine is stuck, the connection stays and beats show its progress
         self.changed()
 
 
@@ -102,9 +108,12 @@ log = structlog.get_logger(__name__)
 
 
 class Address(NamedTuple):
-    """The address of one worker instance: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
+    """The address of one worker instance.
 
-    Empty `instance`: any that answers. Workers of the same `process` may share an event loop; empty: a separate process."""
+    `url` is `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` through the broker. If `instance` is empty, any instance at the
+    URL is accepted. Workers with the same `process` may share an event loop. An empty `process` means that the worker has its
+    own process.
+    """
 
     instance: str
     url: str
@@ -117,42 +126,53 @@ class Address(NamedTuple):
 
     @property
     def scheme(self) -> str:
-        """The URL's scheme."""
+        """The scheme of the URL, `tcp` or `nats`."""
         return self.url.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """Deadlines and bounds of connections."""
+    """Deadlines and limits of the connections to workers."""
 
     connect_s: float = 1.0
-    welcome_s: float = 5.0  # a process that starts 250 workers is late, and retries would make it later
+    welcome_s: float = (
+        5.0  # long, because a process that starts 250 workers is late, and retries would delay it further
+    )
     backoff_s_min: float = 0.05
     backoff_s_max: float = 2.0
-    ask_connect_s: float = 1.0  # wait of a probe for a connection that is being reopened
-    ask_connect_first_s: float = 5.0  # the same without a failed attempt: a thousand workers may join at once
+    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being reopened
+    # how long a probe waits for a connection without a failed attempt, since a thousand workers may join at once
+    ask_connect_first_s: float = 5.0
     ask_chunks_max: int = 4096
-    connections_max: int = 65_536  # a process needs open files for other purposes, too
-    heard_s: float = 2.5  # age of a frame up to which a link is reported; an idle worker beats each second
-    lately_s: float = 1.3  # a worker silent for longer is chosen last; an idle one beats each second
-    lately_busy_s: float = 0.25  # the same with open streams of ours: it beats every 0.1 s
+    connections_max: int = (
+        65_536  # below the limit of open files, which the process needs for other purposes too
+    )
+    heard_s: float = (
+        2.5  # maximum age of the last frame of a reported link; an idle worker sends a beat each second
+    )
+    lately_s: float = (
+        1.3  # a worker that is silent for longer is chosen last; an idle worker sends a beat each second
+    )
+    lately_busy_s: float = (
+        0.25  # used instead of `lately_s` for a worker with open streams, which sends a frame every 0.1 s
+    )
     hang: HangPolicy = field(default_factory=HangPolicy)
-    frames: TrafficLimit = FRAMES  # of one worker's connection
-    flood_pause_s: float = 30.0  # until a worker that exceeded `frames` is connected again
+    frames: TrafficLimit = FRAMES  # the traffic that a worker may send on its connection
+    flood_pause_s: float = 30.0  # how long a worker that exceeded `frames` is not connected again
 
 
 @dataclass(slots=True)
 class WorkerLink:
-    """The wanted connection to one instance, and its state."""
+    """The connection to one worker instance that is maintained, and its state."""
 
     worker: str
     address: Address
     process: Process | None
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
-    failures: int = 0  # in a row
-    why: str = ""  # reason of the last failed attempt
-    up: asyncio.Event = field(default_factory=asyncio.Event)  # set while connected
+    failures: int = 0  # number of failed attempts since the last connection
+    why: str = ""  # reason of the last failed attempt; empty after a connection
+    up: asyncio.Event = field(default_factory=asyncio.Event)  # set while the worker is connected
 
     @property
     def instance(self) -> str:
@@ -165,13 +185,16 @@ class WorkerLink:
 
 
 class WorkerLinks:
-    """All connections of one process to workers."""
+    """Maintains the connections of one process to workers."""
 
     def __init__(
         self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer], key: FleetKey | None = None
     ) -> None:
-        """`client`: our name. `dialers`: by URL scheme, in addition to TCP's. `key`: the fleet key that workers must prove; None:
-        no proof is required."""
+        """Start without connections. `client` is the name of this process for workers.
+
+        `dialers` maps URL schemes to dialers, in addition to the TCP dialer. `key` is the fleet key that workers must prove to
+        know; None: no proof is required.
+        """
         self.by_worker: dict[str, WorkerLink] = {}
         self._client = client
         self._limits = limits
@@ -180,13 +203,13 @@ class WorkerLinks:
         self._dialers: dict[str, Dialer] = {"tcp": TcpDialer(), **dialers}
         self._group: asyncio.TaskGroup | None = None
         self.flooded: Callable[[str, str], None] = lambda worker, instance: None
-        self._open = 0  # connections
+        self._open = 0  # number of TCP connections, including attempts
         self._listeners: list[Callable[[], None]] = []
-        self._notification: asyncio.Handle | None = None  # pending notification, at the end of this turn
+        self._notification: asyncio.Handle | None = None  # the pending notification of the listeners
         self.watch = HangWatch(limits.hang, self.standing, lambda: self._processes.values(), self._changed)
 
     async def run(self) -> None:
-        """Maintain the wanted connections until cancelled."""
+        """Maintain the connections to the workers that `want` has set, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -200,7 +223,7 @@ class WorkerLinks:
                     link.connection.close()
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """Set the workers to be connected to; connections to all others are closed."""
+        """Set the workers to connect to, with their addresses. Connections to all other workers are closed."""
         for worker, link in list(self.by_worker.items()):
             if addresses.get(worker) != link.address:
                 del self.by_worker[worker]
@@ -214,7 +237,7 @@ class WorkerLinks:
                 self._start(link)
 
     def _update_processes(self, housed: Counter[str]) -> None:
-        """Update the known processes and their numbers of workers."""
+        """Update the known worker processes. `housed` has the number of workers of each process."""
         now = asyncio.get_running_loop().time()
         del housed[""]
         self._processes = {name: self._processes.get(name) or Process(now) for name in housed}
@@ -222,19 +245,20 @@ class WorkerLinks:
             process.house(housed[name])
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection is opened, is closed, or changes its state."""
+        """Call `changed` after each change of a connection: it was opened or closed, or its worker is draining or stuck."""
         self._listeners.append(changed)
 
     @property
     def connected(self) -> dict[str, str]:
-        """The workers with a live connection, and their instances."""
+        """The instance of each worker with a live connection, by worker."""
         return {link.worker: link.instance for link in self.by_worker.values() if link.live is not None}
 
     @property
     def heard(self) -> dict[str, str]:
-        """The connected workers that recently sent a frame: the content of the link report.
+        """The instance of each connected worker that has recently sent a frame, by worker. The link report contains these.
 
-        A stopped process, or one behind a network that drops all packets, keeps its connection but sends no frames."""
+        A worker that is connected but sends no frames is stopped, or the network drops its packets.
+        """
         since = asyncio.get_running_loop().time() - self._limits.heard_s
         connections = ((link, link.live) for link in self.by_worker.values())
         return {
@@ -245,12 +269,12 @@ class WorkerLinks:
 
     @property
     def welcomes(self) -> dict[str, Welcome]:
-        """The Welcome of each connected worker."""
+        """The Welcome frame of each connected worker, by worker."""
         return {worker: connection.greeted.result() for worker, connection in self.standing().items()}
 
     @property
     def late_chunks(self) -> int:
-        """Number of chunks of streams without a sink, over the live connections."""
+        """Number of chunks that arrived for streams without a sink, over all live connections."""
         return sum(connection.late for connection in self.standing().values())
 
     def _start(self, link: WorkerLink) -> None:
@@ -264,7 +288,7 @@ class WorkerLinks:
             link.connection.abort("disconnected", f"{link.worker} ({link.address.instance}) is gone")
 
     def _changed(self) -> None:
-        """Notify the listeners once per loop turn: a thousand joining workers need not cause a thousand notifications."""
+        """Schedule one notification of the listeners, so that a thousand joining workers do not cause a thousand of them."""
         if self._notification is None:
             self._notification = asyncio.get_running_loop().call_soon(self._notify)
 
@@ -279,7 +303,10 @@ class WorkerLinks:
         return {worker: connection for worker, connection in found if connection is not None}
 
     async def awaited(self, worker: str) -> WorkerLink:
-        """Return the link to a worker once it is live; wait for a limited time. Raise WorkerUnreachable."""
+        """Wait until a worker is connected, and return its link.
+
+        Raise WorkerUnreachable after `ask_connect_s` seconds, or `ask_connect_first_s` if no attempt has failed yet.
+        """
         loop, limits = asyncio.get_running_loop(), self._limits
         began = loop.time()
         while True:
@@ -325,7 +352,10 @@ class WorkerLinks:
 
     @contextmanager
     def _counted(self, link: WorkerLink) -> Iterator[None]:
-        """Count a connection from its first attempt to its end. Raise WorkerUnreachable if the limit is reached."""
+        """Count a TCP connection during the `with` block. Raise WorkerUnreachable if too many are open.
+
+        Connections through the broker share one socket and do not count.
+        """
         own, most = link.address.scheme != PLANE_SCHEME, self._limits.connections_max
         if own and self._open >= most:
             raise WorkerUnreachable(f"this process may open at most {most} connections (ulimit -Hn)")
@@ -368,7 +398,11 @@ class WorkerLinks:
         return self._dialers.get(scheme, self._dialers["tcp"])
 
     def _backoff_s(self, link: WorkerLink) -> float:
-        """Return the wait before the next attempt: doubling, times a hash-based 0.5 to 1 that spreads frontends."""
+        """Return the seconds until the next attempt to connect.
+
+        The wait doubles with each failure, up to `backoff_s_max`. It is multiplied by 0.5 to 1, depending on a hash of client
+        and worker, so that frontends do not retry at the same time.
+        """
         limits = self._limits
         whole = min(limits.backoff_s_max, limits.backoff_s_min * 2 ** min(link.failures, 16))
         spread = xxhash.xxh32_intdigest(f"{self._client} {link.worker} {link.failures}".encode()) / 2**32
