@@ -1,1 +1,1 @@
-"""Facts, their encoding and their journal: shared by controllers, frontends and workers."""
+"""Facts, their encoding and the journal, as controllers, frontends and workers share them."""

@@ -1,11 +1,11 @@
-"""Hashes that name blocks of tokens.
+"""Computes the hashes that name blocks of prompt tokens.
 
-    local hash      of one full block: XXH3-64 of its token ids (unsigned, 4 bytes, little endian), seed 1337
-    sequence hash   of a block and all before it: that of the first block is its local hash; then
+    local hash      L[i] = XXH3-64 of the token ids of block i (each unsigned, 4 bytes, little endian), seed 1337
+    sequence hash   names block i together with all blocks before it: S[0] = L[0], and
                     S[i] = XXH3-64 of the 16 bytes of S[i-1] and L[i] (8 bytes each, little endian), seed 1337
 
-The same as in NVIDIA Dynamo's router, so that both name the same blocks. A block that is not full has no name. A LoRA
-adapter and a cache namespace change the seed of the local hashes, so that adapters and namespaces share no blocks.
+NVIDIA Dynamo's router uses the same hashes, so that Holdfast and Dynamo give a block the same name. Only full blocks have a
+hash. A LoRA adapter or a cache namespace changes the seed of the local hashes, so that adapters and namespaces share no blocks.
 """
 
 import sys
@@ -20,15 +20,16 @@ from xxhash import xxh3_64_intdigest
 
 SEED = 1337
 _TOKEN_BYTES = 4
-_FEW = 4096  # tokens
-_SKETCHED = 16  # approximate number of tokens of a prompt that go into its sketch
+_FEW = 4096  # tokens; a longer prompt is packed by an array
+_SKETCHED = 16  # approximate number of tokens that the sketch of a prompt samples
 _TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 _pair = Struct("<QQ").pack
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def seed(*, lora: str = "", namespace: str = "") -> int:
-    """Return the seed of the local hashes for an adapter and a namespace. Without either: 1337."""
+    """Return the seed of the local hashes for a LoRA adapter and a cache namespace. Without an adapter and a namespace it is
+    1337."""
     if not lora and not namespace:
         return SEED
     names = (namespace.encode(), lora.encode())
@@ -36,11 +37,12 @@ def seed(*, lora: str = "", namespace: str = "") -> int:
 
 
 def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> list[int]:
-    """Return the hash of each full block. Raise ValueError for a block size below 1, OverflowError for an invalid token id."""
+    """Return the local hash of each full block of `tokens`; an incomplete last block is ignored. Raise ValueError for a
+    block size below 1, OverflowError for an invalid token id."""
     if block_tokens < 1:
         raise ValueError(f"a block has at least one token, not {block_tokens}")
     full = _packed(tokens, len(tokens) // block_tokens * block_tokens)
-    if not full:  # a worker may register a huge block size
+    if not full:  # returns before a Struct of a huge registered block size is built
         return []
     return [xxh3_64_intdigest(block, seed) for (block,) in _cutter(block_tokens)(full)]
 
@@ -48,8 +50,9 @@ def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> 
 def _packed(tokens: Sequence[int], count: int) -> bytes:
     """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError for an invalid token id.
 
-    For a thousand tokens a Struct takes a third less time than an array. For ten thousand a Struct takes more time: it needs a
-    copy, which does not fit into the L1 cache."""
+    For 1,000 tokens a Struct takes a third less time than an array. For 10,000 tokens a Struct takes more time, because the
+    Struct needs a copy that does not fit into the L1 cache.
+    """
     if len(tokens) <= _FEW:
         try:
             return _packer(len(tokens))(*tokens)[: count * _TOKEN_BYTES]
@@ -73,12 +76,12 @@ def _cutter(block_tokens: int) -> Callable[[bytes], Iterator[tuple[bytes]]]:
 
 
 def local_hash(packed: bytes, seed: int = SEED) -> int:
-    """Return the hash of one full block, given its tokens as bytes: 4 for each, little endian."""
+    """Return the local hash of one full block. `packed` holds its token ids, 4 bytes each, little endian."""
     return xxh3_64_intdigest(packed, seed)
 
 
 def sequence_hashes(local: Sequence[int]) -> list[int]:
-    """Return the sequence hash of each block, given the local hashes of all of them."""
+    """Return the sequence hash of each block of a prompt, given the local hashes of its blocks from the first one on."""
     if len(local) < 2:
         return list(local)
     if _BIG_ENDIAN:
@@ -86,7 +89,7 @@ def sequence_hashes(local: Sequence[int]) -> list[int]:
     each = iter(local)
     first = next(each)
     hashes = [first]
-    pair = array("Q", (first, 0))  # the previous hash and the block's own, hashed in place
+    pair = array("Q", (first, 0))  # the previous sequence hash and this block's local hash
     for own in each:
         pair[1] = own
         pair[0] = last = xxh3_64_intdigest(pair, SEED)
@@ -95,29 +98,29 @@ def sequence_hashes(local: Sequence[int]) -> list[int]:
 
 
 def follow(parent: int, local: int) -> int:
-    """Return the sequence hash of the block with this local hash that follows `parent`."""
+    """Return the sequence hash of a block, given the sequence hash of the block before (`parent`) and its own local hash."""
     return xxh3_64_intdigest(_pair(parent, local), SEED)
 
 
 class BlockNames:
-    """The sequence hashes of one prompt, computed once per block size, however often the prompt is routed.
+    """Computes the sequence hashes of one prompt once per block size and caches them for later routing of the same prompt.
 
-    All requests with one prompt share one object: the `n` choices, and every attempt. The output extends the prompt, so the
-    prefix lookup for a migrated request covers the prompt and all of its output.
+    All requests with the same prompt share one object: the `n` choices of a completion and all attempts. The output extends the
+    prompt, so the prefix lookup for a migrated request covers the prompt and all of its output.
     """
 
     __slots__ = ("_by_size", "_prompt", "_seed", "sketch")
 
     def __init__(self, prompt: list[int], seed: int = SEED) -> None:
-        """Name the blocks of `prompt`. `seed` depends on the adapter and the namespace: see the function `seed`."""
+        """Store the prompt. `seed` is the result of the function `seed` for the request's adapter and namespace."""
         self._prompt = prompt
         self._seed = seed
         self._by_size: dict[int, list[int]] = {}
-        # A sketch: equal for equal prompts, nearly always different for others, in every process. Takes 1 µs at any length.
+        # A short hash of the prompt, equal in every process and nearly always unique. Takes 1 µs at any length.
         self.sketch = hash((len(prompt), *prompt[:: len(prompt) // _SKETCHED or 1], *prompt[-1:]))
 
     def of(self, block_tokens: int, output: Sequence[int] = ()) -> list[int]:
-        """Return the names of the full blocks of the prompt followed by `output`, for this block size."""
+        """Return the sequence hashes of all full blocks of the prompt followed by `output`, for this block size in tokens."""
         names = self._by_size.get(block_tokens)
         if names is None:
             names = sequence_hashes(local_hashes(self._prompt, block_tokens, self._seed))

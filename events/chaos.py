@@ -1,4 +1,4 @@
-"""The faults that `holdfast chaos` can inject into a worker, and their arguments.
+"""Lists the faults that `holdfast chaos` can inject into a worker, and which of them take an argument.
 
 Imports the standard library only, so that commands start quickly.
 """
@@ -23,4 +23,4 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
 TAKE_RANK = TAKE_ARGUMENT
 HEALING = ("heal", "unhang")
-ENDS = ("kill", *HEALING)  # instantaneous: they have no duration
+ENDS = ("kill", *HEALING)  # take effect once, so they have no duration

@@ -1,12 +1,12 @@
 """Encodes and decodes facts as CloudEvents 1.0 in binary mode: metadata in headers, a JSON body.
 
-Unknown fields in a body are ignored and missing optional ones take their default, so that an optional field may be
-added. A fact that only a newer version can have written is refused as `UnknownKind`: it has an unknown kind, or an unknown value
-of an enumeration. A fold that skipped it would be silently wrong. Any other message that cannot be a fact of Holdfast is refused
-as `BadEvent`, and every reader skips it (`events.journal.messages`).
+The decoder ignores unknown fields of a body and gives missing optional fields their defaults, so that a newer version may add
+an optional field. A fact with an unknown kind, or with an unknown value of an enumeration, was written by a newer version. The
+decoder refuses such a fact with `UnknownKind`, because a fold that skipped the fact would silently be wrong. It refuses any
+other message that cannot be a fact of Holdfast with `BadEvent`, and every reader skips that message
+(`events.journal.messages`).
 
-The rules of refusal never change, as facts never change: a version that refused more, or less, would fold the same journal
-to another state.
+The rules for refusing a message never change. A version with other rules would fold the same journal to another state.
 """
 
 import re
@@ -31,12 +31,12 @@ from events.json_types import Json
 from events.versions import KINDS as KINDS
 
 TYPE_PREFIX = "holdfast."
-BODY_BYTES_MAX = 1024 * 1024  # of one event; our largest have some ten thousand
-NAME_CHARS_MAX = 600  # of the keys of database rows: an index entry of Postgres takes 2,704 bytes
+BODY_BYTES_MAX = 1024 * 1024  # of one event; Holdfast's largest events have about 10,000 bytes
+NAME_CHARS_MAX = 600  # of a key of a database row: a Postgres index entry may have at most 2,704 bytes
 YEAR_MIN, YEAR_MAX = (
     1970,
     2999,
-)  # of an instant: from a clock without its battery to a limit that leaves room to compute
+)  # of an instant: a clock that lost its battery shows 1970, and after 2999 there is a margin for date arithmetic
 
 
 class UnknownKind(HoldfastError):
@@ -47,9 +47,9 @@ class BadEvent(HoldfastError):
     """This is not an event of Holdfast: it is damaged, or another program wrote to the stream."""
 
 
-INT_MAX = 2**53  # what a JSON number holds exactly; 9 PB, 285 years of microseconds
+INT_MAX = 2**53  # the largest integer that a JSON number holds exactly: 9 PB, or 285 years in microseconds
 
-SIGNED = {"exit"}  # fields that are not counts: an exit status of older facts was -n for a signal
+SIGNED = {"exit"}  # fields that may be negative: older facts give an exit by signal n as the status -n
 
 _COUNT = Annotated[int, Meta(ge=0, le=INT_MAX)]
 _SIGNED = Annotated[int, Meta(ge=-INT_MAX, le=INT_MAX)]
@@ -58,11 +58,12 @@ _INSTANT = Annotated[datetime, Meta(tz=True)]
 
 @contextmanager
 def with_value_checks(kinds: Iterable[type]) -> Iterator[None]:
-    """Let msgspec decoders that are created inside check the facts' counts and time zones, at almost no cost.
+    """While the context is open, let newly created msgspec decoders check the facts' counts and time zones, at almost no cost.
 
     A valid count is not negative, and fits into the number types of databases and JSON readers. Facts declare plain `int` and
-    `datetime`, which do not express this, so the annotations of these dataclasses and of those in their fields are narrowed while
-    msgspec reads and caches them. A check of each fact after decoding would take a tenth of a replay.
+    `datetime`, which do not express these limits. So the annotations of `kinds`, and of the dataclasses in their fields, are
+    narrowed while msgspec reads and caches them. A check of each fact after decoding would take a tenth of the time of a
+    replay.
     """
     plain: dict[type, Json] = {}
     for kind in kinds:
@@ -85,7 +86,7 @@ def _narrow(kind: type, plain: dict[type, Json]) -> None:
 
 
 def _of(annotation: Any, number: object, plain: dict[type, Json]) -> Any:
-    """Return an annotation with a time zone required of every `datetime` in it, and `number` in place of every `int`."""
+    """Return an annotation in which every `datetime` requires a time zone, and `number` stands in place of every `int`."""
     if annotation is int:
         return number
     if annotation is datetime:
@@ -110,7 +111,7 @@ _NAMES = {
     "canary_key",
     "canary",
     "incident",
-}  # keys of database rows, besides the names in a subject
+}  # fields that are keys of database rows, besides the names in a subject
 _of_kind = {
     kind: (
         tuple(
@@ -137,8 +138,8 @@ def new_id(now_ms: int | None = None) -> str:
 def encode_body(fact: Fact) -> bytes:
     """Return a fact's body as JSON bytes.
 
-    JSON has no NaN and no infinity: they would be encoded as null. Where a field does not allow null, the fact could not be
-    decoded again and would stop every reader that folds. There NaN becomes 0, and infinity the largest number that fits.
+    JSON has no NaN and no infinity, so the encoder writes null for them. If a field does not allow null, no reader could decode
+    the fact, and every reader that folds would stop. In such a fact, NaN is written as 0 and infinity as the largest float.
     """
     body = _encode(fact)
     if b"null" in body and not _readable(fact.kind(), body):
@@ -176,7 +177,8 @@ def encode_headers(
     causation: str = "",
     traceparent: str = "",
 ) -> dict[str, str]:
-    """Return the message headers of a fact: the attributes of CloudEvents and Holdfast's own."""
+    """Return the message headers of a fact: the CloudEvents attributes, the deduplication id for NATS and Holdfast's own
+    headers."""
     headers = {
         "ce-specversion": "1.0",
         "ce-id": id,
@@ -194,8 +196,8 @@ def encode_headers(
     return headers
 
 
-# The header lines that NATS writes for `encode_headers`, in that order; headers that the broker evaluates may follow. Matching
-# them takes a third of the time of a general header parser.
+# Matches the header lines that NATS writes for `encode_headers`, in that order. Headers for the broker may follow. This match
+# takes a third of the time of a general header parser.
 _NAME = rf"[!-\U0010ffff]{{0,{NAME_CHARS_MAX}}}"
 _KIND, _NUMBER = "[a-z][a-z0-9_]{0,99}", "[0-9]{1,18}"
 _WRITTEN = re.compile(
@@ -209,8 +211,10 @@ _number = re.compile(_NUMBER).fullmatch
 
 
 def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -> Recorded | None:
-    """Decode headers in the form of `encode_headers`, faster than `decode`; return None if they have another form.
-    Raise UnknownKind or BadEvent."""
+    """Decode a message that has headers in the form that `encode_headers` writes. This is faster than `decode`.
+
+    Return None if the headers have another form. Raise UnknownKind or BadEvent.
+    """
     written = _WRITTEN(headers.decode("utf-8", "replace")) if headers else None
     if written is None:
         return None
@@ -239,7 +243,7 @@ def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -
 
 
 def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
-    """Decode the event of one stream message. Raise UnknownKind or BadEvent."""
+    """Decode the event of one stream message with headers in any order. Raise UnknownKind or BadEvent."""
     named = _type(headers.get("ce-type", ""))
     if headers.get("ce-specversion") != "1.0" or named is None:
         raise BadEvent("the CloudEvents headers of a Holdfast fact are missing")
@@ -296,7 +300,8 @@ def _fact(kind: str, body: bytes) -> Fact:
 
 
 def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent:
-    """Return the error for a message that is no known fact: UnknownKind if it may be from a newer version, else BadEvent."""
+    """Return the error for a body that cannot be decoded: UnknownKind if a newer version may have written the fact, else
+    BadEvent."""
     try:
         _check_size(body)
         _object(body)  # every fact's body is an object
@@ -310,7 +315,7 @@ def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent
 
 
 def _look_at(fact: Fact, body: bytes) -> None:
-    """Raise BadEvent for a value that no fact of ours can have."""
+    """Raise BadEvent if the body is too large, a name is invalid, or a year is outside the limits."""
     if len(body) > BODY_BYTES_MAX:
         _check_size(body)
     names, instants = _of_kind[fact.__class__]
@@ -329,7 +334,8 @@ def _check_size(body: bytes) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise BadEvent if this cannot be a name: Postgres accepts no NUL, and its indexes no long text."""
+    """Raise BadEvent if `name` cannot be a database key, because Postgres accepts no NUL and its indexes accept no long
+    text."""
     if len(name) > NAME_CHARS_MAX or "\x00" in name:
         raise BadEvent(
             f"{what}: {name[:40]!r} is not a name: it has {len(name)} characters, or contains a NUL"
@@ -342,7 +348,7 @@ def _check_year(name: str, instant: datetime) -> None:
 
 
 def decode_body(kind: str, body: bytes) -> Fact:
-    """Decode the fact of a stored body. Raise UnknownKind or BadEvent."""
+    """Decode a fact from its kind and its stored body, without headers. Raise UnknownKind or BadEvent."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise UnknownKind(f"the kind {kind!r} is unknown. {UnknownKind.__doc__}")
@@ -353,10 +359,10 @@ def decode_body(kind: str, body: bytes) -> Fact:
 
 
 def to_json(value: object) -> str:
-    """Return a frozen value as JSON text."""
+    """Return a fact, or a frozen dataclass such as a state, as JSON text."""
     return _encode(value).decode()
 
 
 def to_builtins(value: Any) -> Any:
-    """Return a fact or any frozen value as plain JSON types."""
+    """Return a fact, or a frozen dataclass such as a state, as plain JSON types (dicts, lists, strings and numbers)."""
     return msgspec.to_builtins(value)

@@ -1,9 +1,10 @@
-"""The dead letter stream: events that could not be delivered to a webhook, with the reason.
+"""The dead letter stream: stores events that could not be delivered to a webhook, with the reason.
 
     dead.webhook.<webhook>    one letter: the webhook, the reason, the number of tries, and the undelivered event
 
-The stream is bounded: beyond 10,000 letters, 64 MiB or 30 days the oldest are dropped. An event that is stored twice within two
-minutes (by a notifier that died after storing it, and by its successor) is kept as one letter.
+The broker drops the oldest letters beyond 10,000 letters, 64 MiB or 30 days. A notifier can stop after it has stored a letter,
+and its successor then stores the same letter again. The broker keeps only one of them if the second one arrives within two
+minutes.
 """
 
 import base64
@@ -56,23 +57,23 @@ class LetterNotStored(HoldfastError):
 class DeadLetter:
     """An event that could not be delivered to a webhook, and why."""
 
-    webhook: str  # its name
-    reason: str  # in words
-    tries: int  # by the last notifier process: those of earlier processes are not counted
-    status: int | None  # HTTP status of the last response; None: there was none
+    webhook: str  # the webhook's name
+    reason: str  # why the last try failed, in words
+    tries: int  # deliveries that the last notifier process tried; those of earlier processes are not counted
+    status: int | None  # HTTP status of the last response; None: no try got a response
     event: Json  # CloudEvents 1.0 in structured mode, as JSON
     given_up_at: datetime  # by the notifier's clock
 
 
 class DeadLetters:
-    """The stream of dead letters, over one connection."""
+    """Stores, lists and deletes the dead letters of a fleet, over one broker connection."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._made = False
 
     async def bury(self, letter: DeadLetter) -> None:
-        """Store a letter. Raise LetterNotStored."""
+        """Store a letter, and create the stream first if it is missing. Raise LetterNotStored."""
         headers = {"Nats-Msg-Id": f"{letter.webhook}:{letter.event['id']}"}
         try:
             await self._make()
@@ -80,13 +81,13 @@ class DeadLetters:
                 subjects.dead(letter.webhook), msgspec.json.encode(letter), API_DEADLINE_S, headers
             )
         except _AWAY as error:
-            self._made = False  # an operator may have deleted it
+            self._made = False  # an operator may have deleted the stream
             raise LetterNotStored(f"{LetterNotStored.__doc__} ({error!r})") from error
         if (ack := decode_ack(answer.body)).error:
             raise LetterNotStored(f"{LetterNotStored.__doc__} ({ack.error})")
 
     async def _make(self) -> None:
-        """Create the stream if it is missing. An existing one with other bounds stays as it is."""
+        """Create the stream if it is missing. An existing stream keeps its bounds, even if they differ."""
         if self._made:
             return
         try:
@@ -97,8 +98,11 @@ class DeadLetters:
         self._made = True
 
     async def all(self, webhook: str = "") -> AsyncIterator[tuple[int, DeadLetter]]:
-        """Yield letters with their positions, the oldest first: of one webhook, or of all. Raise BrokerRefused or
-        JournalUnavailable."""
+        """Yield each letter with its position on the stream, the oldest first. With `webhook`, yield only the letters of that
+        webhook.
+
+        Raise BrokerRefused or JournalUnavailable.
+        """
         subject = subjects.dead(webhook) if webhook else f"{subjects.DEAD}.*"
         after = 0
         for _ in range(LETTERS_MAX):
@@ -115,6 +119,6 @@ class DeadLetters:
                 yield after, msgspec.json.decode(body, type=DeadLetter)
 
     async def forget(self, seq: int) -> None:
-        """Delete the letter at a position of the stream. Raise BrokerRefused or JournalUnavailable."""
+        """Delete the letter at position `seq` of the stream. Raise BrokerRefused or JournalUnavailable."""
         asked = {"seq": seq, "no_erase": True}
         await ask(self._connection, f"STREAM.MSG.DELETE.{subjects.DEAD_STREAM}", asked)

@@ -1,6 +1,6 @@
-"""The kinds of decisions: one frozen dataclass per kind.
+"""Defines the kinds of decisions: one frozen dataclass per kind.
 
-A decision carries its consequence (`retry_at`, the new weight, the knobs), so that an old journal folds to the old state
+A decision carries its consequence (`retry_at`, the new weight, the knobs). So an old journal still folds to the same state
 after the policy has changed.
 """
 
@@ -14,7 +14,7 @@ from events.json_types import Json
 
 
 class HealthStatus(StrEnum):
-    """A worker's health. The order gives the metric's value: 0 healthy … 4 dead."""
+    """A worker's health. The metric's value is the position in this order: 0 for HEALTHY to 4 for DEAD."""
 
     HEALTHY = "HEALTHY"
     SUSPICIOUS = "SUSPICIOUS"
@@ -32,11 +32,13 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """The settings of a degradation level for frontends. Every level sets all four."""
+    """What a degradation level changes in the frontends. Every level sets all four values."""
 
-    batch_size: float = 1.0  # factor of the in-flight cap per worker
-    shed_tier: str | None = None  # requests of this tier and below are rejected
-    latency: float = 1.0  # factor of first-token and queue deadlines, and of the SLO used in the ratio
+    batch_size: float = 1.0  # factor on the limit of requests in flight per worker
+    shed_tier: str | None = (
+        None  # requests of this tier and lower tiers are rejected; None: no tier is rejected
+    )
+    latency: float = 1.0  # factor on the first-token and queue deadlines, and on the SLO used in the ratio
     accept_new: bool = True
 
 
@@ -50,25 +52,28 @@ class WorkerDecision(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthChanged(WorkerDecision):
-    """A worker's health or its weight changed (a ramp changes only the weight)."""
+    """A worker's health or its weight changed. A ramp changes only the weight."""
 
     before: HealthStatus
     after: HealthStatus
     reason: str
     weight: float  # share of the traffic, 0 to 1
-    unlimited: float | None = None  # its weight if no device limited it; None: the same as `weight`
+    unlimited: float | None = (
+        None  # the weight without the limit that a device fault sets; None: the same as `weight`
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerForgotten(WorkerDecision):
-    """A worker that left for good is no longer part of the fleet: only the journal mentions it.
+    """A worker that left for good was removed from the fleet. From now on only the journal mentions this worker.
 
-    Its conviction, if any, is kept for a worker of the same name that joins later."""
+    Its conviction, if it had one, is kept for a worker of the same name that joins later.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerOpened(WorkerDecision):
-    """This worker gets no request until its trial, which is due at `retry_at`."""
+    """This worker gets no request until its trial canary, which is sent at `retry_at`."""
 
     retry_at: datetime
     wait_s: float
@@ -77,19 +82,19 @@ class BreakerOpened(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerHalfOpened(WorkerDecision):
-    """One canary, the trial, is due. No result by `deadline` counts as a failure."""
+    """A canary must now be sent to this worker as its trial. If no result arrives by `deadline`, the trial has failed."""
 
     deadline: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerClosed(WorkerDecision):
-    """The trial passed."""
+    """This worker passed its trial and gets requests again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted(WorkerDecision):
-    """This worker gets no new request; running ones may finish until `deadline`."""
+    """This worker gets no new request. Its running requests may finish until `deadline`."""
 
     deadline: datetime
     reason: str
@@ -97,14 +102,15 @@ class DrainStarted(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainEnded(WorkerDecision):
-    """The drain is over: the worker is empty or left, its deadline passed, or it was resumed."""
+    """The drain is over, because the worker has no more requests, it left, its deadline passed, or an operator resumed it."""
 
     outcome: Literal["empty", "deadline", "left", "resumed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCapped(WorkerDecision):
-    """The ejection budget kept this doubtful worker in service, at `weight`; None lifts the cap."""
+    """This doubtful worker stays in service with at most `weight`, because the ejection budget allows no further ejection. A
+    weight of None lifts the cap."""
 
     weight: float | None  # share of the traffic, 0 to 1
     reason: str
@@ -112,7 +118,7 @@ class WeightCapped(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareActivated(WorkerDecision):
-    """This spare now serves in place of a failed worker, which becomes a spare when it returns."""
+    """This spare now serves in place of a failed worker. The failed worker becomes a spare when it returns."""
 
     replaces: str  # the worker that failed
     reason: str  # why it failed
@@ -127,24 +133,25 @@ class SpareReleased(WorkerDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenAgreed(Decision):
-    """Two instances on different workers gave this answer (or it was configured): from now on a deviation convicts."""
+    """Two instances on different workers gave this canary the same answer, or the answer was configured. From now on a
+    deviating answer convicts a worker."""
 
     canary_key: str
     canary: str
     by: tuple[str, ...]
-    tied: tuple[str, ...] = ()  # of these, workers that deviate from the golden at a near tie
+    tied: tuple[str, ...] = ()  # those workers in `by` that deviate from the golden at a near tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRetired(Decision):
-    """This golden no longer counts; workers vote on the next answers again."""
+    """This golden is no longer used. The workers vote on the next answers again."""
 
     canary_key: str
     canary: str
     reason: str
     outvoted_by: tuple[
         str, ...
-    ] = ()  # workers with equal answers that outvoted an agreed golden, which no longer convicts them
+    ] = ()  # workers with equal answers that outvoted an agreed golden; the golden no longer convicts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,7 @@ class DegradationChanged(Decision):
     ratio: float  # capacity / SLO throughput at the decision
     knobs: Knobs
     capacity_rps: float
-    predicted_rps: float = 0.0  # capacity under the new level: its smaller batch lowers throughput
+    predicted_rps: float = 0.0  # capacity under the new level; its smaller batches lower throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +177,7 @@ class IncidentOpened(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentClosed(Decision):
-    """Everything that belonged to this incident has recovered, or is gone for good."""
+    """Every worker and model of this incident has recovered, or is gone for good."""
 
     subject: str
     outcome: str
@@ -178,15 +185,16 @@ class IncidentClosed(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyAdopted(Decision):
-    """From here on the controller decides by this policy and this version of the deciders."""
+    """From this event on the controller decides by this policy and this version of the deciders."""
 
     policy: Json
-    deciders_version: int  # grows whenever the same facts would lead to another decision
-    kinds: tuple[str, ...] | None = None  # kinds beyond those of 0.2.0 that may be written from here on
-    allowed_by: str = ""  # operator that allowed them before every process knew them
-    command: str = ""  # id of that operator's command
+    deciders_version: int  # increased whenever the same facts would lead to another decision
+    kinds: tuple[str, ...] | None = None  # fact kinds newer than 0.2.0 that may be written after this event
+    allowed_by: str = ""  # operator that allowed the kinds before every process knew them
+    command: str = ""  # id of the operator's command that allowed the kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absorbed(Decision):
-    """Nothing was due. This only records how far the controller has read, so that pending stays small."""
+    """No decision was due. This event records how far the controller has read, so that the number of pending events stays
+    small."""

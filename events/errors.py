@@ -1,12 +1,14 @@
-"""The base class of every error that Holdfast raises itself.
+"""Defines the base class of every error that Holdfast raises itself.
 
-Each port defines the two or three errors that it may raise. The docstring of an error class is its default message: it states
-what failed and what to do.
+Each port defines the two or three errors that it may raise. The docstring of an error class is its default message, which
+states what failed and what to do.
 """
 
 import os
 
-QUARANTINE = "holdfast journal quarantine"  # plus a sequence: skips an event at which every reader stops
+QUARANTINE = (
+    "holdfast journal quarantine"  # with a stream sequence: quarantines an event at which every reader stops
+)
 
 
 class HoldfastError(Exception):
@@ -31,5 +33,5 @@ class BadSetting(UsageError):
 
 def os_reason(error: OSError) -> str:
     """Return the operating system's error text without Python's additions: `Connection refused`."""
-    number = error.errno or 0  # name resolution has its own numbers, below 0
+    number = error.errno or 0  # name resolution errors have numbers below 0, which strerror does not know
     return (os.strerror(number) if number > 0 else error.strerror) or str(error) or type(error).__name__

@@ -1,8 +1,8 @@
-"""The base classes of facts, and the envelope in which the journal keeps them.
+"""Defines the base classes of facts, and the envelope in which the journal keeps a fact.
 
-A fact is a frozen value, named in the past tense. There are two families: an *observation* is reported by any process
-(`events.observations`); a *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal, with
-its position in the order of events. Only `Recorded` values are folded.
+A fact is a frozen value, named in the past tense. Facts have two families. An *observation* is reported by any process
+(`events.observations`). A *decision* is made by the controller (`events.decisions`). `Recorded` is a fact on the journal
+together with its position in the order of events. Only `Recorded` values are folded.
 """
 
 import re
@@ -15,7 +15,7 @@ from events.frozen import fast_constructor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that happened. A subclass is one kind; its fields are the body of the event."""
+    """Something that happened. Each subclass is one kind of fact, and its fields are the body of the event."""
 
     @classmethod
     def kind(cls) -> str:
@@ -25,50 +25,55 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Fact):
-    """A fact that a process reported. `entity` is the second token of its subject, and names the field that is the third."""
+    """A fact that a process reported.
+
+    On the subject `obs.<entity>.<name>.<kind>`, the second token is `entity`, and the third is the value of the field with that
+    name.
+    """
 
     entity: ClassVar[str] = "worker"  # one of worker, frontend, model, fleet, event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision(Fact):
-    """Something that the controller decided, with its consequence, so that it folds to the same state under any later policy.
+    """Something that the controller decided. A decision carries its consequence, so that it folds to the same state under any
+    later policy.
 
-    `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the deciding controller's
-    clock. `cause` is the id of the event that led here: a `ce-id`, or `decision:N` for decision number N.
-    `incident` is the id shared by all events of one incident.
+    `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the time by the deciding controller's
+    clock. `cause` names the event that led to the decision: its `ce-id`, or `decision:N` for decision number N. All events of
+    one incident share the id `incident`.
     """
 
-    number: int = 0  # of the fleet's decisions, from 1 without a gap
-    decided_at: datetime  # the deciding controller's clock
-    cause: str = ""  # the event that led here: its ce-id, or decision:N
-    incident: str = ""  # id of the incident it belongs to; empty: none
+    number: int = 0  # counts the fleet's decisions from 1 without a gap
+    decided_at: datetime  # by the deciding controller's clock
+    cause: str = ""  # the event that led to this decision: its ce-id, or decision:N
+    incident: str = ""  # id of the incident that this decision belongs to; empty: no incident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Fact):
-    """Placeholder for a message that is not an event of Holdfast, or that was quarantined. It is not folded.
+    """Placeholder for a message that is not an event of Holdfast, or that was quarantined. A Skipped is never folded.
 
-    It is never written. Each reader creates it from the message (`events.journal.messages`), so that every position has an event
-    and all readers skip the same messages.
+    No process writes a Skipped to the journal. Each reader creates it from the message (`events.journal.messages`), so that
+    every position has an event and all readers skip the same messages.
     """
 
-    why: str  # in words
-    subject: str  # on which it was published, as far as it can be displayed
-    bytes: int  # of its body
-    decided: bool = False  # the message is on a decision's subject: the fence of decisions has moved to it
-    unknown: bool = False  # a newer version may know it: a reader that folds must stop here
-    quarantined: bool = False  # an operator has quarantined it
+    why: str  # why the message is skipped, in words
+    subject: str  # on which the message was published, in printable characters
+    bytes: int  # size of the message's body
+    decided: bool = False  # the message is on a decision's subject, so the fence of decisions counts it
+    unknown: bool = False  # a newer version may know this event, so a reader that folds must stop at it
+    quarantined: bool = False  # an operator has quarantined this event
 
 
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A fact that the journal holds.
+    """A fact that the journal holds, with its position, its time and its source.
 
-    `seq` is its position in the stream, `at` the stream's own timestamp. `source` is the process instance that published it
-    and `source_number` that source's count of its facts, from 1: together they identify a duplicate.
-    `through`, on decisions, is the last stream sequence that the controller had read when it decided.
+    `seq` is the fact's position in the stream, and `at` is the stream's own timestamp. `source` is the process instance that
+    published the fact. `source_number` counts the facts of that source from 1, so that `source` and `source_number` identify a
+    duplicate. For a decision, `through` is the last stream sequence that the controller had read when it decided.
     """
 
     seq: int

@@ -1,14 +1,15 @@
-"""Mutual authentication of a frontend and a worker by the fleet's shared key.
+"""Authenticates a frontend and a worker to each other by the fleet's shared key.
 
     frontend ── Hello(nonce) ──▶ worker
     frontend ◀── Challenge(nonce, proof) ── worker      proves that the worker is no foreign process on a free port
     frontend ── Proof ──▶ worker                        proves that the frontend belongs to the fleet
     frontend ◀── Welcome ── worker
 
-It runs once per connection, before any user's data is sent. A proof is an HMAC-SHA256 (RFC 2104) of the prover's role and of both
-sides' fresh nonces, so that no proof can be used twice. Without a key, neither side requests or sends a proof.
+The arrows are messages. The handshake runs once per connection, before any user's data is sent. A proof is an HMAC-SHA256 (RFC
+2104) of the prover's role and of the fresh nonces of frontend and worker, so that no proof can be used twice. Without a key,
+neither frontend nor worker requests or sends a proof.
 
-This is no encryption: any program that can read the traffic between two hosts can read the data.
+The handshake does not encrypt: any program that can read the traffic between two hosts can read the data.
 """
 
 import contextlib
@@ -31,14 +32,14 @@ class UnknownPeer(HoldfastError):
 
 
 class FleetKey:
-    """A secret that all processes of a fleet share. It is never displayed."""
+    """A secret that all processes of a fleet share. The secret is never displayed."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     @classmethod
     def read(cls, path: Path) -> "FleetKey":
-        """Read the key from a file, without white space around it. Raise BadSetting."""
+        """Read the key from a file and strip white space around the key. Raise BadSetting."""
         try:
             with path.open("rb") as file:
                 secret = file.read(KEY_BYTES_MAX + 1).strip()
@@ -52,8 +53,8 @@ class FleetKey:
 
     @classmethod
     def kept(cls, path: Path) -> "FleetKey":
-        """Return the key in a file. A missing file is created with a new key, readable by its owner alone. Raise BadSetting, or
-        OSError if the file cannot be written."""
+        """Return the key from a file. If the file is missing, create it with a new key, readable by its owner alone. Raise
+        BadSetting, or OSError if the file cannot be written."""
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh = path.with_suffix(".tmp")
@@ -67,26 +68,27 @@ class FleetKey:
         return cls.read(path)
 
     def proof(self, role: str, *said: bytes) -> bytes:
-        """Return the proof that `role` knows the key, for this exchange. Each part is preceded by its length."""
+        """Return the HMAC which proves that the peer with `role` knows the key. `said` are the nonces of this handshake.
+        Each part of the message is preceded by its length."""
         parts = [b"holdfast 1", role.encode(), *said]
         message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._secret, message, "sha256")
 
     def proves(self, proof: bytes, role: str, *said: bytes) -> bool:
-        """Return whether a proof is valid, in constant time."""
+        """Return whether `proof` is what `role` must send for the nonces `said`. The comparison takes constant time."""
         return hmac.compare_digest(proof, self.proof(role, *said))
 
 
 def key_file(named: str, own: Path) -> str:
-    """Return the path of a fleet's key file: `named`, or if that is empty `own`, which is created if it is missing. Raise
-    BadSetting or OSError."""
+    """Return the absolute path of a fleet's key file: `named`, or `own` if `named` is empty. A missing `own` file is created
+    with a new key. Raise BadSetting or OSError."""
     path = Path(named) if named else own
     (FleetKey.read if named else FleetKey.kept)(path)
     return str(path.resolve())
 
 
 def nonce() -> bytes:
-    """Return fresh random bytes."""
+    """Return 16 fresh random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
@@ -96,14 +98,15 @@ class FrontendHandshake:
     def __init__(self, key: FleetKey | None) -> None:
         self._key = key
         self._nonce = nonce() if key is not None else b""
-        self.proven = key is None  # the worker has proved the key, or no proof is required
+        self.proven = key is None  # the worker has proved that it knows the key, or no proof is required
 
     def hello(self, frontend: str) -> Hello:
-        """Return the frontend's first message."""
+        """Return the frontend's first message of the handshake, with a nonce if the frontend has a key."""
         return Hello(frontend, nonce=self._nonce)
 
     def answer(self, challenge: Challenge) -> Proof:
-        """Return the proof that we know the key, for a worker that has proved it. Raise UnknownPeer."""
+        """Return the frontend's proof, after checking the worker's proof in `challenge`. Raise UnknownPeer if the worker's
+        proof is invalid or the frontend has no key."""
         if self._key is None:
             raise UnknownPeer("the worker requires its fleet's key: set --fleet-key-file")
         if not self._key.proves(challenge.proof, "worker", self._nonce, challenge.nonce):
@@ -113,7 +116,7 @@ class FrontendHandshake:
 
 
 class WorkerHandshake:
-    """The worker's side of the handshake: without a key it accepts a hello at once."""
+    """The worker's side of the handshake of one connection. A worker without a key accepts any hello."""
 
     def __init__(self, key: FleetKey | None) -> None:
         self._key = key
@@ -121,16 +124,20 @@ class WorkerHandshake:
         self._hello: Hello | None = None
 
     def challenge(self, hello: Hello) -> Challenge | None:
-        """Return the challenge that a frontend must answer before it is welcome; None: there is none."""
+        """Return the challenge that the frontend must answer before the worker sends its welcome. Return None if the worker
+        has no key."""
         if self._key is None:
             return None
         self._hello, self._nonce = hello, nonce()
-        if len(hello.nonce) != NONCE_BYTES:  # the frontend has no key: it will report that, and gets no proof
+        if (
+            len(hello.nonce) != NONCE_BYTES
+        ):  # the frontend has no key: it gets no proof, and reports the missing key
             return Challenge(self._nonce)
         return Challenge(self._nonce, self._key.proof("worker", hello.nonce, self._nonce))
 
     def proven(self, proof: Proof) -> Hello:
-        """Return the hello of a frontend that has proved the key. Raise UnknownPeer."""
+        """Return the frontend's hello if `proof` is valid. Raise UnknownPeer if it is not, or if no challenge was sent
+        before."""
         hello, self._hello = self._hello, None
         if hello is None or self._key is None:
             raise UnknownPeer("a proof without a challenge")

@@ -3,12 +3,12 @@
     async for event in follow(url, kinds=["canary_failed"], durable="my-app"):
         print(event.at, event.fact.worker, event.fact.reason)
 
-With `durable` the broker stores the read position of the program of that name. An event counts as processed when the loop
-requests the next one, so after a crash the loop continues with the event that it was processing. Make your processing
-idempotent by the event's `id`. Without `durable` nothing is stored: the loop begins where `since` says.
+With `durable`, the broker stores how far the program of that name has read. An event counts as processed when the loop requests
+the next event, so after a crash the loop continues with the event that was in progress. Make your processing idempotent by the
+event's `id`. Without `durable` the broker stores no read position, and the loop begins at `since`.
 
-A message that is not an event of this version's kinds (docs/reference/events.md) is skipped. While the broker is unreachable
-the loop waits.
+The loop skips a message that is not an event of this version's kinds (docs/reference/events.md). While the broker is
+unreachable the loop waits.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ CONNECT_S = 5.0
 ASK_S = 5.0
 CLOSE_S = 2.0
 FETCH_S = 5.0  # timeout of one fetch
-GATHER_S = 0.05  # how long a fetch waits for further events while many arrive
-AGAIN_S = 0.5  # between retries after an error of the connection
+GATHER_S = 0.05  # longest wait of a fetch for further events while many arrive
+AGAIN_S = 0.5  # pause before a retry after a connection error
 ACK_WAIT_S = 5.0  # after a crash the event in progress is delivered again within this time
-STILL_S = 2.0  # between reports to the broker that an event is still in progress
-BATCH = 200  # events in flight at once, without a durable name
-GONE_S = 60.0  # after which the broker deletes a consumer without a durable name
+STILL_S = 2.0  # interval of the reports to the broker that an event is in progress
+BATCH = 200  # most events of one fetch, without a durable name
+GONE_S = 60.0  # the broker deletes an unused consumer without a durable name after this time
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
@@ -59,21 +59,21 @@ class CannotFollow(HoldfastError):
 class FollowedEvent:
     """One event: the attributes of CloudEvents, its position on the stream, and its fact."""
 
-    id: str  # CloudEvents: the same for every repetition
+    id: str  # CloudEvents: the same if an event is delivered again
     type: str  # CloudEvents: "holdfast." and the kind
     source: str  # CloudEvents: the process instance that published it
-    subject: str  # of its message
+    subject: str  # the subject of the event's message
     time: datetime | None  # CloudEvents: by the source's clock
-    seq: int  # its position on the stream
+    seq: int  # the event's position on the stream
     at: datetime  # when it was appended to the stream, by the broker's clock
-    correlation: str  # id of its incident; empty: none
-    causation: str  # the event that led to it: an id, or decision:N; empty: not known
-    fact: Fact  # one of `events.observations` or `events.decisions`
-    pending: int = 0  # later events of the followed kinds, when the broker sent this one
+    correlation: str  # id of the event's incident; empty: no incident
+    causation: str  # the event that led to this event: an id, or decision:N; empty: not known
+    fact: Fact  # an instance of a class in `events.observations` or `events.decisions`
+    pending: int = 0  # number of later events of the followed kinds, when the broker sent this event
 
     @property
     def data(self) -> Json:
-        """The fact as plain JSON types: the body as in docs/reference/schemas."""
+        """The fact as plain JSON types. Its form is that of the event's body in docs/reference/schemas."""
         found: Json = codec.to_builtins(self.fact)
         return found
 
@@ -88,11 +88,13 @@ async def follow(
 ) -> AsyncGenerator[FollowedEvent, None]:
     """Yield events, the oldest first, forever.
 
-    `url`: as printed by `holdfast nats reader`. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
-    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest event on the stream. `durable`: a name under
-    which the broker keeps the position. `since` then applies to the first use of the name only. A later use must have the same
-    kinds, unless `may_change_kinds` is set.
-    Raise UsageError for invalid arguments, CannotFollow.
+    Raise UsageError for invalid arguments, CannotFollow if the broker is unreachable or its stream is missing or was recreated.
+
+    Args: url: The broker's URL, as printed by `holdfast nats reader`. kinds: Classes or names, such as CanaryFailed or
+    "canary_failed". Without kinds, all events are yielded. since: A stream sequence, an instant with a time zone, or "now".
+    None starts at the oldest event on the stream. durable: A name under which the broker stores the read position. `since` then
+    applies only to the first use of the name. may_change_kinds: Whether a later use of the same `durable` name may pass other
+    kinds.
     """
     check_url(url)
     filters = _filters(kinds)
@@ -146,7 +148,7 @@ async def _silent(error: Exception) -> None:
 
 
 class _Consumer:
-    """One consumer at the broker."""
+    """Reads events through one JetStream consumer, and creates the consumer again if the broker has lost it."""
 
     def __init__(
         self, client: Client, filters: list[str], since: Since, durable: str, may_change_kinds: bool
@@ -192,23 +194,31 @@ class _Consumer:
                     except GeneratorExit:
                         if self._durable:
                             with contextlib.suppress(NatsError, OSError):
-                                await message.nak()  # the next consumer gets it at once
+                                await (
+                                    message.nak()
+                                )  # so that the broker delivers the event at once to the next reader
                         raise
                 if self._durable:
-                    with contextlib.suppress(NatsError, OSError):  # otherwise it is delivered again
+                    with contextlib.suppress(
+                        NatsError, OSError
+                    ):  # after a lost acknowledgement the broker delivers the event again
                         await message.ack()
 
     def _has_lost(self, message: Msg) -> bool:
-        """Return whether an earlier message was lost when the connection broke: without acknowledgements the broker considers it
-        delivered. With a durable name: whether the message is from a new consumer, which counts from 1 again."""
+        """Return whether messages may be missing before this message, so that the caller must subscribe again.
+
+        Without a durable name, a gap in the consumer's sequence means that a message was lost when the connection broke. The
+        broker considers that message delivered, because such a consumer has no acknowledgements. With a durable name, a
+        sequence that is not larger than the last one means that the message is from a new consumer, which counts from 1 again.
+        """
         place = message.metadata.sequence.consumer
         lost = place <= self._place if self._durable else place != self._place + 1
         self._place = place
         return lost
 
     async def _again(self, before: JetStreamContext.PullSubscription) -> JetStreamContext.PullSubscription:
-        """Subscribe again after the last event, once the broker and its stream are available. Raise CannotFollow if it is another
-        stream."""
+        """Subscribe again after the last event, as soon as the broker and its stream are available. Raise CannotFollow if
+        the broker now has another stream."""
         with contextlib.suppress(NatsError, OSError):
             await before.unsubscribe()
         while True:
@@ -220,8 +230,8 @@ class _Consumer:
                 await asyncio.sleep(AGAIN_S)
 
     async def _more(self, subscription: JetStreamContext.PullSubscription) -> list[Msg]:
-        """Return the available messages, at least one. Raise TimeoutError if none arrives in time."""
-        if self._more_waits:  # nats-py waits for the whole batch, once one message has arrived
+        """Return the available messages, at least one. Raise TimeoutError if no message arrives in time."""
+        if self._more_waits:  # after a first message, nats-py waits until the whole fetch is complete
             self._more_waits = False
             with contextlib.suppress(TimeoutError):
                 got = await _fetched(subscription, BATCH, GATHER_S)
@@ -232,7 +242,8 @@ class _Consumer:
         return got
 
     async def _is_gone(self, subscription: JetStreamContext.PullSubscription) -> bool:
-        """Return whether to subscribe again: the broker deleted this consumer, or was unreachable with events in flight."""
+        """Return whether the caller must subscribe again, because the broker deleted this consumer or was unreachable with
+        events in flight."""
         broke = self._client.stats["reconnects"]
         if not self._durable and broke != self._reconnects:
             self._reconnects = broke
@@ -260,8 +271,8 @@ class _Consumer:
         return await self._stream.pull_subscribe_bind(consumer=found.name, stream=subjects.STREAM)
 
     async def _last_of_the_same(self) -> int:
-        """Return the stream's last sequence. Raise CannotFollow if it is not the stream that was followed so far: its sequences
-        denote other events."""
+        """Return the stream's last sequence. Raise CannotFollow if the stream is not the one that was followed so far,
+        because its sequences then number other events."""
         found = await self._stream.stream_info(subjects.STREAM)
         self._created = self._created or found.created
         if found.created != self._created:
@@ -275,7 +286,7 @@ class _Consumer:
         return found.state.last_seq
 
     async def _consumer(self, last: int) -> ConsumerInfo:
-        """Create the consumer, or find the one of that name. `last` is the stream's last sequence."""
+        """Create the consumer, or find the durable one of that name. `last` is the stream's last sequence."""
         if self._durable:
             with contextlib.suppress(NotFoundError):
                 found: ConsumerInfo = await self._stream.consumer_info(subjects.STREAM, self._durable)
@@ -287,7 +298,7 @@ class _Consumer:
                         f"{self._durable!r} follows other kinds: use another name, or delete that consumer"
                     )
                 return found
-        if self._since == "now":  # resolved once: a second consumer must not begin later
+        if self._since == "now":  # resolved once, because a consumer created later must not begin later
             self._since = last + 1
         return await self._stream.add_consumer(subjects.STREAM, self._config())
 
@@ -296,7 +307,7 @@ class _Consumer:
         if self._durable:
             config.durable_name, config.ack_policy = self._durable, AckPolicy.EXPLICIT
             config.ack_wait = ACK_WAIT_S
-            config.max_ack_pending = 1  # one at a time: so a crash does not change the order
+            config.max_ack_pending = 1  # one event in flight, so that a crash does not change the order
         else:
             config.ack_policy, config.inactive_threshold = AckPolicy.NONE, GONE_S
             config.name = f"follow-{codec.new_id()}"
@@ -309,8 +320,11 @@ class _Consumer:
 
 
 async def _fetched(subscription: JetStreamContext.PullSubscription, most: int, within_s: float) -> list[Msg]:
-    """Fetch messages in a task: nats-py's `wait_for` (of Python 3.11) can swallow a cancellation, and then the caller could not
-    stop."""
+    """Fetch up to `most` messages within `within_s` seconds, in a task.
+
+    The task is needed because nats-py's `wait_for` (of Python 3.11) can swallow a cancellation, and then the caller could not
+    stop.
+    """
     fetch = asyncio.ensure_future(subscription.fetch(most, timeout=within_s))
     fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
@@ -322,7 +336,8 @@ async def _fetched(subscription: JetStreamContext.PullSubscription, most: int, w
 
 @contextlib.asynccontextmanager
 async def _under_way(message: Msg) -> AsyncIterator[None]:
-    """Report to the broker repeatedly that this event is in progress, so that the broker does not deliver it again."""
+    """While the context is open, report to the broker every 2 s that this event is in progress, so that the broker does not
+    deliver it again."""
 
     async def report() -> None:
         while True:
@@ -338,9 +353,11 @@ async def _under_way(message: Msg) -> AsyncIterator[None]:
 
 
 def _event(message: Msg) -> FollowedEvent | None:
-    """Decode a message; return None if it is no event, or if its kind is unknown to this version."""
+    """Decode a message. Return None if the message is not an event, or if this version does not know its kind."""
     seq, taken_ns = delivered(message.reply.encode())
-    at = _EPOCH + timedelta(microseconds=taken_ns // 1000)  # rounded down, so that `since` includes it
+    at = _EPOCH + timedelta(
+        microseconds=taken_ns // 1000
+    )  # rounded down, so that a `since` of this time includes the event
     lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())
     headers = f"NATS/1.0\r\n{lines}\r\n".encode()
     found = messages.read(seq, at, message.subject.encode(), headers, message.data)

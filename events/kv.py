@@ -1,13 +1,14 @@
-"""KV-cache events of workers, and the queries by which frontends recover missed ones.
+"""KV events of workers, and the requests by which frontends get missed events again.
 
-    kv.events.<worker>           a `KvBatch` at the end of a step, to every frontend
+    kv.events.<worker>           a `KvBatch` at the end of an engine step, to every frontend
     kv.ask.<worker>.<instance>   a `KvRequest` of one frontend, and one reply
 
-Core NATS, msgpack, not stored. A lost message leaves a gap in the ids, and the frontend that finds the gap requests the missing
-events. A block is named by its sequence hash (`events.blocks`), so that an event contains no tokens.
+The left column lists the subjects. Messages are msgpack on core NATS and are not stored. A lost message leaves a gap in the
+event ids, and a frontend that finds a gap requests the missing events. The sequence hash names a block (`events.blocks`), so
+that an event contains no tokens.
 
-Every DP rank numbers its own events from 0, one id per event, within one instance of its worker. A batch without events carries
-only the next id, by which a reader detects the loss of the last event.
+Every DP rank numbers its own events from 0, one id per event, within one instance of its worker. A KV-event batch without
+events carries only the next id. From this id a reader detects that the last event was lost.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """The storage tier of a block, the fastest first."""
+    """The storage tier of a block. DEVICE is the fastest and DISK the slowest."""
 
     DEVICE = 0
     HOST = 1
@@ -25,7 +26,8 @@ class Tier(IntEnum):
 
 
 class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True):
-    """A rank stored these consecutive blocks, the first right after `parent` (None: at the start of a prompt)."""
+    """A rank stored these consecutive blocks. The first one follows the block `parent`, or starts a prompt if `parent` is
+    None."""
 
     blocks: list[int]
     parent: int | None = None
@@ -47,7 +49,8 @@ KvEvent = Stored | Removed | Cleared
 
 
 class KvBatch(msgspec.Struct, array_like=True, frozen=True):
-    """Events of one rank of one worker instance, in order: their ids are `first`, `first` + 1, and so on."""
+    """A batch of KV events of one rank of one worker instance. The events are in order, and their ids are `first`, `first` +
+    1, and so on."""
 
     worker: str
     instance: str
@@ -57,26 +60,34 @@ class KvBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KvRequest(msgspec.Struct, array_like=True, frozen=True):
-    """A frontend's query to a worker: the events from `first` to `last` inclusive (None: all that follow), or without `first` a
-    dump of all blocks of a rank. A dump has several parts: `dump` and `part` request a further one."""
+    """A frontend's request to a worker for the KV events of one rank.
+
+    With `first`, the reply has the events from `first` to `last` inclusive (None: all later ones). Without `first`, the reply
+    is a dump of all blocks of the rank. A dump has several parts, and `dump` and `part` request one further part.
+    """
 
     rank: int = 0
     first: int | None = None
     last: int | None = None
-    dump: int | None = None  # the `next` of the dump that the part belongs to; None: a new dump
+    dump: int | None = (
+        None  # identifies the dump of the requested part by that dump's `next`; None: a new dump
+    )
     part: int = 0
 
 
 class Events(msgspec.Struct, tag="events", array_like=True, frozen=True):
-    """The events from the requested one to the last requested one, or as many as fit into a reply."""
+    """The reply with the requested events, in order from id `first`. If they do not fit into one reply, the last ones are
+    missing."""
 
     first: int
     events: list[KvEvent]
 
 
 class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
-    """One part of a rank's blocks after all events before `next`, as events that build them from an empty cache. A dump replaces
-    all earlier state. It is also the reply to a `KvRequest` for events that are no longer stored."""
+    """One part of a dump: events that build the rank's blocks from an empty cache, as they were after all events before `next`.
+
+    A dump replaces all earlier state. It is also the reply to a `KvRequest` for events that the worker no longer stores.
+    """
 
     next: int
     part: int
@@ -85,20 +96,20 @@ class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
 
 
 class TooNew(msgspec.Struct, tag="too_new", array_like=True, frozen=True):
-    """The requested event does not exist yet: `next` is the first id that does not exist."""
+    """The reply to a request for an event that does not exist yet. `next` is the id that the next event will have."""
 
     next: int
 
 
 class InvalidRange(msgspec.Struct, tag="invalid_range", array_like=True, frozen=True):
-    """The last requested event is before the first one."""
+    """The reply to a request in which the last event is before the first one."""
 
     first: int
     last: int
 
 
 class KvRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The worker cannot answer, for the reason given. A later retry may succeed."""
+    """The worker cannot answer, for the stated reason. A later retry may succeed."""
 
     reason: str
 

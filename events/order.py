@@ -1,30 +1,32 @@
-"""The order in which facts are folded ("absorption order"), which differs from stream order.
+"""Folds facts in "absorption order", which differs from the order of the stream.
 
 A decision records how far its controller had read (`through`). Observations can enter the stream between that read and the
-append, so they come before the decision in the stream, although the decision does not consider them. Every fold keeps two states:
+append of the decision. They come before the decision in the stream, although the controller did not consider them. So every
+fold keeps two states:
 
-    settled = the fold of everything up to the last decision's `through`, and of every decision
-    pending = the observations after it
+    settled = the fold of all observations up to the last decision's `through`, and of every decision
+    pending = the later observations
     shown   = fold(settled, pending)
 
-When a decision arrives, the events that its `through` covers move from pending to settled, the decision is applied, and the
-rest of pending is folded again on top. Folding raw stream order instead gives a wrong state in about one history in
-eight (a test shows it).
+When a decision arrives, the events that its `through` covers move from pending to settled. Then the decision is applied to
+settled, and the other pending events are folded again on top. A fold in the order of the stream instead gives a wrong state in
+about one history in eight, as a test shows.
 
-A message that is not an event of Holdfast (`Skipped`) only occupies its position: it is neither settled nor pending. On a
-decision's subject it has moved the fence, so `Position.decided` moves, too. Only a reader that continues past unknown decisions
-(`StopsAt`) receives one. Such a decision has used a number (none, if it is quarantined later), and the fold lacks its content.
+A message that is not an event of Holdfast (`Skipped`) only occupies its position, and is neither settled nor pending. If the
+message is on a decision's subject, the fence counts it, so `Position.decided` moves, too. Only a reader that continues past
+unknown decisions (`StopsAt`) receives a `Skipped` for a decision of an unknown kind. Such a decision has used a number, unless
+it is quarantined later, and the fold lacks its content.
 
-Duplicates are dropped here: a fact with a number not above its source's last one has been folded already.
+The fold drops duplicates: a fact with a number that is not above its source's last number has been folded already.
 
-A worker's fact can name a source that is not its own (`events.intrusion.source_rule`). It is folded, because its subject proves
-which worker published it. But it is ignored in the detection of duplicates: it is never one, and does not advance the named
-source's last number.
+A worker's fact can name a source that is not its own (`events.intrusion.source_rule`). The fact is folded, because its subject
+proves which worker published it. But the detection of duplicates ignores the fact: it is never dropped as a duplicate, and does
+not advance the last number of the named source.
 
-Every process instance is a source, so the memory of sources must be bounded. A source is forgotten after `REMEMBERED` of the
-stream's time without a new fact. That loses no guarantee: a sender never repeats a fact later than half of that after it was
-first published (`events.journal.publisher`), and the other half allows for clocks that disagree. Whether a source is forgotten
-follows from the stream's times of its own two facts alone, so it does not depend on the snapshot a reader started from.
+Every process instance is a source, so the memory of sources must be bounded. A source is forgotten if the stream has no new
+fact of it for `REMEMBERED`. This loses no guarantee, because a sender repeats a fact for at most half of that time
+(`events.journal.publisher`). The other half allows for clocks that disagree. Whether a source is forgotten depends only on the
+stream's times of the source's own two facts. So it does not depend on the snapshot from which a reader started.
 """
 
 from collections import deque
@@ -38,8 +40,8 @@ from events.fact import Decision, Recorded, Skipped
 from events.frozen import fast_constructor, replace
 from events.intrusion.source_rule import forged
 
-REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
-CLOCK_SLACK = timedelta(days=1)  # by how much the broker's clock may be set back
+REMEMBERED = timedelta(days=14)  # time without a new fact after which a source is forgotten
+CLOCK_SLACK = timedelta(days=1)  # the broker's clock may be set back by this much
 Last = tuple[int, datetime]  # a source's last number, and the stream's time of that fact
 
 S = TypeVar("S")
@@ -56,31 +58,39 @@ class OutOfTurn(OutOfOrder):
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a settled state reaches: observations up to `through`, and decisions' subjects up to stream sequence `decided`.
+    """How far a settled state reaches: observations up to the sequence `through`, and messages on decisions' subjects up to
+    `decided`.
 
-    Reading from a snapshot starts after `through`; decisions not above `decided` are skipped then.
+    A reader of a snapshot starts after `through`. It then skips the decisions up to `decided`, because the snapshot contains
+    them.
     """
 
     through: int = 0
     decided: int = 0
-    number: int = 0  # of the last decision
+    number: int = 0  # number of the last decision
 
 
 @dataclass(slots=True)
 class Order(Generic[S]):
-    """Folds a journal in absorption order. Feed it every recorded event, in stream order, from `position`."""
+    """Folds a journal in absorption order. The caller passes every recorded event, in stream order, from `position` on."""
 
     evolve: Callable[[S, Recorded], S]
     settled: S
     position: Position = Position()
-    sources: dict[str, Last] = field(default_factory=dict)  # of each source, settled
-    last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
-    lacks: int = field(init=False, default=0)  # decisions of unknown kinds that were skipped
+    sources: dict[str, Last] = field(
+        default_factory=dict
+    )  # last number of each source among the settled events
+    last_seq: int = field(init=False)  # sequence of the last event, whether it was folded or dropped
+    lacks: int = field(init=False, default=0)  # number of decisions of unknown kinds that were skipped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
-    _shown: S = field(init=False)  # without `_fresh`, which is folded only when `shown` is read
+    _shown: S = field(
+        init=False
+    )  # the shown state without the events in `_fresh`, which are folded when `shown` is read
     _fresh: list[Recorded] = field(init=False, default_factory=list)
-    _seen: dict[str, Last] = field(init=False)  # of each source, pending included
-    _unread: int = field(init=False, default=0)  # decisions of unknown kinds since the last known one
+    _seen: dict[str, Last] = field(init=False)  # last number of each source, pending events included
+    _unread: int = field(
+        init=False, default=0
+    )  # number of decisions of unknown kinds since the last known decision
     _forgot: int = field(init=False, default=0)  # ordinal day of the last search for silent sources
 
     def __post_init__(self) -> None:
@@ -90,7 +100,7 @@ class Order(Generic[S]):
 
     @property
     def shown(self) -> S:
-        """The fold of everything seen: settled, then pending."""
+        """The fold of all events so far: of the settled ones, then of the pending ones."""
         if self._fresh:
             for event in self._fresh:
                 self._shown = self.evolve(self._shown, event)
@@ -98,13 +108,19 @@ class Order(Generic[S]):
         return self._shown
 
     def absorb(self, event: Recorded) -> S:
-        """Add one event and return the shown state. Raise OutOfOrder on a gap, OutOfTurn on a decision out of turn."""
+        """Add one event and return the shown state.
+
+        Raise OutOfOrder if events are missing before it, OutOfTurn if it is a decision with a number that is not the next one.
+        """
         self.take(event)
         return self.shown
 
     def take(self, event: Recorded) -> None:
-        """Add one event, which is folded on demand. Raise OutOfOrder on a gap. Raise OutOfTurn on a decision out of turn: the
-        state is unchanged then, and the fold can continue once that event is quarantined."""
+        """Add one event, which is folded when `shown` is read.
+
+        Raise OutOfOrder if events are missing before it, OutOfTurn if it is a decision with a number that is not the next one.
+        After an OutOfTurn the state is unchanged, and the fold can continue once that event is quarantined.
+        """
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
         if isinstance(event.fact, Decision):
@@ -119,7 +135,7 @@ class Order(Generic[S]):
             if self._is_new(own):
                 self.pending.append(own)
                 self._fresh.append(own)
-        # last: after an OutOfTurn a reader that continues reads the same event again
+        # set last, because a reader that continues after an OutOfTurn reads the same event again
         self.last_seq = event.seq
 
     def _is_new(self, event: Recorded) -> bool:
@@ -154,9 +170,9 @@ class Order(Generic[S]):
         self._shown, self._fresh = self.settled, list(self.pending)
 
     def _settle(self, through: int) -> None:
-        """Move the events up to `through` from pending to settled."""
+        """Move the events up to the sequence `through` from pending to settled."""
         at = None  # the stream's time of the last event that moves
-        # usually all pending events, and their fold exists already
+        # usually all pending events move, and their fold exists already
         if self.pending and self.pending[-1].seq <= through:
             self.settled, at = self.shown, self.pending[-1].at
             for event in self.pending:
@@ -173,7 +189,7 @@ class Order(Generic[S]):
             self._forget_silent(at)
 
     def _forget_silent(self, at: datetime) -> None:
-        """Drop the sources that are not needed any more: a reader that starts from here reads nothing older."""
+        """Drop the sources that had no fact for so long before `at` that no repeated fact of theirs can arrive."""
         self._forgot = at.toordinal()
         for sources in (self.sources, self._seen):
             for source in [s for s, last in sources.items() if at - last[1] > REMEMBERED + CLOCK_SLACK]:
@@ -182,18 +198,20 @@ class Order(Generic[S]):
 
 @dataclass(slots=True)
 class DecisionNumbering:
-    """Counts decisions without folding them, to inspect a journal at which every reader stops. Feed it every event.
+    """Checks the numbers of decisions without folding them, to inspect a journal at which every reader stops. Takes every
+    event.
 
-    A decision out of turn has not been folded, so the next one must have the number that was expected of it. A decision that only
-    a newer version can know has used a number (none, once it is quarantined). Until a known decision follows, either may be next.
+    A decision with a wrong number has not been folded, so the next decision must have the number that was expected before. A
+    decision of an unknown kind has used a number, unless it is quarantined. So until a decision of a known kind follows, either
+    number may be next.
     """
 
     last: int | None = 0  # number of the last decision in turn; None: the stream no longer has its beginning
-    unread: int = 0  # later decisions that only a newer version can know
+    unread: int = 0  # number of later decisions that only a newer version can know
 
     def expected(self, event: Recorded) -> int | None:
-        """Add one event. Return the number that a decision out of turn should have had; None: it is in turn, or is no
-        decision."""
+        """Add one event. Return the expected number if the event is a decision with a wrong number. Return None for any
+        other event."""
         fact = event.fact
         if isinstance(fact, Skipped):
             self.unread += fact.unknown and fact.decided

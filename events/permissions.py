@@ -1,4 +1,4 @@
-"""The broker permissions of each role: subjects to publish and to subscribe to.
+"""Defines the broker permissions of each role: the subjects to which it may publish and subscribe.
 
     worker       publishes its own facts, heartbeats, KV events and replies; subscribes to requests by its name
     frontend     publishes facts about requests, and prompts to workers; subscribes to workers and other frontends
@@ -11,13 +11,13 @@
     all          announce the kinds that they know (`live.known`), and receive the kinds in force (`live.kinds`)
     reader       reads only; for your own programs, and the broker stores their read positions
 
-No role can delete or purge the stream, and only `holdfast up` may change its bounds. A reply goes to the requester's own inbox,
-or, from a worker, below the worker's own name. So no process can read or forge another's replies.
+No role can delete or purge the stream, and only `holdfast up` may change its bounds. A reply goes to the requester's own inbox.
+A worker's reply goes to a subject with the worker's own name. So no process can read or forge another's replies.
 
-Note: a role that may read the journal can make JetStream deliver it to a subject to which the role itself may not publish.
-A worker that uses the intake has no JetStream permission: it can neither read the journal nor publish to it, so no
-acknowledgement of its facts reaches another subject. A controller publishes them (`controller.runtime.intake`). A
-worker of 0.2.0, which does not know the intake, and one without a seed file publish to the journal themselves.
+Note: a role that may read the journal can make JetStream deliver it to a subject to which the role itself may not publish. A
+worker that uses a controller's fact intake has no JetStream permission. It can neither read the journal nor publish to it, so
+no acknowledgement of its facts reaches another subject. A controller publishes its facts (`controller.runtime.intake`). A
+worker of 0.2.0, which does not know the intake, and a worker without a seed file publish to the journal themselves.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -118,14 +118,14 @@ _ASKED = (
     "stop",
     "chaos",
     "kinds",
-)  # requests of controllers to a worker
+)  # verbs of the controllers' requests to a worker
 _KNOWN = f"{subjects.KNOWN}.%s.*"  # announcements of the processes of a role
-_KINDS = "live.kinds.*"  # what is in force, as the leading controller replies
+_KINDS = "live.kinds.*"  # the kinds in force, as the leading controller sends them
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerUser:
-    """One broker account: the subjects that it may publish to and subscribe to. All others are denied."""
+    """One broker account: the subjects that it may publish to and subscribe to. All other subjects are denied."""
 
     name: str
     publish: tuple[str, ...]
@@ -133,8 +133,11 @@ class BrokerUser:
 
 
 def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> list[BrokerUser]:
-    """Return all accounts of a fleet: one per role, and one per worker process (`worker_user`). Processes in `by_intake`
-    send their facts to a controller, the others publish to the journal themselves; None: there is no intake."""
+    """Return all accounts of a fleet: one per role, and one per worker process in `processes` (`worker_user`).
+
+    Worker processes in `by_intake` send their facts to a controller's fact intake. The other worker processes publish to the
+    journal themselves. None means that the fleet has no fact intake.
+    """
     taken_in = by_intake is not None
     workers = [_worker(user, direct=user not in (by_intake or ())) for user in sorted(set(processes))]
     return [*(_role(name, intake=taken_in) for name in ROLES), *workers]
@@ -158,7 +161,7 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
                 f"{DECIDED}.*",
                 *asks,
                 f"{subjects.PLANE}.*.*.*",
-                f"{API}.CONSUMER.NAMES.{STREAM}",  # readers of the journal, including those that announce nothing
+                f"{API}.CONSUMER.NAMES.{STREAM}",  # lists all readers of the journal, even unannounced ones
             )
             asked = (subjects.SAY_ALL,) if intake else ()
             hears: tuple[str, ...] = (

@@ -1,7 +1,7 @@
-"""A server's refusal of an invalid request, with the server's own error text.
+"""Encodes a server's refusal of an invalid request, with the server's own error text.
 
-On the wire it is the detail of the reason `invalid_request`: a sentence, or one JSON object if there are further
-fields. A reader that knows only sentences understands both.
+On the wire a refusal is the detail of the reason `invalid_request`. The detail is a sentence, or one JSON object if the refusal
+has further fields. A reader that knows only sentences can display either form.
 """
 
 import msgspec
@@ -11,8 +11,10 @@ UNSUPPORTED = "unsupported_parameter"
 
 
 class RequestRefusal(msgspec.Struct, frozen=True):
-    """Why a request was refused, and with which HTTP status (4xx). `type`, `param`: as the server sent them, or empty. `code`
-    is sent to the client: REASON, or UNSUPPORTED."""
+    """Why a request was refused, and with which HTTP status (4xx).
+
+    `type` and `param` are the values that the server sent, or empty. `code` is sent to the client: REASON or UNSUPPORTED.
+    """
 
     message: str
     status: int = 400
@@ -22,18 +24,19 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> str:
-        """The `error` of a chunk that carries this refusal."""
+        """The refusal as the `error` of a chunk, which starts with `invalid_request:`."""
         plain = self == RequestRefusal(self.message) and not self.message.startswith("{")
         return f"{REASON}: {self.message if plain else msgspec.json.encode(self).decode()}"
 
 
 def unsupported(param: str, why: str) -> RequestRefusal:
-    """Return the refusal of a field that a server does not support."""
+    """Return the refusal of a request with a field (`param`) that a server does not support."""
     return RequestRefusal(f"{param} is not supported: {why}", param=param, code=UNSUPPORTED)
 
 
 def read_refusal(detail: str) -> RequestRefusal:
-    """Parse the text after `invalid_request:`. Text that is not the JSON of a RequestRefusal is a sentence."""
+    """Parse the text after `invalid_request:`. If it is not the JSON of a RequestRefusal with status 4xx, the whole text is
+    the message."""
     words = detail.strip()
     if words.startswith("{"):
         try:

@@ -2,9 +2,10 @@
 
     kv.slots     a `SlotBatch` soon after requests begin, are prefilled, or end; a `ResendRequest` of a frontend that missed one
 
-Core NATS, msgpack, not stored. Each instance of a frontend numbers its batches from 0. A frontend that finds a gap requests a
-complete resend. A batch without events carries only the next number: every frontend sends one each second. A frontend that is
-silent for long is considered gone, with all of its requests.
+The line shows the subject and its messages, which are msgpack on core NATS and are not stored. Each instance of a frontend
+numbers its `SlotBatch` messages from 0. A frontend that finds a gap requests a complete resend. Every frontend also sends a
+`SlotBatch` without events each second, which carries only the next number. A frontend that is silent for long is considered
+gone, and its requests are no longer counted.
 """
 
 import sys
@@ -14,30 +15,30 @@ from typing import Annotated
 
 import msgspec
 
-EVENTS_MAX = 256  # per batch
-BLOCKS_MAX = 32_768  # per batch: a broker accepts one megabyte per message
+EVENTS_MAX = 256  # most events of one SlotBatch
+BLOCKS_MAX = 32_768  # most block hashes of one SlotBatch: a broker accepts one megabyte per message
 HASH_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
-# These are added to the loads that routing uses: a value that is not a number, or is negative, would corrupt them all.
+# These values are added to the loads that routing uses. A negative value, or NaN, would corrupt all loads.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
-    """A request was sent to a DP rank of a worker. See `SlotTracker.add`."""
+    """A request was sent to a DP rank of a worker. `SlotTracker.add` explains the fields."""
 
     request: int | str
     worker: str
     instance: str
     rank: Count
-    blocks: bytes  # `pack` of the sequence hashes of its prompt
+    blocks: bytes  # the sequence hashes of the request's prompt, as `pack` encodes them
     own_blocks: Count
     block_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    prefill_tokens: Count  # not prefilled yet
+    prefill_tokens: Count  # number of prompt tokens that are not prefilled yet
     expected_s: Seconds | None = None
-    age_s: Seconds = 0.0  # since it began
+    age_s: Seconds = 0.0  # seconds since the request began
 
     def __post_init__(self) -> None:
         if len(self.blocks) % HASH_BYTES:
@@ -45,13 +46,13 @@ class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
 
 
 class Read(msgspec.Struct, tag="read", array_like=True, frozen=True):
-    """The prompt of a request has been prefilled."""
+    """The prompt of a request has been prefilled, so its prompt tokens no longer count as load."""
 
     request: int | str
 
 
 class Freed(msgspec.Struct, tag="freed", array_like=True, frozen=True):
-    """A request ended."""
+    """A request has ended, so it no longer counts as load."""
 
     request: int | str
 
@@ -60,17 +61,18 @@ SlotEvent = Added | Read | Freed
 
 
 class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
-    """Changes of a frontend's requests, in order."""
+    """Changes of one frontend's requests in flight, in order."""
 
     frontend: str
-    life: str  # id of that frontend's instance: a successor has none of its requests
+    life: str  # id of the frontend's instance; a later instance has none of its requests
     number: int
     events: list[SlotEvent]
-    whole: bool = False  # this batch and those after it are a complete resend, from the beginning
+    whole: bool = False  # this message and the later ones are a complete resend
 
 
 class ResendRequest(msgspec.Struct, tag="want", array_like=True, frozen=True):
-    """A frontend may have missed something: it requests a complete resend from `of`, or from every frontend if `of` is empty."""
+    """A frontend may have missed a `SlotBatch`. It requests a complete resend from the frontend `of`, or from every frontend
+    if `of` is empty."""
 
     frontend: str
     of: str = ""
@@ -81,7 +83,7 @@ decode = msgspec.msgpack.Decoder(SlotBatch | ResendRequest).decode
 
 
 def pack(blocks: Sequence[int]) -> bytes:
-    """Return sequence hashes as bytes: 8 each, little endian."""
+    """Return sequence hashes as bytes: 8 bytes each, little endian."""
     packed = array("Q", blocks)
     if _BIG_ENDIAN:
         packed.byteswap()
@@ -89,8 +91,10 @@ def pack(blocks: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Sequence[int]:
-    """Return the sequence hashes that `pack` encoded, as an array. Most are never looked at: as Python integers they would
-    take five times the memory and most of the time."""
+    """Return the sequence hashes that `pack` encoded, as an array.
+
+    Most hashes are never read. As Python integers they would take five times the memory and most of the decoding time.
+    """
     blocks = array("Q")
     blocks.frombytes(packed)
     if _BIG_ENDIAN:

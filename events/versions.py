@@ -1,8 +1,8 @@
-"""Kinds of facts and versions of deciders: what this release knows, and what a mixed fleet may use.
+"""Fact kinds and deciders versions: what this release knows, and what a mixed fleet may use.
 
 A fleet is upgraded process by process, and a reader of an older release stops at a kind that it does not know. So the leader
-decides what is *in force*: the kinds that may be written, and the version of the deciders. `PolicyAdopted` carries it.
-A process announces what it knows (`Known`). One that announces nothing knows exactly what release 0.2.0 knew.
+decides what is *in force*: the kinds that may be written, and the version of the deciders. The decision `PolicyAdopted` carries
+the result. A process announces what it knows (`Known`). A process that announces nothing knows exactly what release 0.2.0 knew.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,12 +55,12 @@ No other version after 0.2.0 was written without `kinds`."""
 
 @cache
 def new_kinds() -> frozenset[str]:
-    """Return the kinds that this release may write and 0.2.0 does not know. New words of older kinds by their `name`."""
+    """Return the kinds that this release may write and that 0.2.0 does not know, together with the `name` of each new word."""
     return frozenset(KINDS) - BASE_KINDS | {new.name for new in NEW_WORDS}
 
 
 def release() -> str:
-    """Return the installed release, for display."""
+    """Return the installed release for display, or "unknown"."""
     try:
         return version("holdfast")
     except PackageNotFoundError:
@@ -69,19 +69,20 @@ def release() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What one process knows and announces."""
+    """The kinds and the deciders version that one process knows, as it announces them."""
 
-    kinds: frozenset[str] = frozenset()  # beyond those of 0.2.0
+    kinds: frozenset[str] = frozenset()  # kinds newer than 0.2.0
     deciders_version: int = 0  # 0: the process neither decides nor reads decisions
-    release: str = ""  # for display; empty: 0.2.0, or a later release that announces nothing
+    release: str = ""  # for display; empty: 0.2.0, or a process that announces nothing
 
     @classmethod
     def ours(cls, deciders_version: int = 0) -> "Known":
-        """Return the kinds and the deciders version that this release knows."""
+        """Return the kinds and the deciders version that this release knows. A process that does not decide passes version
+        0."""
         return cls(new_kinds(), deciders_version, release())
 
     def as_body(self) -> Json:
-        """Return the announcement as a JSON object."""
+        """Return the announcement as a JSON object for the broker."""
         return {
             "kinds": sorted(self.kinds),
             "deciders_version": self.deciders_version,
@@ -90,7 +91,7 @@ class Known:
 
     @classmethod
     def of_body(cls, body: JsonView) -> "Known":
-        """Parse what `as_body` wrote. Raise KeyError, TypeError or ValueError."""
+        """Parse an announcement in the form of `as_body`. Raise KeyError, TypeError or ValueError."""
         return cls(names(body["kinds"]), int(body["deciders_version"]), str(body["release"])[:NAME_CHARS_MAX])
 
 
@@ -100,7 +101,7 @@ NAMES_MAX = 1000  # kinds in one announcement
 
 
 def names(found: object) -> frozenset[str]:
-    """Return the names of kinds in a decoded message. Raise TypeError or ValueError if it is not a list of names."""
+    """Return the names of kinds in a decoded message. Raise ValueError if `found` is not a list of at most 1,000 names."""
     if not isinstance(found, list | tuple) or len(found) > NAMES_MAX:
         raise ValueError(f"expected a list of at most {NAMES_MAX} kinds")
     if not all(isinstance(name, str) and len(name) <= NAME_CHARS_MAX for name in found):
@@ -110,29 +111,29 @@ def names(found: object) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The kinds that the fleet may write, and the version by which it decides.
+    """The kinds that the fleet may write, and the version of the deciders by which it decides.
 
-    `stated` is the field `kinds` of the `PolicyAdopted` decision; None stands for a decision without that field.
+    `stated` is the field `kinds` of the `PolicyAdopted` decision. None stands for a decision without that field.
     """
 
     stated: tuple[str, ...] | None
     deciders_version: int
-    by: str = ""  # operator that allowed it early; empty: the leader saw that every process knows it
+    by: str = ""  # operator that allowed the kinds early; empty: the leader saw that every process knows them
     command: str = ""  # id of the operator's command
 
     @classmethod
     def of(cls, kinds: Iterable[str], deciders_version: int, by: str = "", command: str = "") -> "InForce":
-        """Create from kinds beyond those of 0.2.0."""
+        """Create an InForce from the kinds newer than 0.2.0."""
         return cls(tuple(sorted(kinds)), deciders_version, by, command)
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds beyond 0.2.0 that may be written."""
+        """The kinds newer than 0.2.0 that may be written."""
         return stated_kinds(self.stated, self.deciders_version)
 
 
 def stated_kinds(stated: Iterable[str] | None, deciders_version: int) -> frozenset[str]:
-    """Return the kinds beyond 0.2.0 that a `PolicyAdopted` puts in force."""
+    """Return the kinds newer than 0.2.0 that a `PolicyAdopted` with these `kinds` and this deciders version puts in force."""
     if stated is None:
         return WITHOUT_STATEMENT.get(deciders_version, frozenset())
     return frozenset(stated)
@@ -140,22 +141,22 @@ def stated_kinds(stated: Iterable[str] | None, deciders_version: int) -> frozens
 
 @dataclass(frozen=True, slots=True)
 class NewWord:
-    """One new enum value ("word") in a field of a kind of 0.2.0, and the older word that replaces it for now.
+    """One new enum value ("word") in a field of a kind of 0.2.0, and the older word that replaces it while it is not in force.
 
-    A reader of an older release stops at a word that it does not know, as at an unknown kind. So a new word is announced and put
-    in force like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs a new
+    A reader of an older release stops at an unknown word, as at an unknown kind. So a new word is announced and put in force
+    like a kind, under its `name`. Until then an observation carries the older word. A new word in a decision needs a new
     version of the deciders instead.
     """
 
     kind: str
     field: str
     word: str
-    # a word that older releases know; or a new word of an earlier release, listed after this one
+    # a word that older releases know, or a new word of an earlier release that NEW_WORDS lists after this one
     instead: str
 
     @property
     def name(self) -> str:
-        """The word's name among the kinds in force."""
+        """The name under which the word is announced and put in force, beside the kinds."""
         return f"{self.kind}.{self.field}={self.word}"
 
 
@@ -166,7 +167,7 @@ NEW_WORDS: tuple[NewWord, ...] = ()
 def older(
     fact: Observation, in_force: frozenset[str], new_words: Iterable[NewWord] = NEW_WORDS
 ) -> Observation:
-    """Return the fact with each word that is not in force replaced by an older one."""
+    """Return the fact with an older word in place of each word that is not in force."""
     for new in new_words:
         if new.kind == fact.kind() and getattr(fact, new.field) == new.word and new.name not in in_force:
             fact = replace(fact, **{new.field: new.instead})

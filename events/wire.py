@@ -1,11 +1,11 @@
-"""The frames of the request plane, between frontends and workers.
+"""Defines the frames of the request plane, between frontends and workers.
 
-One TCP connection per frontend-worker pair carries every stream between them. A frame is four bytes of length
-(little endian), then one msgpack value. A worker sends one frame per engine step, with the new tokens of all streams
-of that frontend.
+One TCP connection per frontend-worker pair carries every stream between the two. A frame is four bytes of length (little
+endian), followed by one msgpack value. A worker sends one frame per engine step to each frontend, with the new tokens of all
+streams of that frontend.
 
-A stream number belongs to one *attempt* of one request and is never reused on a connection. So late output of a
-revived worker for an old attempt is recognised and dropped.
+A stream number belongs to one *attempt* of one request and is never reused on a connection. So a frontend recognises and drops
+late output for an old attempt, for example after a worker has hung.
 """
 
 import re
@@ -32,74 +32,89 @@ class BadFrame(HoldfastError):
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """Sampling parameters and stop conditions. `seed` keys the random numbers together with the position."""
+    """The sampling parameters and stop conditions of a request. Random numbers depend on `seed` and the token's position."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: no limit
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int = 0  # top-k logprobs requested with each token; 0: none
-    min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not drawn; 0: all may be
-    logit_bias: dict[int, float] = {}  # by token: added to its logit
-    prompt_logprobs: int | None = None  # top-k logprobs requested for the prompt's own tokens; None: none
-    unset: list[str] = []  # fields above that the client omitted: not sent to a server with its own defaults
+    logprobs: int = 0  # top-k logprobs requested with each token; 0: not requested
+    min_p: float = (
+        0.0  # tokens below this share of the highest probability are not sampled; 0: all may be sampled
+    )
+    logit_bias: dict[int, float] = {}  # value added to the logit, by token id
+    prompt_logprobs: int | None = (
+        None  # top-k logprobs requested for the prompt's tokens; None: not requested
+    )
+    unset: list[
+        str
+    ] = []  # fields above that the client omitted; they are not sent to a server with its own defaults
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """A frontend (or prober) opens a connection."""
+    """The first frame of a connection, sent by the frontend or prober that opens it."""
 
     frontend: str
     version: int = VERSION
-    nonce: bytes = b""  # fresh, from a frontend with the fleet's key: see `fleet_key`
+    nonce: bytes = b""  # fresh random bytes from a frontend with the fleet's key: see `fleet_key`
 
 
 class Proof(msgspec.Struct, tag="proof", array_like=True):
-    """The frontend's answer to a Challenge."""
+    """The frontend's reply to a Challenge: the proof that it knows the fleet's key."""
 
     proof: bytes
 
 
 class Generate(msgspec.Struct, tag="gen", array_like=True):
-    """Continue `tokens`. The first `prompt_tokens` of them are the prompt. The rest was generated elsewhere and is
-    replayed: penalties count it, and `max_tokens` and `min_tokens` are already reduced by it."""
+    """Requests that the worker continues `tokens` on a new stream.
+
+    The first `prompt_tokens` tokens are the prompt. The other tokens were generated on another worker and are replayed.
+    Penalties count the replayed tokens, and `max_tokens` and `min_tokens` are already reduced by their number.
+    """
 
     stream: int
     request: str
     tokens: list[int]
     prompt_tokens: int
     sampling: Sampling
-    canary: bool = False  # bypass the prefix cache, and count in no request metric
+    canary: bool = False  # a canary, which bypasses the prefix cache and counts in no request metric
     cache_salt: str = ""
     prompt_text: str = ""  # for engines that accept only text
     guided: Json | None = None
     traceparent: str = ""  # the client's trace, for engines that can continue it
     rank: int = 0  # the chosen DP rank
-    # Names the prefix cache to use, where caches outlive the worker. Every conviction starts a new cache.
+    # Names the prefix cache to use, if caches outlive the worker. Every conviction starts a new cache.
     cache_epoch: int = 0
-    priority: int = 0  # the lowest waiting request is scheduled first: the urgency of its tier
+    priority: int = 0  # from the request's tier; the waiting request with the lowest value is scheduled first
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Stop this stream. The reason: its client is gone, it continues on another worker, or its answer is complete.
+    """Requests that the worker stops a stream, because its client is gone, it continues on another worker, or its answer is
+    complete.
 
-    `drained` means that it continues elsewhere because the fleet drains this worker, which may not have been notified yet."""
+    If `why` is `drained`, the stream continues on another worker because the fleet drains this worker. The worker may not have
+    received the drain yet.
+    """
 
     stream: int
-    why: str = "gone"  # a Why; an unknown one is treated as gone
+    why: str = "gone"  # a Why; an unknown value is treated as gone
 
 
 class Reserve(msgspec.Struct, tag="reserve", array_like=True):
-    """To the target of a planned move: reserve room for a request that will arrive with its KV cache, and start nothing.
+    """Requests that the target of a planned move reserves KV cache for a request that will arrive with its KV cache. Starts no
+    generation.
 
-    `request` is what a replay from here would be: the prompt and every token accepted so far, its limits reduced by
-    them. `room_tokens` is the length expected at the commit, with a margin. Cancel frees the reservation."""
+    `request` is the request as a replay would send it: the prompt and every token accepted so far, with its limits reduced by
+    the accepted tokens. `room_tokens` is the length in tokens that is expected when the move commits, with a margin. A Cancel
+    frees the reservation.
+    """
 
     stream: int
     request: Generate
@@ -107,55 +122,60 @@ class Reserve(msgspec.Struct, tag="reserve", array_like=True):
 
 
 class Ship(msgspec.Struct, tag="ship", array_like=True):
-    """To the source of a planned move: send this stream's KV cache to the target that issued these grants, one per shard,
-    and continue decoding meanwhile. Grants are opaque to everything between source and target; they say from which
-    block to send."""
+    """Requests that the source of a planned move sends this stream's KV cache to the target, and continues decoding meanwhile.
+
+    The target issued `grants`, one per shard. A grant says from which block to send. Only source and target decode it.
+    """
 
     stream: int
     grants: list[bytes]
 
 
 class Stay(msgspec.Struct, tag="stay", array_like=True):
-    """To the source: abort the shipment and continue decoding here, even if the stream has stopped for it."""
+    """Requests that the source of a planned move aborts the shipment and continues decoding, even if the stream has stopped
+    for the move."""
 
     stream: int
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The worker's first frame: its identity."""
+    """The worker's first frame on a connection without a Challenge, or its frame after a valid Proof: its identity."""
 
     worker: str
     instance: str
     model: str
     version: int = VERSION
-    alike: bool = False  # canaries need no mark: the worker handles them as it handles users' requests
+    alike: bool = False  # the worker handles canaries like users' requests, so that they need no mark
 
 
 class Logprob(msgspec.Struct, array_like=True):
-    """One generated position: the chosen token's logprob, and the top-k as (token, logprob), best first."""
+    """The logprobs of one position: of the chosen token, and of the top-k tokens as (token id, logprob), best first."""
 
     chosen: float
     top: list[tuple[int, float]] = []
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """One step's output for one stream. `finish`: stop, length, or another finish_reason of the engine; or None. `error` ends the
-    stream: see `Fault`.
+    """The output of one engine step for one stream.
 
-    If `prompt_logprobs` were requested, the first chunk with tokens has one more logprob per token of the prompt, before
-    those of its own tokens. The one of the prompt's first token is meaningless."""
+    `finish` is stop, length or another finish_reason of the engine. It is None while the stream continues. An `error` ends the
+    stream.
+
+    If `prompt_logprobs` were requested, the first chunk with tokens has one more logprob per token of the prompt. They come
+    before the logprobs of the chunk's own tokens. The logprob of the prompt's first token is meaningless.
+    """
 
     stream: int
     tokens: list[int]
     finish: str | None = None
     error: str | None = None  # one of ERRORS, followed by ": detail"
     logprobs: list[Logprob] | None = None
-    text: str | None = None  # from engines that return text and no tokens
+    text: str | None = None  # output of engines that return text and no tokens
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
 
 
 def finish_reason(given: object) -> str:
-    """Return an engine's own finish_reason as sent to clients; `stop` for a value that cannot be one."""
+    """Return an engine's finish_reason in the form for clients. Return `stop` for a value that is not a valid finish_reason."""
     if given == "length" or given == "stop":
         return given
     return given if isinstance(given, str) and _finish_reason(given) else "stop"
@@ -165,17 +185,20 @@ _finish_reason = re.compile(r"[a-z_]{1,40}").fullmatch
 
 
 def join(earlier: Chunk, later: Chunk) -> bool:
-    """Append a stream's later chunk to its earlier one, and return True.
+    """Append a later chunk of a stream to an earlier one, and return True.
 
-    Return False, and change nothing, where one chunk cannot carry both: the earlier one is the stream's last, one of them is text
-    and the other tokens, or logprobs would no longer match their tokens."""
+    Return False without a change if one chunk cannot carry the output of the two chunks. This is so if the earlier chunk is the
+    stream's last, if one chunk has text and the other tokens, or if logprobs would no longer match their tokens.
+    """
     if earlier.finish is not None or earlier.error is not None:
         return False
     details = later.logprobs or later.text is not None or earlier.text is not None
     if details and not _join_details(earlier, later):
         return False
     earlier.tokens.extend(later.tokens)
-    if later.finish is not None:  # setting a struct's field takes longer than this check
+    if (
+        later.finish is not None
+    ):  # checked first, because setting a struct's field takes longer than this check
         earlier.finish = later.finish
     if later.error is not None:
         earlier.error = later.error
@@ -185,7 +208,7 @@ def join(earlier: Chunk, later: Chunk) -> bool:
 
 
 def _join_details(earlier: Chunk, later: Chunk) -> bool:
-    """Append the logprobs and the text, unless one chunk cannot carry both."""
+    """Append the logprobs and the text of the later chunk. Return False without a change if one chunk cannot carry them."""
     if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
         return False
     if later.logprobs:
@@ -218,49 +241,52 @@ _QUOTING = re.compile(
 
 
 def without_quotes(error: str) -> str:
-    """Return an engine's error in a form that may be stored: without text from the server behind it.
+    """Return an engine's error without text from the server behind the worker, so that the error may be stored.
 
-    That text may quote a prompt, or the key that authenticates us to the server. The request's client receives the full error.
+    That text may quote a prompt, or the key with which Holdfast authenticates to the server. The client of the request receives
+    the full error.
     """
     return _QUOTING.sub(r"\1 …", error)
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """A worker's load, as the worker reports it."""
+    """The load of a worker or of one DP rank, as the worker reports it."""
 
     running: int = 0
     waiting: int = 0
-    kv_used: int = 0  # blocks
+    kv_used: int = 0  # KV blocks
     kv_total: int = 0
     active_tokens: int = 0
-    canaries: int = 0  # of the running and waiting requests; canaries use no capacity of users' requests
-    batch: int = 0  # the current batch limit of an adaptive worker; 0: the registered one
-    closed_s: float = 0.0  # seconds without new requests of users: the Retry-After of the server behind it
+    canaries: int = 0  # number of canaries among the running and waiting requests; they use no capacity of users' requests
+    batch: int = 0  # current limit of running requests of an adaptive worker; 0: the registered limit
+    closed_s: float = 0.0  # seconds in which users' requests are not accepted: the Retry-After of the server behind the worker
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """One engine step's output for one frontend."""
+    """The output of one engine step for all streams of one frontend."""
 
     chunks: list[Chunk]
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """The worker's heartbeat: sent every second, and while streams are open every 0.25 s, or 0.1 s after the last step.
+    """The worker's heartbeat. It is sent every second; while streams are open, every 0.25 s, or 0.1 s after the last step.
 
-    `phase` is idle, prefill or decode. `step_age_ms` is how long the engine has been in its current step.
-    `prefill_tokens` is how many prompt tokens that step processes: a long prefill gets a longer allowance.
+    `phase` is idle, prefill or decode. `step_age_ms` is the time since the engine began its current step. `prefill_tokens` is
+    the number of prompt tokens that this step processes, because a step with a long prefill may take longer before the worker
+    counts as hung.
     """
 
     phase: str
     step_age_ms: float
     prefill_tokens: int = 0
-    load: Load = Load()  # of all ranks together
+    load: Load = Load()  # load of all ranks together
     draining: bool = False
-    ranks: list[Load] = []  # of each DP rank, where there are several
+    ranks: list[Load] = []  # load of each DP rank; empty: the worker has only one
 
 
 class Reserved(msgspec.Struct, tag="reserved", array_like=True):
-    """The target has reserved the room. `cached_tokens` (whole blocks) are in its prefix cache and need not be sent."""
+    """The target has reserved KV cache for a planned move. `cached_tokens` (whole blocks) are in its prefix cache and need
+    not be sent."""
 
     stream: int
     grants: list[bytes]
@@ -268,26 +294,31 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True):
 
 
 class Declined(msgspec.Struct, tag="declined", array_like=True):
-    """The move is impossible. From the target it ends the stream; at the source the stream continues decoding."""
+    """The planned move is impossible. Sent by the target, this frame ends the stream there. Sent by the source, the stream
+    continues decoding."""
 
     stream: int
     reason: str
 
 
 class Committed(msgspec.Struct, tag="committed", array_like=True):
-    """The target has the whole KV cache and decodes. `tokens` follow those of the reserved request: the source generated them
-    during the transfer. The frontend compares them with the tokens that it accepted, before it accepts the next chunk."""
+    """The target has the whole KV cache of a planned move, and decodes.
+
+    `tokens` follow the tokens of the reserved request, because the source generated them during the transfer. The frontend
+    compares them with the tokens that it accepted, before it accepts the next chunk.
+    """
 
     stream: int
     tokens: list[int]
-    bytes: int = 0  # transferred, over all shards
+    bytes: int = 0  # bytes transferred, over all shards
     blocks: int = 0
-    link: str = ""  # of the transfer: shm, unix, tcp, nixl
-    stopped_ms: float = 0.0  # from the tail's first byte until the target decodes
+    link: str = ""  # link of the transfer: shm, unix, tcp, nixl
+    stopped_ms: float = 0.0  # time from the first byte of the last part until the target decodes
 
 
 class Challenge(msgspec.Struct, tag="challenge", array_like=True):
-    """Sent before a Welcome by a worker with the fleet's key: proves that it knows the key, and requests the frontend's proof."""
+    """A worker with the fleet's key sends this frame before its Welcome. It proves that the worker knows the key, and
+    requests the frontend's proof."""
 
     nonce: bytes
     proof: bytes = b""
@@ -302,23 +333,24 @@ to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
 
 def encode(frame: ToWorker | ToFrontend) -> bytes:
-    """Return a frame as bytes, preceded by its length."""
+    """Return a frame as bytes, preceded by its length in 4 bytes."""
     body = _encoder.encode(frame)
     return len(body).to_bytes(_HEADER, "little") + body
 
 
 class Splitter:
-    """Cuts a byte stream into frame bodies. One per connection and direction."""
+    """Splits a byte stream into the bodies of frames. Each connection has one per direction."""
 
     __slots__ = ("_rest", "_wanted", "frame_bytes_max")
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
         self._rest = bytearray()  # the beginning of an incomplete frame
-        self._wanted = 0  # bytes needed before parsing can continue
+        self._wanted = 0  # number of bytes needed before the next frame can be split off
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the body of every frame that `data` completes. Raise BadFrame if a length exceeds the limit."""
+        """Yield the body of every frame that `data` completes, and keep the rest. Raise BadFrame if a length exceeds the
+        limit."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:

@@ -1,1 +1,1 @@
-"""Detects and reports what a compromised process sends: forged sources, excessive or false messages."""
+"""Detects and reports forged sources, floods and false messages of a compromised process."""

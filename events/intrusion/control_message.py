@@ -1,8 +1,9 @@
-"""The form of control messages to workers, which distinguishes them from foreign messages.
+"""Builds control messages to workers, and detects other messages on the workers' control subjects.
 
-A broker sends a publication's acknowledgement to any subject that the publisher names, regardless of permissions. So a message on
-a control subject need not come from a controller. A control message names the instance that it addresses, and since 0.3 also its
-form, its sender and its verb. A controller of 0.2.0 sends only the instance, or a value that belongs to the verb.
+A broker sends the acknowledgement of a publication to any subject that the publisher names, regardless of permissions. So a
+message on a control subject may come from a process that is not a controller. A control message contains the worker instance
+that it addresses, and since 0.3 also the version of its form, its sender and its verb. A controller of 0.2.0 sends only the
+instance, or only a value that belongs to the verb.
 """
 
 from collections.abc import Mapping
@@ -16,13 +17,14 @@ OLD = {"chaos": ("fault",), "drain": ("deadline_s",), "batch": ("share",), "dist
 
 
 def control(verb: str, worker: str, instance: str, sender: str, body: JsonView) -> Json:
-    """Return a control message."""
+    """Return the body of a control message to a worker instance."""
     form = {"form": FORM, "verb": verb, "worker": worker, "sender": sender}
     return {**body, "instance": instance, "control": form}
 
 
 def foreign(verb: str, worker: str, body: JsonView) -> str:
-    """Return why a body is not a control message with this verb to this worker; empty if it is one."""
+    """Return why a body is not a control message with this verb to this worker. Return an empty string if the body is a
+    valid one."""
     form = body.get("control")
     if form is None:
         return (
@@ -40,7 +42,8 @@ def foreign(verb: str, worker: str, body: JsonView) -> str:
 
 
 def acknowledged(body: bytes) -> int | None:
-    """Return the stream sequence in the broker's acknowledgement; None if the body is none, or acknowledges a duplicate."""
+    """Return the stream sequence in a broker's acknowledgement. Return None if the body is not an acknowledgement, or
+    acknowledges a duplicate."""
     try:
         found = msgspec.json.decode(body, type=Json)
     except (msgspec.MsgspecError, UnicodeError):

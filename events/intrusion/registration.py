@@ -1,7 +1,7 @@
-"""Plausibility checks of a worker's registration: bounds that no real engine exceeds.
+"""Checks a worker's registration against bounds that no real engine exceeds.
 
-A registration outside them is refused by the fold (`controller.deciders.fold`): the worker is not part of the fleet. It is not
-refused by the codec, because readers of every version must accept the same events of a journal.
+The fold refuses a registration with a value outside its bounds (`controller.deciders.fold`), and the worker does not become
+part of the fleet. The codec does not refuse it, because readers of every version must accept the same events of a journal.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from events.observations import Profile, WorkerJoined
 
 BLOCKS_MAX = 1 << 32  # KV blocks of one worker
 BLOCK_TOKENS_MAX = 1 << 20
-REQUESTS_MAX = 1 << 24  # of a batch, or waiting
-TOKENS_MAX = 1 << 30  # of a context, or of one step
+REQUESTS_MAX = 1 << 24  # running in one engine step, or waiting
+TOKENS_MAX = 1 << 30  # of a context, or of one engine step
 PREFILL_MAX = 1e9  # tokens per second
 TPOT_MS_MAX = 1e7  # nearly three hours per token
 CURVE_MAX = 4096  # points of a TPOT curve
@@ -20,13 +20,14 @@ RANKS_MAX = 1 << 16  # TP or DP ranks
 PID_MAX = 1 << 31
 LIMIT_MAX = 1 << 31  # migrations of one request
 NAMES_MAX = 64  # further names of a model
-NAME_MAX = 256  # characters of one
+NAME_MAX = 256  # characters of one further name
 
-Claim = tuple[str, float, float, float]  # name, value, least, most
+Claim = tuple[str, float, float, float]  # name, value, smallest and largest possible value
 
 
 def impossible(joined: WorkerJoined) -> str:
-    """Return the first impossible value of a registration, as `name = value`; empty if there is none."""
+    """Return the first impossible value of a registration as `name = value`. Return an empty string if all values are
+    possible."""
     for name, value, least, most in _claims(joined):
         if not (isfinite(value) and least <= value <= most):
             return f"{name} = {value!r}"[:80]

@@ -1,7 +1,7 @@
-"""Plausibility checks of the load that a worker reports: bounds that no engine exceeds.
+"""Checks the load that a worker reports against bounds that no engine exceeds.
 
-An impossible value would affect other workers' requests. For example, a time of −10⁹ s until a worker accepts requests again
-would be the minimum over all workers, and every comparison with a NaN count is false.
+An impossible value would affect other workers' requests. For example, if one worker reports −10⁹ s until it accepts requests
+again, that is the minimum over all workers. And every comparison with NaN is false.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,13 @@ from events.wire import Beat, Load
 
 COUNT_MAX = 1 << 40  # requests, blocks or tokens
 CLOSED_S_MAX = 86_400.0  # the longest Retry-After
-AGE_MS_MAX = 1e10  # of an engine's step
+AGE_MS_MAX = 1e10  # age of the current engine step
 _COUNTS = tuple(name for name in Load.__struct_fields__ if name != "closed_s")
 
 
 def impossible_beat(beat: Beat) -> str:
-    """Return the first impossible value of a heartbeat on the request plane; empty if there is none."""
+    """Return the first impossible value of a heartbeat on the request plane as `name = value`. Return an empty string if all
+    are possible."""
     if not (isfinite(beat.step_age_ms) and 0 <= beat.step_age_ms <= AGE_MS_MAX):
         return f"step_age_ms = {beat.step_age_ms!r}"
     if not 0 <= beat.prefill_tokens <= COUNT_MAX:
@@ -25,7 +26,7 @@ def impossible_beat(beat: Beat) -> str:
 
 
 def impossible_load(load: Load) -> str:
-    """Return the first impossible value of a load; empty if there is none."""
+    """Return the first impossible value of a load as `name = value`. Return an empty string if all values are possible."""
     for name in _COUNTS:
         if not 0 <= (count := getattr(load, name)) <= COUNT_MAX:
             return f"{name} = {count!r}"
@@ -35,7 +36,8 @@ def impossible_load(load: Load) -> str:
 
 
 def counts(said: Mapping[str, object]) -> dict[str, int]:
-    """Return the counts of a load in a heartbeat on the bus, without unknown names. Raise ValueError for an impossible count."""
+    """Return the known counts of a load in a heartbeat on the bus. Unknown names are omitted. Raise ValueError for an
+    impossible count."""
     found: dict[str, int] = {}
     for name in _COUNTS:
         count = said.get(name, 0)

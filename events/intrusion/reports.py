@@ -1,4 +1,4 @@
-"""Counts refused attempts, and reports them (`IntrusionRefused`) at a limited rate.
+"""Counts refused attempts and reports them as `IntrusionRefused` at a limited rate.
 
 The limit keeps a flood of attempts from filling the journal.
 """
@@ -12,15 +12,15 @@ import structlog
 from events.fact import Observation
 from events.observations import IntrusionRefused
 
-EVERY_S = 10.0  # between two reports of one sender and kind of attempt
+EVERY_S = 10.0  # shortest time between two reports of the same sender and kind of attempt
 SENDERS_MAX = 256
-TRIED_MAX = 200  # characters: the sender may have chosen some of them
+TRIED_MAX = 200  # characters; limited because the sender may have chosen the text
 
 log = structlog.get_logger(__name__)
 
 
 class ReportIntrusion(Protocol):
-    """Reports that an operation of a sender was refused."""
+    """Type of a function that reports that an operation of a sender was refused."""
 
     def __call__(
         self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
@@ -30,7 +30,7 @@ class ReportIntrusion(Protocol):
 def not_reported(
     sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
 ) -> None:
-    """Report nothing."""
+    """Do nothing. For callers that report no intrusions."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,8 @@ class _Attempts:
 
 
 class Intrusions:
-    """Reports the first attempt at once, and later ones of the same sender and kind together, every 10 s."""
+    """Reports the first attempt of a sender at once. Later attempts of the same sender and kind are reported together, every
+    10 s."""
 
     def __init__(self, observe: Callable[[Observation], object], now: Callable[[], float]) -> None:
         self._observe = observe
@@ -50,7 +51,8 @@ class Intrusions:
     def report(
         self, sender: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None:
-        """Count an attempt, and report it if a report is due. With `eject`, `worker` and `instance` name what to eject."""
+        """Count an attempt, and report it if the last report is at least 10 s old. With `eject`, `worker` and `instance`
+        name the worker instance to eject."""
         tried = "".join(c if c.isprintable() else "?" for c in tried[:TRIED_MAX])
         key, now = (sender, tried.partition(":")[0], eject), self._now()
         known = self._known.get(key)

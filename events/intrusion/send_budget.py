@@ -1,4 +1,4 @@
-"""Token buckets that limit events and bytes per second, with a burst. Time is an argument."""
+"""Token buckets that limit a sender's messages and bytes per second. Callers pass the time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ MUTED_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A sender's limit: the average per second, and the burst."""
+    """The parameters of a token bucket: the average amount per second, and the burst."""
 
     per_s: float
     burst: float
@@ -17,14 +17,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLimit:
-    """A sender's limits of messages and of bytes."""
+    """A sender's limit of messages per second, and of bytes per second."""
 
     messages: Rate
     size: Rate
 
 
 def traffic(per_s: float, burst: float, mb_per_s: float, mb_burst: float) -> TrafficLimit:
-    """Return a limit of messages, and of MiB."""
+    """Return a limit of `per_s` messages and `mb_per_s` MiB per second, each with its burst."""
     size = Rate(per_s=mb_per_s * MIB, burst=mb_burst * MIB)
     return TrafficLimit(messages=Rate(per_s=per_s, burst=burst), size=size)
 
@@ -34,7 +34,7 @@ HEARTBEATS = traffic(per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0)
 
 
 class SendBudget:
-    """One sender's token bucket. It begins full."""
+    """The token bucket of one sender, which is full at the start."""
 
     __slots__ = ("_at", "_left", "_rate")
 
@@ -44,7 +44,7 @@ class SendBudget:
         self._at = now
 
     def take(self, amount: float, now: float) -> bool:
-        """Spend the amount; return False, and spend nothing, if the budget does not cover it."""
+        """Take `amount` from the bucket. If the bucket holds less, take nothing and return False."""
         rate = self._rate
         self._left = min(rate.burst, self._left + max(0.0, now - self._at) * rate.per_s)
         self._at = now
@@ -55,7 +55,7 @@ class SendBudget:
 
 
 class TrafficBudget:
-    """One sender's token buckets of messages and of bytes."""
+    """The two token buckets of one sender: messages and bytes."""
 
     __slots__ = ("_messages", "_muted_until", "_size")
 
@@ -68,24 +68,28 @@ class TrafficBudget:
         self._muted_until = now + MUTED_S
 
     def muted(self, now: float) -> bool:
-        """Return whether messages are currently dropped unread."""
+        """Return whether the sender's messages are dropped unread at this time."""
         return now < self._muted_until
 
     def take(self, messages: int, size: int, now: float) -> bool:
-        """Spend `messages` messages of `size` bytes in total; return False if one of the budgets does not cover it."""
+        """Take `messages` messages of `size` bytes in total from the two buckets. Return False if one of them holds less."""
         return self._messages.take(messages, now) and self._size.take(size, now)
 
 
 class SubjectBudgets:
-    """The token buckets of all senders, by the subject that the broker reserves for each. All are reset beyond `most` senders."""
+    """The token buckets of all senders, by the subject that the broker reserves for each sender.
+
+    If there are more than `most` senders, all buckets are dropped and start full again.
+    """
 
     def __init__(self, limit: TrafficLimit, most: int) -> None:
-        """Start without senders."""
+        """Start without senders. `limit` applies to each sender."""
         self._limit, self._most = limit, most
         self._budgets: dict[str | bytes, TrafficBudget] = {}
 
     def admits(self, subject: str | bytes, size: int, now: float, flooded: Callable[[], object]) -> bool:
-        """Return whether a message is within its sender's budget. If not, call `flooded`, at most once a second."""
+        """Return whether a message of `size` bytes is within its sender's budget. If it is not, call `flooded`, at most once
+        a second."""
         budget = self._budgets.get(subject)
         if budget is None:
             if len(self._budgets) >= self._most:

@@ -1,10 +1,10 @@
-"""Checks the source of an observation: a worker's facts must come from its own process.
+"""Checks the source of an observation: a worker's facts must come from the worker's own process.
 
-Source and number identify a duplicate (`events.order`). So a fact that forges the next numbers of another source would make every
-reader drop that source's next facts. The broker account restricts the subject, the subject names the worker, and the source must
-belong to that worker. A process of several workers is named after the first of them.
+Source and source number identify a duplicate (`events.order`). So a forged fact with the next number of another source would
+make every reader drop that source's next fact. The broker account restricts the subject, the subject names the worker, and the
+source must belong to that worker. A process with several workers has the name of its first worker.
 
-Note: this covers the kinds that workers publish. Accounts that publish the other kinds are trusted.
+Note: the check covers the kinds that workers publish. Accounts that publish the other kinds are trusted.
 """
 
 from events.fact import Fact
@@ -18,7 +18,7 @@ _PUBLISHED_BY = {role: frozenset(kinds) for role, kinds in PUBLISHES.items()}
 
 
 def forged(fact: Fact, source: str) -> str:
-    """Return why this source cannot have published this fact; empty if it may have."""
+    """Return why this source cannot have published this fact. Return an empty string if the source may have published it."""
     role, _, rest = source.partition(":")
     kind = fact.__class__
     if kind not in _PUBLISHED_BY_WORKERS:  # no account of a worker may publish it
@@ -32,7 +32,7 @@ def forged(fact: Fact, source: str) -> str:
 
 
 def lives_in(worker: str, first: str) -> bool:
-    """Return whether a worker can belong to the process named after this first worker."""
+    """Return whether a worker can belong to the process that has `first` as its first worker."""
     if worker == first:
         return True
     stem = first.rstrip("0123456789")

@@ -1,1 +1,1 @@
-"""The journal's port and its implementations: NATS JetStream, memory, spool."""
+"""The journal's port, and its implementations on NATS JetStream and in memory."""

@@ -1,9 +1,9 @@
-"""Detects a broker that has lost acknowledged events, or is another broker.
+"""Detects a broker that has lost acknowledged events, or that is another broker.
 
-The last acknowledgement is stored in memory, and (once a second, and at the end) in a small file beside the spool. After a power
-failure a broker may lack that event, or hold another one in its position. Then the broker has lost acknowledged facts or is
-another broker, and continuing would join two histories. nats-server itself does not report this: it truncates its file at the
-first damage and continues from there.
+The last acknowledged event is kept in memory and, once a second and at the end, in a small file beside the spool. After a power
+failure a broker may lack that event, or hold another event at its position. Then the broker has lost acknowledged facts or is
+another broker, and writing to it would join two histories. nats-server itself does not report this, because it truncates its
+file at the first damage and continues there.
 """
 
 from pathlib import Path
@@ -21,14 +21,14 @@ log = structlog.get_logger(__name__)
 
 
 class AcknowledgedEvent(msgspec.Struct, frozen=True):
-    """An event that the broker has acknowledged."""
+    """An event that the broker has acknowledged: its stream sequence and its id."""
 
     seq: int
     id: str
 
 
 class AcknowledgedPosition:
-    """The last acknowledged event of this process, or of its predecessors on the same directory."""
+    """The last event that the broker acknowledged to this process, or to earlier processes with the same directory."""
 
     def __init__(self, path: Path | None) -> None:
         self.seen: AcknowledgedEvent | None = None
@@ -41,17 +41,17 @@ class AcknowledgedPosition:
                 log.warning("witness_unreadable", file=str(path), error=str(error))
 
     def note(self, seq: int, id: str) -> None:
-        """Record an acknowledgement."""
+        """Record that the broker acknowledged the event `id` at sequence `seq`."""
         if self.seen is None or seq > self.seen.seq:
             self.seen = AcknowledgedEvent(seq, id)
 
     @property
     def unsaved(self) -> bool:
-        """Whether there is a newer position to save."""
+        """Whether the position in memory is newer than the one in the file."""
         return self._path is not None and self.seen != self._saved
 
     def save(self) -> None:
-        """Save the position, atomically."""
+        """Save the position to its file, atomically. If the file cannot be written, log a warning."""
         if self._path is None or self.seen is None or not self.unsaved:
             return
         fresh = self._path.with_suffix(".tmp")
@@ -66,9 +66,9 @@ class AcknowledgedPosition:
     async def check(
         self, connection: BrokerConnection, seen: AcknowledgedEvent | None, state: stream.StreamState
     ) -> None:
-        """Raise JournalChanged if the stream no longer holds the acknowledged event.
+        """Raise JournalChanged if the stream no longer holds the acknowledged event `seen`.
 
-        `seen` is the position *before* the state was requested: acknowledgements may arrive meanwhile.
+        `seen` must be read before `state` is requested, because further acknowledgements may arrive in between.
         """
         if seen is not None and (lost := await lost_since(connection, seen, state)):
             remedy = f" If this is intended, remove {self._path}." if self._path is not None else ""
@@ -76,7 +76,8 @@ class AcknowledgedPosition:
 
 
 async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, state: stream.StreamState) -> str:
-    """Return why a stream is not the one that held the event `seen`; "" if it is, or if that event has been dropped."""
+    """Return why a stream is not the one that held the event `seen`. Return "" if it is the same stream, or has dropped that
+    event."""
     if seen.seq < state.first_seq:
         return ""
     if state.last_seq < seen.seq:
@@ -88,7 +89,7 @@ async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, stat
 
 
 def remembered(spools: Path) -> dict[Path, AcknowledgedEvent]:
-    """Return the positions that the processes of one data directory have saved, by file; unreadable ones are omitted."""
+    """Return the positions that the processes of one data directory have saved, by file. Unreadable files are omitted."""
     found = {}
     for path in sorted(spools.glob(f"*/{ACKNOWLEDGED}")):
         seen = AcknowledgedPosition(path).seen

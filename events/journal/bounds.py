@@ -5,13 +5,14 @@
       ├────────┼────────┼──────┼──────┼────┤
        dropped one day   newest snapshot    an eighth of the bound at most
 
-The broker itself drops the oldest events when the stream reaches a bound. From then on a new reader cannot start at the first
-event. So while a stream has bounds, or is to get some, the leading controller writes a snapshot of the settled fleet to the
-journal (`SnapshotKept`) whenever the journal has grown by an eighth of a bound. A bound is set only when such a snapshot is in
-the part that remains: every dropped event is covered by a snapshot.
+The line is the stream, from its first event to its last; `kept` is the newest snapshot. The broker drops the oldest events when
+the stream reaches a bound. From then on a new reader cannot start at the first event. So while a stream has bounds, or will get
+bounds, the leading controller writes a snapshot of the settled fleet to the journal (`SnapshotKept`) whenever the journal has
+grown by an eighth of a bound. A bound is set only when such a snapshot is in the part that remains, so that a snapshot covers
+every dropped event.
 
-Note: if no controller leads for seven eighths of a bound, the newest snapshot is dropped, too. Then a new reader needs the state
-store's own snapshot, and cannot start without it.
+Note: if no controller leads while the journal grows by seven eighths of a bound, the newest snapshot is dropped, too. Then a
+new reader needs the state store's own snapshot, and cannot start without it.
 """
 
 from dataclasses import dataclass
@@ -24,32 +25,36 @@ from events.journal.usage import JournalUsage
 from events.json_types import Json, JsonView
 from events.nats.connection import BrokerConnection
 
-SHARE = 1 / 8  # of a bound, after which the next snapshot is due
-LEFT_SHARE = 1 / 2  # of a new bound: the growth since the newest snapshot must be below this share
+SHARE = 1 / 8  # part of a bound; the next snapshot is due after this growth
+LEFT_SHARE = 1 / 2  # part of a new bound; the growth since the newest snapshot must be smaller
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPosition:
-    """The sequence after which a reader of the newest complete snapshot continues, and the stream's time there."""
+    """The position of the newest complete snapshot on the journal.
+
+    A reader of the snapshot continues after the sequence `through`. `since` is the stream's time there.
+    """
 
     through: int
     since: datetime
 
 
 def due(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
-    """Return whether the next snapshot is due."""
+    """Return whether the leader must write the next snapshot: the journal has bounds and has grown by an eighth of a bound."""
     return bool(bounds) and _beyond(bounds, usage, kept, SHARE)
 
 
 def safe(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None) -> bool:
-    """Return whether bounds may be set: whether the events that remain begin before a snapshot, with a margin."""
+    """Return whether these bounds may be set, because the newest snapshot remains on the journal with a margin of half a
+    bound."""
     return not bounds or not _beyond(bounds, usage, kept, LEFT_SHARE)
 
 
 def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition | None, share: float) -> bool:
     if kept is None:
         return usage.last_seq > 0
-    held = usage.bytes / max(1, usage.last_seq - usage.first_seq + 1)  # per event, on average
+    held = usage.bytes / max(1, usage.last_seq - usage.first_seq + 1)  # bytes per event, on average
     grown = (usage.last_seq - kept.through) * held
     if bounds.bytes is not None and grown >= bounds.bytes * share:
         return True
@@ -61,7 +66,7 @@ def _beyond(bounds: JournalBounds, usage: JournalUsage, kept: SnapshotPosition |
 
 
 def changed(config: JsonView, bounds: JournalBounds) -> Json | None:
-    """Return a stream's configuration with these bounds; None if it already has them."""
+    """Return a stream's configuration with these bounds. Return None if the stream already has them."""
     wanted = {
         "max_bytes": bounds.bytes or -1,
         "max_age": round((bounds.age or timedelta(0)).total_seconds() * 1e9),
@@ -71,7 +76,7 @@ def changed(config: JsonView, bounds: JournalBounds) -> Json | None:
 
 
 async def bound(connection: BrokerConnection, bounds: JournalBounds) -> bool:
-    """Set the stream's bounds; return False if it already has them. Raise JournalUnavailable or BrokerRefused."""
+    """Set the stream's bounds. Return False if the stream already has them. Raise JournalUnavailable or BrokerRefused."""
     answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     config = changed(answer["config"], bounds)
     if config is None:

@@ -1,4 +1,4 @@
-"""JetStream's protocol: requests to its API, its acknowledgements, and the headers of its messages."""
+"""The JetStream protocol: requests to its API, acknowledgements, and the headers of messages."""
 
 import msgspec
 from nats.errors import NoRespondersError
@@ -12,12 +12,12 @@ from events.nats.urls import masked
 API = "$JS.API"
 API_DEADLINE_S = 2.0
 
-WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: another writer has written
+WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence failed, because another writer has written
 DUPLICATE_IN_BATCH = 10201
 BATCH_DISABLED = (10174, 10205)
 MESSAGE_TOO_LARGE = 10054
-INTAKE_REFUSES = 90001  # not JetStream's: the intake will never accept this fact
-INTAKE_LATER = 90002  # the intake does not accept it now
+INTAKE_REFUSES = 90001  # not JetStream's: the controller's fact intake refuses this fact for good
+INTAKE_LATER = 90002  # not JetStream's: the fact intake does not accept this fact now
 STREAM_NOT_FOUND = 10059
 MESSAGE_NOT_FOUND = 10037
 STREAM_EXISTS = 10058
@@ -43,13 +43,13 @@ class Ack(msgspec.Struct):
 
     @property
     def code(self) -> int:
-        """The error's code; 0: there is none."""
+        """The error's code, or 0 if there is no error."""
         found = {"code": -1} | (self.error or {"code": 0})
         return int(found.get("err_code", found["code"]))
 
     @property
     def said(self) -> str:
-        """The intake's error text; empty: there is no error, or it is JetStream's."""
+        """The error text of the controller's fact intake. Empty if there is no error, or if the error is JetStream's."""
         return str(self.error.get("description", "")) if self.error and self.code >= INTAKE_REFUSES else ""
 
 
@@ -63,7 +63,8 @@ async def ask(
     body: Json | None = None,
     deadline_s: float | None = None,
 ) -> Json:
-    """Send a request to JetStream's API and return its answer, within 2 s. Raise BrokerRefused or JournalUnavailable."""
+    """Send a request to JetStream's API and return its answer. Raise BrokerRefused if the answer is an error, and
+    JournalUnavailable if no answer arrives within `deadline_s` (2 s by default)."""
     if not connection.connected:
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
@@ -104,9 +105,10 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
 
 
 def delivered(reply: bytes) -> tuple[int, int]:
-    """Parse stream sequence and timestamp (Unix nanoseconds) from a delivered message's reply subject.
+    """Parse the stream sequence and the timestamp (Unix nanoseconds) from the reply subject of a delivered message.
 
-    $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending, or with domain and account before the stream.
+    The reply subject is $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending. A longer reply subject has a domain
+    and an account before the stream.
     """
     tokens = reply.split(b".")
     at = 5 if len(tokens) == 9 else 7

@@ -1,8 +1,8 @@
-"""A small value with compare-and-set on a KV bucket, which many processes may write.
+"""A small value with compare-and-set in a KV bucket, which many processes may write.
 
-The broker holds the bucket in memory, so a renewal costs no fsync: the value is a lease of one second, which is useless after a
-restart. The caller handles expiry. The bucket's own TTL is not used: a create after an expiry would also wait for the TTL of the
-deletion marker.
+The broker holds the bucket in memory, so that a write costs no fsync. Memory is enough, because the value is a lease of one
+second, which is useless after a restart. The caller handles the expiry of the lease. The bucket has no TTL, because after an
+expiry the create of a new value would also wait for the TTL of the deletion marker.
 """
 
 from base64 import b64decode
@@ -27,20 +27,21 @@ DEADLINE_S = 0.5
 
 
 class Cell(Protocol):
-    """A value and its revision. Revision 0: nothing has been written."""
+    """A value with a revision number for compare-and-set. Revision 0 means that no value has been written."""
 
     async def read(self) -> tuple[bytes, int]:
-        """Return value and revision. Raise JournalUnavailable."""
+        """Return the value and its revision. Raise JournalUnavailable."""
         ...
 
     async def write(self, value: bytes, revision: int) -> int:
-        """Replace the value of that revision, and return the new one. Raise Fenced or JournalUnavailable."""
+        """Replace the value if its revision is still `revision`, and return the new revision. Raise Fenced if another value
+        has been written since, or JournalUnavailable."""
         ...
 
 
 @dataclass
 class MemoryCell:
-    """The test double of `NatsCell`."""
+    """A cell in memory: the test double of `NatsCell`."""
 
     value: bytes = b""
     revision: int = 0
@@ -62,7 +63,7 @@ class MemoryCell:
 
 @dataclass
 class NatsCell:
-    """A key of the KV bucket HOLDFAST."""
+    """A cell that is stored as one key of the KV bucket HOLDFAST."""
 
     connection: BrokerConnection
     key: str

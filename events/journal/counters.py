@@ -1,4 +1,4 @@
-"""Counters of a journal handle since the process began, for metrics."""
+"""Counters of a process's journal connection since the process began, for metrics."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ import structlog
 
 from events.fact import Recorded, Skipped
 
-KNOWN_MAX = 10_000  # skipped messages that are recognised when they are read again
-TOLD_MAX = 100  # messages that are logged individually
+KNOWN_MAX = 10_000  # skipped messages that are remembered, so that a second read does not count them
+TOLD_MAX = 100  # skipped messages, and unknown kinds, that are each logged
 
 log = structlog.get_logger(__name__)
 
@@ -27,25 +27,28 @@ class ObservedJournal(Protocol):
 
 @dataclass
 class JournalCounters:
-    """Counters; each only grows."""
+    """Numbers of facts, appends and messages since the process began. Each counter only grows."""
 
     observed: int = 0
     acknowledged: int = 0
-    retried: int = 0  # sent again
-    dropped: int = 0  # facts that did not fit, or that the broker will never take
+    retried: int = 0  # facts that were sent again
+    dropped: int = 0  # facts that did not fit into the outbox, or that the broker will never accept
     appends: int = 0
     appends_fenced: int = 0
     appends_unknown: int = 0
-    withheld: int = 0  # observations of kinds that are not in force: dropped
-    skipped: int = 0  # messages on the stream that are no events of ours; each once, however often it is read
-    unknown: int = 0  # skipped events of kinds that this version does not know; each once
+    withheld: int = 0  # observations that were dropped because their kind is not in force
+    skipped: int = 0  # messages on the stream that are not Holdfast's events; each is counted once
+    unknown: int = 0  # skipped events of kinds that this version does not know; each is counted once
     _known: set[int] = field(default_factory=set)  # sequences of skipped messages
-    _unknown_kinds: set[str] = field(default_factory=set)  # logged
+    _unknown_kinds: set[str] = field(default_factory=set)  # kinds that have been logged
     _oldest: deque[int] = field(default_factory=deque)
 
     def note(self, event: Recorded) -> None:
-        """Count and log a skipped message. A process reads the stream more than once: each message is logged once, and
-        after the first hundred only the 128th, the 256th, and so on."""
+        """Count a skipped message and log it. An event that is not skipped is ignored.
+
+        A process reads the stream more than once, so a message that was noted before is neither counted nor logged again. After
+        the first 100 messages only the 128th, the 256th, and so on, are logged.
+        """
         fact = event.fact
         if not isinstance(fact, Skipped) or event.seq in self._known:
             return

@@ -3,8 +3,9 @@
     kinds in force not known yet ── wait (bounded) ──▶ in force: published, in the order of observation
                                                   └──▶ not in force: dropped, counted, logged once per kind
 
-Kinds of release 0.2.0 always pass, with older enum values in place of new ones that are not in force (`events.versions`). Kinds
-that an earlier process on the same directory knew to be in force also pass (`KindMemory`).
+The arrows show what happens to an observation of a new kind. Kinds of release 0.2.0 always pass, with older enum values in
+place of new ones that are not in force (`events.versions`). Kinds that an earlier process with the same directory knew to be in
+force also pass (`KindMemory`).
 """
 
 import asyncio
@@ -27,7 +28,9 @@ from events.journal.port import JournalUnavailable
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.versions import BASE_KINDS, NEW_WORDS, Known, NewWord, names, new_kinds, older, stated_kinds
 
-WAITING_MAX = 256  # observations; beyond it the oldest is dropped: without a broker the process must not grow
+WAITING_MAX = (
+    256  # observations; beyond it the oldest is dropped, so that memory stays bounded without a broker
+)
 COMMANDS_MAX = 100  # ids of operator commands that led to a dropped observation
 
 IN_FORCE = "kinds_in_force.json"
@@ -38,10 +41,11 @@ Publish = Callable[[Observation], None]
 
 
 class KindMemory:
-    """Stores the kinds in force in a small file beside the spool; without a path, nothing is stored.
+    """Stores the kinds in force in a small file beside the spool. Without a path, nothing is stored.
 
-    On one stream the set of kinds in force only grows. So a process that starts while the broker is unreachable may publish, into
-    its spool on disk, the kinds that were in force before, instead of holding them in memory until then.
+    On one stream the set of kinds in force only grows. So a process that starts while the broker is unreachable may write
+    observations of the stored kinds to its spool on disk. Without the file, it would have to hold them in memory until the
+    broker is reachable.
     """
 
     def __init__(self, path: Path | None, *, read: bool = True) -> None:
@@ -54,7 +58,7 @@ class KindMemory:
                 log.warning("kinds_in_force_unreadable", file=str(path), error=str(error))
 
     def keep(self, kinds: frozenset[str]) -> None:
-        """Write the kinds in force, atomically."""
+        """Write the kinds in force to the file, atomically. If the file cannot be written, log a warning."""
         if self._path is None or kinds == self.kinds:
             return
         fresh = self._path.with_suffix(".tmp")
@@ -68,7 +72,7 @@ class KindMemory:
 
 
 class KindGate:
-    """Decides for each observation of a new kind whether it is published, waits or is dropped."""
+    """Decides for each observation of a new kind whether the observation is published, waits or is dropped."""
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class KindGate:
         self._memory = memory or KindMemory(None)
         self._new_words = tuple(new_words)
         self._withheld: Counter[str] = Counter()  # dropped observations by kind
-        self._in_force: frozenset[str] | None = None  # None: not known yet
+        self._in_force: frozenset[str] | None = None  # None: the kinds in force are not known yet
         self._waiting: deque[tuple[Observation, Publish]] = deque()
         self._commands: deque[str] = deque(maxlen=COMMANDS_MAX)
 
@@ -95,7 +99,7 @@ class KindGate:
         return bool(self._waiting)
 
     def passes(self, kind: str) -> bool:
-        """Return whether an observation of this kind may be published now."""
+        """Return whether an observation of this kind may be published at this time."""
         return kind in BASE_KINDS or kind in self._known_in_force
 
     @property
@@ -103,15 +107,15 @@ class KindGate:
         return self._memory.kinds if self._in_force is None else self._in_force
 
     def dropped_command(self, id: str) -> bool:
-        """Return whether the observation that an operator's command led to was dropped."""
+        """Return whether this gate dropped the observation that resulted from the operator's command with this id."""
         return bool(id) and id in self._commands
 
     def in_words_in_force(self, fact: Observation) -> Observation:
-        """Return a fact with older enum values in place of those that are not in force."""
+        """Return the fact with older enum values in place of enum values that are not in force."""
         return older(fact, self._known_in_force, self._new_words)
 
     def take(self, fact: Observation, publish: Publish) -> None:
-        """Publish one observation, or queue it, or drop it."""
+        """Publish the observation if its kind is in force, drop it if not, or queue it while the kinds in force are unknown."""
         if self.passes(fact.kind()):
             publish(self.in_words_in_force(fact))
         elif self._in_force is not None:
@@ -122,7 +126,7 @@ class KindGate:
             self._waiting.append((fact, publish))
 
     def learn(self, in_force: frozenset[str]) -> None:
-        """Set the kinds beyond those of 0.2.0 that are in force."""
+        """Set the kinds newer than 0.2.0 that are in force, and publish or drop the observations that waited for them."""
         self._in_force = in_force
         self._memory.keep(in_force)
         waiting, self._waiting = self._waiting, deque()
@@ -140,16 +144,17 @@ class KindGate:
 
 
 ANNOUNCE_S = 5.0
-UNINFORMED_S = 0.5  # between two announcements while the kinds in force are not known
-LOOK_S = 5.0  # between two reads of the journal while some of our kinds are not in force
+UNINFORMED_S = 0.5  # interval of the announcements while the kinds in force are not known
+LOOK_S = 5.0  # interval of reads of the journal while some kinds of this version are not in force
 
 
 class Announcer:
     """Announces the kinds of facts that a process knows, and receives the kinds that are in force.
 
     Every few seconds the process publishes its `Known` on `live.known.ROLE.NAME`, and the leading controller replies with the
-    kinds in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` from it, because
-    a controller of an older release does not reply. `workers`: those of a worker process, which may not read the journal.
+    kinds in force on `live.kinds.NAME`. A process that may read the journal also reads the last `PolicyAdopted` from the
+    journal, because a controller of an older release does not reply. `workers` are the workers of a worker process, which may
+    not read the journal.
     """
 
     def __init__(
@@ -168,13 +173,13 @@ class Announcer:
         self._answers = subjects.kinds(name if self._workers else f"{role}-{name}")
 
     async def run(self) -> None:
-        """Announce, and update the kinds in force, until cancelled."""
+        """Announce the known kinds and update the gate with the kinds in force, until cancelled."""
         await self._listen()
         looking = [] if self._workers else [self._look()]
         await asyncio.gather(self._announce(), *looking)
 
     async def leave(self) -> None:
-        """Announce that this process is ending."""
+        """Announce that this process ends."""
         await self._publish(left=True)
 
     async def _listen(self) -> None:
@@ -217,8 +222,10 @@ class Announcer:
 
 
 async def adopted(connection: BrokerConnection) -> frozenset[str] | None:
-    """Return the kinds beyond those of 0.2.0 that are in force; None: the journal holds no such decision. Raise
-    JournalUnavailable or BrokerRefused."""
+    """Return the kinds newer than 0.2.0 that are in force. Return None if the journal holds no `PolicyAdopted` decision.
+
+    Raise JournalUnavailable or BrokerRefused.
+    """
     event = await stream.last_on(connection, f"{subjects.DECIDED}.{PolicyAdopted.kind()}")
     if event is None or not isinstance(event.fact, PolicyAdopted):
         return None

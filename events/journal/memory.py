@@ -1,7 +1,7 @@
-"""A journal in memory: a test double that passes the conformance suite of the real one.
+"""A journal in memory: the test double of the NATS journal, which passes the same conformance suite.
 
-Several handles share one `MemoryStream`, as processes share a broker. `reachable` simulates an outage: observations wait
-in the handle, as they would in its spool, and decisions cannot be appended.
+Several journals share one `MemoryStream`, as processes share a broker. `reachable` simulates an outage: observations wait in
+their `MemoryJournal`, as they would in a spool, and decisions cannot be appended.
 """
 
 import asyncio
@@ -18,21 +18,23 @@ from events.journal.counters import JournalCounters
 from events.journal.messages import FENCE
 from events.journal.port import Fenced, JournalChanged, JournalDropped, JournalUnavailable, StopsAt, StreamEnd
 
-BATCH_MAX = 1000  # events per yielded batch, and decisions per append: as in the real one
+BATCH_MAX = 1000  # events per yielded list, and decisions per append, as in the NATS journal
 
 
 @dataclass
 class MemoryStream:
-    """The state that all handles share: what a broker would hold."""
+    """The stream that all journals share, with the state that a broker would hold."""
 
     events: list[Recorded] = field(default_factory=list)
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
-    first: int = field(default=1, init=False)  # older events have been dropped
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # stands for the broker's own clock
+    first: int = field(default=1, init=False)  # sequence of the oldest event that has not been dropped
     decided: int = field(default=0, init=False)  # sequence of the last message on a decision's subject
-    # by sequence: the event that quarantines it
+    # the event that quarantines a message, by the message's sequence
     quarantined: dict[int, Recorded] = field(default_factory=dict, init=False)
     _places: dict[int, str] = field(default_factory=dict, init=False)  # ids of skipped messages, by sequence
-    _last_of: dict[str, int] = field(default_factory=dict, init=False)  # sequence, by subject
+    _last_of: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # sequence of the last message, by subject
     _reachable: bool = True
     _ids: dict[str, int] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
@@ -47,7 +49,7 @@ class MemoryStream:
 
     @property
     def reachable(self) -> bool:
-        """Whether the broker is reachable. When it becomes reachable, waiting facts are sent, as from a spool."""
+        """Whether the simulated broker is reachable. When it becomes reachable, waiting facts are sent, as from a spool."""
         return self._reachable
 
     @reachable.setter
@@ -59,13 +61,17 @@ class MemoryStream:
             self.wake()
 
     def add(self, fact: Fact, headers: dict[str, str]) -> int:
-        """Store one fact as a broker would, a decision under the fence. Repeated ids are acknowledged and not stored again."""
+        """Store one fact as a broker would, and return its sequence. A decision is stored only under the fence.
+
+        If a fact with the same id is stored already, return the sequence of that fact.
+        """
         if isinstance(fact, Decision):
             headers = headers | messages.fence(self.decided)
         return self.publish(subjects.subject(fact), codec.encode_body(fact), messages.as_sent(headers))
 
     def publish(self, subject: str, body: bytes, headers: bytes | None = None) -> int:
-        """Store any message, as a broker does for any publisher. Return 0 if it was refused because of its fence."""
+        """Store any message, as a broker does for any publisher, and return its sequence. Return 0 if the message's fence
+        refused it."""
         named = parse_headers(headers)
         id = named.get("Nats-Msg-Id", "")
         if known := self._ids.get(id):
@@ -87,7 +93,8 @@ class MemoryStream:
         return seq
 
     def last_of(self, subject: str) -> int:
-        """Return the sequence of the newest message on a subject that has not been dropped; 0: there is none."""
+        """Return the sequence of the newest message on a subject. Return 0 if the stream has no such message, or has dropped
+        it."""
         last = self._last_of.get(subject, 0)
         return last if last >= self.first else 0
 
@@ -96,7 +103,8 @@ class MemoryStream:
         self.first = max(self.first, min(through, len(self.events)) + 1)
 
     def as_read(self, seq: int, stops_at: StopsAt) -> Recorded:
-        """Return a message as a reader sees it. Raise UnknownKind where the reader stops."""
+        """Return the message at sequence `seq` as a reader receives it. Raise UnknownKind if the reader must stop at the
+        message."""
         event = self.events[seq - 1]
         if by := self.quarantined.get(seq):
             return messages.quarantined_event(event, by, self._places[seq])
@@ -105,14 +113,14 @@ class MemoryStream:
         return event
 
     def wake(self) -> None:
-        """Notify the readers that there are more events."""
+        """Wake the readers that wait in `grown`, because there are more events."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     async def grown(self) -> None:
-        """Wait for the next `wake`."""
+        """Wait until the next call of `wake`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -121,12 +129,12 @@ class MemoryStream:
             self._waiting.discard(future)
 
     def attach(self, handle: "MemoryJournal") -> None:
-        """Register a handle, to be notified when the broker becomes reachable."""
+        """Register a journal, which then sends its waiting facts when the broker becomes reachable."""
         self._handles.append(handle)
 
 
 class MemoryJournal:
-    """One process instance's handle on a MemoryStream."""
+    """The journal of one process instance, on a shared MemoryStream."""
 
     def __init__(self, stream: MemoryStream, source: str) -> None:
         self.source = f"{source}:{codec.new_id()}"
@@ -139,17 +147,17 @@ class MemoryJournal:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker is reachable right now."""
+        """Whether the simulated broker is reachable."""
         return self._stream.reachable
 
     @property
     def reachable(self) -> bool:
-        """Whether the broker accepts facts right now."""
+        """Whether the simulated broker accepts facts."""
         return self.connected
 
     @property
     def spool_depth(self) -> int:
-        """Number of facts that the broker has not accepted."""
+        """Number of facts that the simulated broker has not accepted yet."""
         return len(self._outbox)
 
     def observe(
@@ -256,7 +264,7 @@ class MemoryJournal:
                 except UnknownKind:
                     if not batch:
                         raise
-                    break  # the events before it are yielded first
+                    break  # the events before the unknown one are yielded first
                 batch.append(event)
                 self.counters.note(event)
             after = batch[-1].seq

@@ -1,16 +1,16 @@
-"""Decodes messages of the stream, and detects those that are not events of ours.
+"""Decodes messages of the stream, and detects messages that are not events of Holdfast.
 
-A process with permission to publish can put any message on the stream. All readers skip the same messages: each yields a
-`Skipped`, which is not folded, in the message's position. Whether a message is skipped depends on the message alone, and is the
-same in every process, version and replay.
+A process with permission to publish can put any message on the stream. Every reader skips the same messages: in the place of
+such a message it yields a `Skipped`, which is not folded. Whether a message is skipped depends on the message alone, so that
+the result is the same in every process, version and replay.
 
     not an event            other headers, a body that is no such fact, an impossible value, another subject than the fact's,
                             a decision that was not written under the fence
-    perhaps a newer event   our headers, and a kind or a word that this version does not know: a reader that needs it stops
-                            there (`StopsAt`), until Holdfast is upgraded or the event is quarantined (`EventQuarantined`)
+    perhaps a newer event   Holdfast's headers, and a kind or enum value that this version does not know: a reader that needs the
+                            event stops (`StopsAt`), until Holdfast is upgraded or the event is quarantined (`EventQuarantined`)
 
 The fence of decisions counts every message on the decisions' subjects, valid or not. So a `Skipped` records whether its message
-is on one of them.
+is on one of these subjects.
 """
 
 import re
@@ -31,24 +31,24 @@ from events.journal.port import StopsAt
 from events.observations import EventQuarantined
 
 FENCE = "Nats-Expected-Last-Subject-Sequence"
-SHOWN_CHARS_MAX = 300  # of a subject, and of the reason for skipping
+SHOWN_CHARS_MAX = 300  # longest shown part of a subject, and of the reason for skipping
 QUARANTINES = f"{subjects.OBSERVED}.event.*.{EventQuarantined.kind()}"
 
 _DECIDED = f"{subjects.DECIDED}.".encode()
-# The first decision of an append: the broker has checked its fence. The others of its batch are stored with it, or not at all.
+# Matches the first decision of an append, of which the broker has checked the fence, and the further ones of its atomic batch.
 _fenced = re.compile(
     rf"\r\n{FENCE}: [0-9]+\r\n{FENCE}-Subject: {re.escape(subjects.DECIDED_ALL)}\r\n"
     rf"|\r\nNats-Batch-Sequence: (?!1\r)".encode()
 ).search
 _Place = tuple[
     type[Fact], Callable[[Any], Any], Any
-]  # a kind, the field that its subject names, and that name
-_places: dict[bytes, _Place] = {}  # of observations, by subject; bounded
+]  # a kind, the getter of the field that the kind's subject names, and the value of that field
+_places: dict[bytes, _Place] = {}  # the last correct observation on each subject; bounded
 _PLACES_MAX = 8192
 
 
 def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: bytes) -> Recorded:
-    """Return the event of a message, or the `Skipped` in its position. Never fails."""
+    """Return the event of a message, or a `Skipped` if the message is not an event. Never raises for any message."""
     try:
         event = codec.decode_written(seq, at, headers, body)
         if event is None:
@@ -64,12 +64,14 @@ def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: by
 
 
 def fence(after: int) -> dict[str, str]:
-    """Return headers that make the broker refuse a decision if the decisions' subjects have anything newer than `after`."""
+    """Return headers that make the broker refuse a decision if the decisions' subjects have a message newer than the
+    sequence `after`."""
     return {FENCE: str(after), f"{FENCE}-Subject": subjects.DECIDED_ALL}
 
 
 def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
-    """Raise BadEvent if a fact is on the wrong subject. Otherwise cache that the subject is right."""
+    """Raise BadEvent if the fact is on a wrong subject, or is a decision without the fence. Cache each correct subject of an
+    observation."""
     if isinstance(fact, Observation):
         named = attrgetter("entity" if fact.entity == "fleet" else fact.entity)
         codec.check_name(fact.entity, str(named(fact)))
@@ -99,13 +101,18 @@ def _skipped(
 
 
 def place_id(subject: bytes, body: bytes) -> str:
-    """Return the id of a skipped message. It depends on the message: a recreated stream has another id at that position."""
+    """Return the id of a skipped message, computed from its subject and body.
+
+    So a recreated stream, with another message at that position, has another id there.
+    """
     return f"skipped:{xxh3_64_hexdigest(subject + b' ' + body)}"
 
 
 def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
-    """Return the `Skipped` that replaces a quarantined event, known to this version or not. `id` is the id of the skipped message
-    (`place_id`)."""
+    """Return the `Skipped` that replaces the quarantined `event`, whether or not this version knows the event's kind.
+
+    `by` is the `EventQuarantined`. `id` is the id of the skipped message (`place_id`).
+    """
     fact, said = event.fact, by.fact
     assert isinstance(said, EventQuarantined)
     why = f"quarantined by {said.by or 'an operator'} at {by.seq}: {said.why}"[:SHOWN_CHARS_MAX]
@@ -123,18 +130,19 @@ def quarantined_event(event: Recorded, by: Recorded, id: str) -> Recorded:
 
 
 def quarantines(event: Recorded) -> int | None:
-    """Return the sequence that an event quarantines, always an earlier one; None if it quarantines none."""
+    """Return the sequence of the earlier event that this event quarantines. Return None if this event quarantines no event."""
     fact = event.fact
     return fact.event if isinstance(fact, EventQuarantined) and 0 < fact.event < event.seq else None
 
 
 def quarantine_subject(seq: int) -> str:
-    """Return the subject on which a sequence of the stream is quarantined."""
+    """Return the subject on which the event at this sequence of the stream is quarantined."""
     return QUARANTINES.replace("*", str(seq))
 
 
 def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
-    """Return whether a reader stops at an event: one that may be from a newer version, and that the reader needs."""
+    """Return whether a reader must stop at an event, because the event may be from a newer version and the reader needs it
+    (`stops_at`)."""
     fact = event.fact
     if not isinstance(fact, Skipped) or not fact.unknown:
         return False
@@ -142,7 +150,7 @@ def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
 
 
 def stops(event: Recorded) -> UnknownKind:
-    """Return the error that a reader raises at an event that may be from a newer version."""
+    """Return the error that a reader raises when it stops at an event that may be from a newer version."""
     fact = event.fact
     assert isinstance(fact, Skipped)
     return UnknownKind(
@@ -152,7 +160,7 @@ def stops(event: Recorded) -> UnknownKind:
 
 
 def _may_be(subject: bytes, headers: bytes | None) -> bool:
-    """Return whether a message is on the subject of a fact of its kind, and so may be from a newer version."""
+    """Return whether a message may be an event from a newer version, because its subject is the right one for its kind."""
     kind = parse_headers(headers).get("ce-type", "").removeprefix(codec.TYPE_PREFIX)
     prefix, *rest = subject.decode("utf-8", "replace").removeprefix("fleet.").split(".")
     if prefix == "decided":
@@ -161,7 +169,7 @@ def _may_be(subject: bytes, headers: bytes | None) -> bool:
 
 
 def as_sent(headers: Mapping[str, str]) -> bytes:
-    """Return headers in their wire format."""
+    """Return message headers in the format in which NATS sends them."""
     return "".join(
         ["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"]
     ).encode()

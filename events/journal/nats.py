@@ -1,9 +1,9 @@
-"""The journal on NATS JetStream.
+"""The journal on NATS JetStream, which is used in production.
 
-Used in production. `memory` is its test double; both pass one conformance suite.
+`memory` is its test double. The two implementations pass one conformance suite.
 
-Observations go through `publisher` (ordered, spooled, retried). Decisions go through `append`: one fenced write that is never
-retried; if its outcome is unknown the caller reads again. `reader` reads everything.
+`publisher` publishes observations in order, with a spool and with retries. `append` writes decisions in one fenced write that
+is never retried. If the outcome of that write is unknown, the caller reads the journal again. `reader` reads all events.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.versions import Known
 
 APPEND_DEADLINE_S = 2.0
-APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
+APPEND_MAX = 1000  # decisions in one atomic batch; the limit of nats-server
 CLOSE_DEADLINE_S = 0.5
 FLUSH_LOOK_S = 0.02
 
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 
 class NatsJournal(JournalReadAccess):
-    """One process instance's handle on the stream FLEET. Created by `connect`."""
+    """The journal of one process instance, on the stream FLEET. Created by `connect`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class NatsJournal(JournalReadAccess):
     ) -> None:
         super().__init__(connection)
         self.source = source
-        # why this stream cannot be trusted; until it can, facts are spooled
+        # why the stream cannot be trusted, or None; while this is set, facts are spooled
         self.fault: HoldfastError | None = None
         self._replicas = replicas
         self._append_deadline_s = append_deadline_s
@@ -80,11 +80,13 @@ class NatsJournal(JournalReadAccess):
             check=self._check,
             route=self._route,
         )
-        self._intake = False  # our account publishes to the intake, and reads nothing
+        self._intake = (
+            False  # this process's account publishes to a controller's fact intake, and may read nothing
+        )
         self._gate: KindGate | None = None  # None: every observation is published
         self._announcer: Announcer | None = None
         if known is not None:
-            # Without a memory of this stream, stored kinds in force may belong to another stream.
+            # Without an acknowledged position on this stream, the stored kinds in force may belong to another stream.
             remembered = spool is not None and self._acknowledged_position.seen is not None
             self._gate = KindGate(
                 self.counters, KindMemory(spool.directory / IN_FORCE, read=remembered) if spool else None
@@ -110,10 +112,13 @@ class NatsJournal(JournalReadAccess):
     ) -> "NatsJournal":
         """Return a journal that publishes facts as `source` ("<role>:<name>"; the instance's id is appended).
 
-        If the broker is unreachable for longer than `wait_s` (2 s), connecting continues in the background. Meanwhile facts are
-        spooled under `spool_dir` (None: held in memory only). They are also spooled while the broker has no stream, which is
-        created only with `make`, and only if no earlier stream is remembered. With `known` the process announces what it knows,
-        and holds back observations of kinds that are not in force; `workers` are those of a worker process.
+        If the broker is unreachable for longer than `wait_s` (2 s by default), the journal continues to connect in the
+        background. Facts are spooled under `spool_dir`, or held in memory if `spool_dir` is None, while the broker is
+        unreachable or has no stream. A missing stream is created only with `make`, and only if no earlier stream is remembered.
+
+        With `known` the process announces which kinds it knows, and holds back observations of kinds that are not in force.
+        `workers` are the workers of a worker process.
+
         Raise StreamRefused or JournalChanged if the stream cannot be trusted, SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
@@ -147,7 +152,8 @@ class NatsJournal(JournalReadAccess):
             self._tasks.append(asyncio.create_task(self._serve(self._announcer.run)))
 
     async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the background loops. If a bug ends the loop, every later operation fails, so that the bug is noticed."""
+        """Run one of the background loops. If a bug ends the loop, set `fault`, so that every later append fails and the bug
+        is noticed."""
         try:
             await work()
         except Exception as error:
@@ -155,7 +161,7 @@ class NatsJournal(JournalReadAccess):
             self.fault = HoldfastError(f"a background loop of the journal failed: {error!r}")
 
     async def _examine(self) -> None:
-        """Check the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
+        """Check that the stream can be trusted. Raise StreamRefused, JournalChanged or JournalUnavailable."""
         seen = self._acknowledged_position.seen
         make = self._make and seen is None and self.state is None
         found = await stream.ensure(self.connection, self._replicas, make=make)
@@ -172,7 +178,7 @@ class NatsJournal(JournalReadAccess):
         return subjects.said(self.connection.user, subject) if self._intake else subject
 
     async def _check(self) -> bool:
-        """Return whether facts may be sent to the broker, after a (re)connection."""
+        """Return whether facts may be sent to the broker. Called after each connection to the broker."""
         self._intake = keys.uses_intake(self.connection.url)
         try:
             await (self.end() if self._intake else self._examine())
@@ -209,17 +215,17 @@ class NatsJournal(JournalReadAccess):
 
     @property
     def connected(self) -> bool:
-        """Whether the broker is connected right now."""
+        """Whether the broker is connected."""
         return self.connection.connected
 
     @property
     def reachable(self) -> bool:
-        """Whether the broker is connected right now, and has a stream that can be trusted."""
+        """Whether the broker is connected and has a stream that can be trusted."""
         return self.connected and self.fault is None
 
     @property
     def certificate_ends(self) -> float | None:
-        """When the broker's certificate expires, in seconds since 1970; None: it presents none."""
+        """When the broker's certificate expires, in seconds since 1970. None if the broker presents no certificate."""
         return self.connection.certificate_ends
 
     @property
@@ -229,7 +235,7 @@ class NatsJournal(JournalReadAccess):
 
     @property
     def spool_bytes(self) -> int:
-        """Approximate size of the facts that the broker has not acknowledged."""
+        """Approximate size in bytes of the facts that the broker has not acknowledged."""
         return self._publisher.outbox.bytes
 
     def observe(
@@ -247,7 +253,8 @@ class NatsJournal(JournalReadAccess):
         return id
 
     def withheld(self, command: str) -> bool:
-        """Return whether the observation that an operator's command led to was dropped, because its kind is not in force."""
+        """Return whether the observation that resulted from this operator's command was dropped, because its kind is not in
+        force."""
         return self._gate is not None and self._gate.dropped_command(command)
 
     def _message(
@@ -273,7 +280,7 @@ class NatsJournal(JournalReadAccess):
         return OutboxMessage(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
 
     def _renumber(self, message: OutboxMessage) -> OutboxMessage:
-        """Return the same fact as a new one of this source, under its next number."""
+        """Return the fact of `message` as a new fact of this source, with a new id and the source's next number."""
         self._number += 1
         id = codec.new_id()
         fresh = {"ce-id": id, "Nats-Msg-Id": id, "ce-source": self.source, "source-number": str(self._number)}
@@ -282,7 +289,7 @@ class NatsJournal(JournalReadAccess):
     async def flush(self, deadline_s: float) -> bool:
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
-        while self._gate is not None and self._gate.waits:  # rare, and short
+        while self._gate is not None and self._gate.waits:  # observations wait rarely, and not long
             if loop.time() >= until:
                 return False
             await asyncio.sleep(FLUSH_LOOK_S)
@@ -329,7 +336,7 @@ class NatsJournal(JournalReadAccess):
             fact,
             id=id,
             source=self.source,
-            source_number=0,  # it is not ordered with the facts that go through the spool
+            source_number=0,  # this fact is not ordered among the facts that go through the spool
             said_at=datetime.now(UTC),
         )
         try:
@@ -350,7 +357,11 @@ class NatsJournal(JournalReadAccess):
         return id
 
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> tuple[Ack, str]:
-        """Publish a fenced message or atomic batch; return the broker's answer and the last id. Raise JournalUnavailable."""
+        """Publish one fenced decision, or an atomic batch of decisions. Return the broker's acknowledgement and the id of the
+        last decision.
+
+        Raise JournalUnavailable.
+        """
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
             with self.connection.expect() as (address, future):
@@ -391,7 +402,7 @@ class NatsJournal(JournalReadAccess):
         )
 
     def cell(self, key: str) -> NatsCell:
-        """Return a small value for compare-and-set, over the same connection."""
+        """Return the compare-and-set value under `key`, over the connection of this journal."""
         return NatsCell(self.connection, key)
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The port of the journal, with two implementations: NATS and memory.
+"""Defines the journal's interface, which NATS and memory implement.
 
-Both pass one conformance suite.
+The two implementations pass one conformance suite.
 
-Observations never wait for the broker: `observe` numbers the fact and puts it into a bounded outbox, which is
-published in order and spooled to a local file while the broker is unreachable. Decisions are never spooled: `append` is
-one fenced write that is stored entirely or not at all.
+Observations never wait for the broker. `observe` numbers the fact and puts it into a bounded outbox. The outbox is published in
+order, and spooled to a local file while the broker is unreachable. Decisions are never spooled: `append` is one fenced write
+that stores all decisions or none.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -41,14 +41,14 @@ class JournalDropped(JournalChanged):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The end of the stream at one instant, by the clock that stamps its events."""
+    """The last position of the stream at one instant, with the time by the clock that stamps the stream's events."""
 
-    seq: int  # of its last event; 0: empty
+    seq: int  # sequence of the last event; 0: the stream is empty
     at: datetime
 
 
 class JournalReads(Protocol):
-    """Read-only access to the journal."""
+    """The part of the journal that only reads."""
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         """Yield events as `Journal.read` does."""
@@ -69,80 +69,92 @@ Reopen: TypeAlias = Callable[[], AbstractAsyncContextManager[JournalReads]]
 
 
 class Journal(Protocol):
-    """The ordered store of facts."""
+    """The ordered store of facts, as one process instance uses it."""
 
-    source: str  # this process instance, as `ce-source`
+    source: str  # the process instance that publishes, as in the header `ce-source`
     counters: JournalCounters
 
     def observe(
         self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
     ) -> str:
-        """Publish one fact and return its id. Never blocks and never fails: a fact that cannot be stored is counted and logged.
+        """Publish one fact and return its id. Never blocks and never fails. A fact that cannot be stored is dropped, counted
+        and logged.
 
-        `traceparent` is the trace of the client's request that the fact is about (W3C Trace Context), if there is one.
+        `traceparent` is the trace of the client request that the fact is about (W3C Trace Context), or empty.
         """
         ...
 
     def withheld(self, command: str) -> bool:
-        """Return whether the observation that an operator's command led to was dropped, because its kind is not in force."""
+        """Return whether the observation that resulted from this operator's command was dropped, because its kind is not in
+        force."""
         ...
 
     async def flush(self, deadline_s: float) -> bool:
-        """Wait until everything observed so far is acknowledged or safely spooled; False if time ran out."""
+        """Wait until the broker has acknowledged all facts observed so far, or they are safely spooled. Return False if time
+        ran out."""
         ...
 
     async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
-        """Write decisions as one unit and return the stream sequence of the last.
+        """Write decisions as one unit and return the stream sequence of the last decision.
 
-        `after` is the stream sequence of the last decision that the caller has folded (0: none).
-        Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
+        `through` is the last stream sequence that the caller had read when it decided. `after` is the stream sequence of the
+        last decision that the caller has folded (0: no decision). Raise Fenced if the stream has a newer decision,
+        JournalUnavailable if the outcome is unknown.
         """
         ...
 
     async def observe_next(self, fact: Observation, *, after: int) -> str:
-        """Write one fact, only if it follows the one at `after` on its subject (0: if the subject is empty), and return its id.
+        """Write one fact only if the last event on its subject is at `after` (0: the subject is empty), and return the fact's
+        id.
 
-        Use it for facts that two processes may publish about the same subject at once: never spooled, and never sent twice.
+        This is for facts that two processes may publish about the same subject at once. Such a fact is never spooled and never
+        sent twice.
 
-        Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
+        Raise Fenced if the subject has a newer event, JournalUnavailable if the outcome is unknown.
         """
         ...
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield every event with a sequence above `after`, in order, in batches as they arrive. A message that is not an event of
-        ours is yielded in its position as `Skipped`, counted, and logged once.
+        """Yield every event with a sequence above `after`, in order, in lists as the events arrive.
 
-        With `until`, end once that sequence has been yielded; else follow forever and reconnect automatically.
-        Raise UnknownKind at an event that only a newer version can know, unless it was quarantined or this handle does not stop
-        at such events (`StopsAt`). Raise JournalChanged if the stream has lost unread events (JournalDropped: at its bounds).
+        A message that is not an event of Holdfast is yielded in its position as `Skipped`, and is counted and logged once. With
+        `until`, end after that sequence. Without `until`, follow the stream forever and reconnect automatically.
+
+        Raise UnknownKind at an event that may be from a newer version, unless the event was quarantined or this journal does
+        not stop at such events (`StopsAt`). Raise JournalChanged if the stream has lost unread events, or JournalDropped if its
+        bounds dropped them.
         """
         ...
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield as `read` does, for inspection: events that only a newer version can know are yielded as `Skipped`."""
+        """Yield events as `read` does, for inspection. An event that may be from a newer version is yielded as `Skipped`."""
         ...
 
     def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
-        """Yield, oldest first, all events above `after` of a kind about the whole fleet, and end. For rare
-        kinds: each event is one request to the broker. Raise JournalUnavailable."""
+        """Yield, oldest first, all events of a kind about the whole fleet with a sequence above `after`, and end.
+
+        Use it for rare kinds, because each event is one request to the broker. Raise JournalUnavailable.
+        """
         ...
 
     async def first_seq(self) -> int:
-        """Return the sequence of the oldest event, or of the next event if the stream is empty. Raise JournalUnavailable."""
+        """Return the sequence of the oldest event. If the stream is empty, return that of the next event. Raise
+        JournalUnavailable."""
         ...
 
     async def last_seq(self) -> int:
-        """Return the sequence of the last event of the stream (0: empty). Raise JournalUnavailable."""
+        """Return the sequence of the last event of the stream, or 0 if the stream is empty. Raise JournalUnavailable."""
         ...
 
     async def end(self) -> StreamEnd:
-        """Return the stream's end, with the time of its own clock. Raise JournalUnavailable."""
+        """Return the last sequence of the stream with the current time by the stream's clock. Raise JournalUnavailable."""
         ...
 
     def reopen(self) -> Reopen | None:
-        """Return a function that opens this journal for reading in another process; None: only this process can read it."""
+        """Return a function that opens this journal for reading in another process. Return None if only this process can
+        read it."""
         ...
 
     async def close(self) -> None:
-        """Flush for up to half a second and close the connection."""
+        """Flush for up to 0.5 s, then close the connection."""
         ...

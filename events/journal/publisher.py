@@ -1,19 +1,20 @@
-"""Publishes observations to the broker in order, once each, across failures of broker and process.
+"""Publishes observations in order, once each, even if the broker or the process fails.
 
     observed ─▶ spool (a local file) ─▶ outbox ─▶ in flight ─▶ acknowledged
                                           ▲            │
                                           └── timeout, refusal, reconnection: all are sent again, in order, with the same ids
 
-Several messages are in flight at once, because each acknowledgement costs the server an fsync. A long queue is sent as atomic
-batches instead, which share one fsync. The two ways are never used at the same time.
+The arrows show the states of a fact. Several messages are in flight at once, because each acknowledgement costs the server an
+fsync. A long queue is sent as atomic batches instead, because the facts of a batch share one fsync. Single messages and batches
+are never in flight at the same time.
 
-If a message is refused while a later one is stored, its retry arrives after its successor. Every fold drops a number that is not
-above its source's last one, and would drop the retry. The sequences in the acknowledgements reveal this, and such a fact is
-published again under a new number.
+If a message is refused while a later one is stored, the retry of the first message arrives after the second. Every fold drops a
+fact if its number is not above its source's last number, and would therefore drop the retry. The publisher detects this by the
+sequences in the acknowledgements, and publishes such a fact again under a new number.
 
-No fact is sent again after half of the time for which folds remember a source (`events.order`): after all of it a fold could not
-distinguish a repeated fact from a new one. So the facts of a killed process are sent for a week. Older ones are dropped, counted
-and logged.
+Folds remember a source for a limited time (`events.order`). After that time a fold cannot distinguish a repeated fact from a
+new one, so no fact is sent again after half of that time. So the facts of a killed process can be sent for a week. Older facts
+are dropped, counted and logged.
 """
 
 import asyncio
@@ -39,19 +40,19 @@ from events.order import REMEMBERED
 from events.subjects import OBSERVED
 
 MARK_EVERY = 64  # acknowledgements per mark in the spool
-RECENT = 2000  # acknowledged sequences kept to detect that a fact was overtaken
-OVERHEAD_BYTES = 400  # of a fact's subject, headers and records, besides its body
+RECENT = 2000  # acknowledgements remembered, to detect that a later fact was stored before an earlier one
+OVERHEAD_BYTES = 400  # size of a fact's subject, headers and records, besides its body
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class OutboxEntry:
-    """One fact that waits for its acknowledgement."""
+    """One fact that waits for the broker's acknowledgement."""
 
     message: OutboxMessage
-    own: bool  # observed by this process, not left by an earlier one
-    sent_at: float = 0.0  # monotonic; the last attempt
+    own: bool  # observed by this process; False: left by an earlier process
+    sent_at: float = 0.0  # monotonic time of the last attempt; 0: never sent
 
     @property
     def size(self) -> int:
@@ -59,21 +60,23 @@ class OutboxEntry:
 
 
 class Outbox:
-    """The observed facts that are not acknowledged yet, in order, in memory and in the spool; bounded in bytes.
+    """Holds the observed facts that are not acknowledged yet, in order, in memory and in the spool. Its size in bytes is
+    bounded.
 
-    Every fact has a token. Tokens increase in the order of observation; facts that earlier processes left have the lowest.
+    Every fact has a token, a number that increases in the order of observation. Facts that earlier processes left have the
+    lowest tokens.
     """
 
     def __init__(self, spool: Spool | None, counters: JournalCounters) -> None:
         self.bytes = 0
-        # a flag for `flush`: something was acknowledged, or the connection changed
+        # wakes `flush`: a fact was acknowledged or dropped, or the connection changed
         self.moved = asyncio.Event()
         self._spool = spool
         self._counters = counters
         self._bytes_max = spool.bytes_max if spool is not None else BYTES_MAX
         self._open: dict[int, OutboxEntry] = {}
         self._next = 0
-        self._last_number = 0  # of the last fact of this process
+        self._last_number = 0  # number of the last fact of this process
         self._inherited = 0
         self._unmarked = 0
         self._full = False
@@ -84,11 +87,11 @@ class Outbox:
         return len(self._open)
 
     def get(self, token: int) -> OutboxEntry | None:
-        """Return a fact that still waits for its acknowledgement, or None."""
+        """Return the fact with this token, or None if the fact has been acknowledged or dropped."""
         return self._open.get(token)
 
     def inherit(self) -> list[int]:
-        """Take over the facts that earlier processes left, and return their tokens."""
+        """Add the facts that earlier processes left in the spool, and return their tokens."""
         if self._spool is None:
             return []
         tokens = [self._enter(message, own=False) for message in self._spool.take_over()]
@@ -97,9 +100,10 @@ class Outbox:
         return tokens
 
     def add(self, message: OutboxMessage) -> int | None:
-        """Add one fact and return its token. Beyond the bound it is dropped, counted and logged."""
+        """Add one fact and return its token. If the fact or the outbox would be too large, drop, count and log the fact and
+        return None."""
         self._counters.observed += 1
-        if len(message.body) > BODY_BYTES_MAX:  # every reader would skip it
+        if len(message.body) > BODY_BYTES_MAX:  # every reader would skip so large an event
             self._counters.dropped += 1
             log.error("fact_dropped", why="it is larger than an event may be", subject=message.subject)
             return None
@@ -125,13 +129,13 @@ class Outbox:
         return token
 
     def give_up(self, token: int, why: str) -> None:
-        """Drop a fact that the broker will never accept."""
+        """Remove a fact that will never be sent again, and count and log it as dropped."""
         entry = self.settle(token)
         self._counters.dropped += 1
         log.error("fact_dropped", why=why, subject=entry.message.subject, number=entry.message.number)
 
     def settle(self, token: int) -> OutboxEntry:
-        """Remove a fact that needs no more sending, and return it."""
+        """Remove a fact that is acknowledged or dropped, and return its entry."""
         entry = self._open.pop(token)
         self.bytes -= entry.size
         if not entry.own:
@@ -149,7 +153,10 @@ class Outbox:
             self._spool.forget_earlier()
 
     def overtaken(self, message: OutboxMessage, seq: int) -> bool:
-        """Return whether a later fact of the same source was stored before this one: then every fold drops this one."""
+        """Return whether a later fact of the same source was stored before this fact, so that every fold drops this fact.
+
+        `seq` is the sequence at which this fact was stored.
+        """
         source, number = message.headers["ce-source"], message.number
         self._recent.append((source, number, seq))
         if number > self._top.get(source, 0):
@@ -158,7 +165,10 @@ class Outbox:
         return any(s == source and n > number and q < seq for s, n, q in self._recent)
 
     async def flush(self, deadline_s: float, broker_away: "asyncio.Event") -> bool:
-        """Wait until everything observed so far is acknowledged, or synced to disk while the broker is unreachable."""
+        """Wait until all facts observed so far are acknowledged, or are synced to disk while the broker is unreachable.
+
+        Return False if time ran out or the sync failed.
+        """
         last = self._next - 1
         try:
             async with asyncio.timeout(deadline_s):
@@ -173,31 +183,33 @@ class Outbox:
         return True
 
     def sync(self) -> None:
-        """Sync the waiting facts to disk."""
+        """Sync the facts that wait for their acknowledgement to disk."""
         if self._spool is not None and self._open:
             self._spool.sync()
 
     def close(self) -> None:
-        """Close the spool; facts without acknowledgement stay in it."""
+        """Close the spool. Facts without acknowledgement stay in the spool."""
         if self._spool is not None:
             self._spool.close(empty=not self._open)
 
 
-WINDOW = 16  # messages in flight; a server that syncs each takes 4 ms for them, 50 ms with a busy disk; more become a batch
-AT_ONCE = 4  # facts sent in the same turn of the loop in which they are observed; the rest of a burst becomes a batch
-BATCH_MIN = 16  # an atomic batch costs 2.5 ms, as much as a dozen single messages
-BATCH_MAX = 500  # the server allows 1,000
+WINDOW = (
+    16  # single messages in flight; a server that syncs each one needs 4 ms for 16, or 50 ms with a busy disk
+)
+AT_ONCE = 4  # facts in flight up to which a new fact is sent at once; later facts of a burst become a batch
+BATCH_MIN = 16  # smallest atomic batch; a batch takes 2.5 ms, as long as a dozen single messages
+BATCH_MAX = 500  # facts in one atomic batch; the server allows 1,000
 ACK_DEADLINE_S = 2.5
-PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # after a refusal
+PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # pause after a refusal; it doubles with each refusal
 KEEP_EVERY_S = 0.6
 GIVEN_UP = (broker.MESSAGE_TOO_LARGE, broker.INTAKE_REFUSES)
-REPEATED_FOR = REMEMBERED / 2  # after the fact was observed; see the module's docstring
+REPEATED_FOR = REMEMBERED / 2  # age up to which a fact is sent again; see the module's docstring
 
 log = structlog.get_logger(__name__)
 
 
 class Publisher:
-    """Sends the facts in the outbox. `add` never waits."""
+    """Sends the facts in the outbox to the broker. `add` never waits."""
 
     def __init__(
         self,
@@ -210,28 +222,29 @@ class Publisher:
         check: Callable[[], Awaitable[bool]],
         route: Callable[[str], str] = str,
     ) -> None:
-        """`route` returns the subject to publish on, given a subject of the stream: the same, or the intake's."""
+        """`route` maps a subject of the stream to the subject to publish on: the same subject, or that of a controller's
+        fact intake."""
         self.outbox = outbox
         self._route = route
         self._connection = connection
         self._counters = counters
         self._acknowledged_position = acknowledged_position
         self._renumber = renumber
-        self._check = check  # returns whether the broker can be trusted; called after each reconnection
+        self._check = check  # returns whether facts may be sent to the broker; called after each connection
         self._checked = False
         self._inbox = connection.new_inbox()
-        self._waiting: deque[int] = deque()  # tokens to be sent
-        self._flight: dict[int, None] = {}  # tokens, in the order of sending
-        self._batch: dict[int, list[int]] = {}  # tokens of a batch, by that of its commit
-        self._singly = 0  # number of next facts that must not be sent as a batch
+        self._waiting: deque[int] = deque()  # tokens of the facts to send
+        self._flight: dict[int, None] = {}  # tokens of the facts in flight, in the order of sending
+        self._batch: dict[int, list[int]] = {}  # tokens of an atomic batch, by the token of its last fact
+        self._singly = 0  # number of facts at the front of the queue that must be sent one by one
         self._batches = True
         self._paused_until = 0.0
         self._pause_s = PAUSE_MIN_S
         self._wake = asyncio.Event()
-        self._away = asyncio.Event()  # a flag: the broker is unreachable
+        self._away = asyncio.Event()  # set while the broker is unreachable
 
     async def start(self) -> None:
-        """Subscribe to acknowledgements and take over the facts that earlier processes left."""
+        """Subscribe to the acknowledgements, and queue the facts that earlier processes left."""
         await self._connection.subscribe_raw(f"{self._inbox}.*", self._heard)
         self._connection.listen(self._connection_changed)
         if not self._connection.connected:
@@ -239,7 +252,7 @@ class Publisher:
         self._waiting.extend(self.outbox.inherit())
 
     def add(self, message: OutboxMessage) -> None:
-        """Accept one fact."""
+        """Put one fact into the outbox, and send or queue it."""
         token = self.outbox.add(message)
         if token is None:
             return
@@ -249,7 +262,8 @@ class Publisher:
             self._wake.set()
 
     def _send_now(self, token: int, message: OutboxMessage) -> bool:
-        """Send a fact at once if no other is queued before it. False: it has to wait."""
+        """Send a fact immediately. Return False if the fact must be queued, because sending is paused or the connection
+        cannot accept it."""
         now = asyncio.get_running_loop().time()
         entry = self.outbox.get(token)
         if entry is None or now < self._paused_until:
@@ -260,18 +274,22 @@ class Publisher:
             if not client.say(subject, message.body, f"{self._inbox}.{token}", message.headers):
                 return False
         except MaxPayloadError:
-            return False  # `run` drops it
+            return False  # `run` drops the fact
         entry.sent_at = now
         self._flight[token] = None
         self._singly -= 1
         return True
 
     async def flush(self, deadline_s: float) -> bool:
-        """Wait until everything observed so far is acknowledged, or synced to disk while the broker is unreachable."""
+        """Wait until all facts observed so far are acknowledged, or are synced to disk while the broker is unreachable.
+
+        Return False if time ran out or the sync failed.
+        """
         return await self.outbox.flush(deadline_s, self._away)
 
     async def keep(self) -> None:
-        """Save, forever, the data that is needed after a power failure."""
+        """Forever save what a restart after a power failure needs: the acknowledged position and, without a broker, the
+        waiting facts."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             if self._acknowledged_position.unsaved:
@@ -280,19 +298,21 @@ class Publisher:
                 await asyncio.to_thread(self.outbox.sync)
 
     async def run(self) -> None:
-        """Send forever: whenever a fact waits, and again those that were not acknowledged in time."""
+        """Forever send the facts that wait, and send a fact again if it is not acknowledged in time."""
         loop = asyncio.get_running_loop()
         self._wake.set()  # check at once whether the broker can be trusted
         while True:
             with contextlib.suppress(TimeoutError):
-                # not wait_for: that of Python 3.11 can swallow a cancellation
+                # not wait_for, which in Python 3.11 can swallow a cancellation
                 async with asyncio.timeout(self._wait_s(loop.time())):
                     await self._wake.wait()
             self._wake.clear()
             now = loop.time()
             if self._overdue(now):
                 log.warning("acknowledgement_overdue", in_flight=len(self._flight))
-                self._checked = False  # by now we may have to publish on another subject
+                self._checked = (
+                    False  # the check also finds out whether facts must go to the intake's subject
+                )
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
@@ -337,14 +357,18 @@ class Publisher:
             self._pause(now)
 
     def _goes_as_batch(self) -> bool:
-        """Return whether the queue is sent as an atomic batch. The intake accepts only single facts."""
+        """Return whether the queue is sent as an atomic batch. A queue for a fact intake is not, because the intake accepts
+        only single facts."""
         many = self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN
         return many and self._route(OBSERVED) == OBSERVED
 
     def _due(self, token: int) -> OutboxEntry | None:
-        """Return a fact to send; None if it has been acknowledged meanwhile, or is too old to be sent again."""
+        """Return the entry of a fact to send. Return None if the fact has been acknowledged meanwhile, or is too old to be
+        sent again."""
         entry = self.outbox.get(token)
-        if entry is None or (entry.own and not entry.sent_at):  # never sent, so its age does not matter
+        if entry is None or (
+            entry.own and not entry.sent_at
+        ):  # a fact that was never sent cannot be a duplicate, so its age does not matter
             return entry
         if datetime.now(UTC) - datetime.fromisoformat(entry.message.headers["ce-time"]) <= REPEATED_FOR:
             return entry
@@ -428,7 +452,9 @@ class Publisher:
             return
         if ack.code in broker.BATCH_DISABLED:
             self._batches = False
-        if len(tokens) > 1:  # some may be stored: sent one by one, these are recognised by id
+        if (
+            len(tokens) > 1
+        ):  # some may be stored already; sent one by one, the broker recognises them by their ids
             self._singly = len(tokens)
         self._rewind()
         if ack.code == broker.NO_RESPONDERS.code:
@@ -438,7 +464,7 @@ class Publisher:
             self._pause(asyncio.get_running_loop().time())
 
     def _rewind(self) -> None:
-        """Return everything in flight to the front of the queue."""
+        """Return all facts in flight to the front of the queue."""
         again = sorted(token for token in self._flight if self.outbox.get(token) is not None)
         self._counters.retried += len(again)
         self._flight.clear()
@@ -454,7 +480,7 @@ class Publisher:
             self._away.clear()
             self._checked = False
             self._paused_until, self._pause_s = 0.0, PAUSE_MIN_S
-            # a batch of them would be refused because of one that was stored
+            # if one of these facts is stored already, the broker would refuse a batch with it
             self._singly = len(self._flight)
             self._rewind()
         else:
@@ -463,6 +489,6 @@ class Publisher:
         self.outbox.moved.set()
 
     def close(self) -> None:
-        """Close the files."""
+        """Save the acknowledged position and close the spool."""
         self._acknowledged_position.save()
         self.outbox.close()

@@ -1,12 +1,14 @@
-"""Reads the stream: every event once, in order, forever, as fast as it can be decoded.
+"""Reads the stream: every event once, in order, forever, as fast as the events can be decoded.
 
-It uses one ephemeral pull consumer without acknowledgements or filter, and sends the next request before the last one is used up.
-The consumer can stop delivering: a restarted broker no longer has it, or a route was lost. So the broker sends idle heartbeats,
-and a reader that misses them creates a new consumer, which starts *at* the last event read. If the broker now holds another
-event there, it lost acknowledged events, or it is another stream: continuing would fold two histories into one.
+The reader uses one ephemeral pull consumer without acknowledgements or filter. It sends the next request before the messages of
+the last request are used up. The consumer can stop delivering, because a restarted broker no longer has the consumer or a route
+was lost. So the broker sends idle heartbeats, and a reader that misses them creates a new consumer after the last event read.
+If the broker now holds another event at that position, it lost acknowledged events or has another stream. Reading on would then
+fold two histories into one.
 
-Messages that are not events of ours are skipped (`events.journal.messages`). Before an event that only a newer version can know,
-and at a sequence with a quarantine message, the broker is queried for the quarantine.
+Messages that are not events of Holdfast are skipped (`events.journal.messages`). Before the reader stops at an event that may
+be from a newer version, it asks the broker whether the event is quarantined. It also asks for each sequence with a quarantine
+message.
 """
 
 import asyncio
@@ -31,12 +33,12 @@ from events.journal.usage import JournalUsage, usage
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
 REQUEST = 2000  # events per request
-LOW = REQUEST // 2  # number outstanding at which the next request is sent
-BATCH_MAX = 1000  # events per yielded batch
+LOW = REQUEST // 2  # the next request is sent at this number of outstanding events
+BATCH_MAX = 1000  # most events in one yielded list
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5
 EXPIRES_S = 60.0
-FORGOTTEN_AFTER_S = 30.0  # after which the broker deletes a consumer without requests
+FORGOTTEN_AFTER_S = 30.0  # the broker deletes a consumer without requests after this time
 RETRY_S = 0.1
 
 UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, BrokerRefused, *DISCONNECTED)
@@ -48,15 +50,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class _Inbox:
-    """Messages that have arrived and are not decoded yet. `stale` demands a new consumer."""
+    """The messages that have arrived and are not decoded yet. A non-empty `stale` means that a new consumer is needed, and
+    why."""
 
     waiting: list[tuple[bytes, bytes, bytes, bytes | None]] = field(default_factory=list)
     flag: asyncio.Event = field(default_factory=asyncio.Event)
-    outstanding: int = 0  # events requested and not arrived
+    outstanding: int = 0  # events that were requested and have not arrived
     stale: str = ""
 
     def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        """Called in the read loop."""
+        """Add an arrived message, or process the status that the broker sends instead. Called in the connection's read loop."""
         if reply.startswith(b"$JS.ACK"):
             self.waiting.append((subject, reply, data, headers))
             self.outstanding -= 1
@@ -65,7 +68,7 @@ class _Inbox:
             if status.get("Status") in (
                 "404",
                 "408",
-            ):  # that request has ended; its remaining events will not arrive
+            ):  # the request has ended, and its remaining events will not arrive
                 self.outstanding -= int(status.get("Nats-Pending-Messages", REQUEST))
             elif status.get("Status") != "100":
                 self.stale = f"{status.get('Status')} {status.get('Description', '')}"
@@ -73,7 +76,7 @@ class _Inbox:
 
 
 class JournalReader:
-    """One read of the stream, from a position on."""
+    """Reads the stream once, from a position on."""
 
     def __init__(
         self,
@@ -85,12 +88,13 @@ class JournalReader:
         stops_at: StopsAt,
         look_up: bool = False,
     ) -> None:
-        """`look_up`: also look up the quarantine of events at which the reader does not stop."""
+        """Prepare to read the events after the sequence `after`. With `look_up`, also query the quarantine of events at
+        which this reader does not stop."""
         self._connection = connection
         self._counters = counters
         self._created = created
         self._after = after
-        self._last_id = ""  # of the event at `after`, if this reader has read it
+        self._last_id = ""  # id of the event at `after`, if this reader has read that event
         self._inbox = _Inbox()
         self._interest: Interest | None = None
         self._gap_at = -1  # position after which an event was missing
@@ -102,7 +106,7 @@ class JournalReader:
         self._consumer = ""
 
     async def read(self, until: int | None) -> AsyncGenerator[Sequence[Recorded], None]:
-        """Yield batches until `until` has been yielded. Raise UnknownKind or JournalChanged."""
+        """Yield lists of events, up to the sequence `until` or forever. Raise UnknownKind or JournalChanged."""
         self._connection.listen(self._connection_changed)
         try:
             while until is None or self._after < until:
@@ -126,7 +130,7 @@ class JournalReader:
     # --- the consumer -------------------------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
-        """Create a consumer that continues at the current position, however long it takes. Raise JournalChanged."""
+        """Create a consumer that continues at the current position, and retry until this succeeds. Raise JournalChanged."""
         while True:
             try:
                 await self._leave()
@@ -158,7 +162,9 @@ class JournalReader:
 
     async def _check_last(self) -> None:
         found = await stream.id_at(self._connection, self._after)
-        if found is not None and found != self._last_id:  # None: dropped at the operator's retention bounds
+        if (
+            found is not None and found != self._last_id
+        ):  # None: the event was dropped at the operator's retention bounds
             raise JournalChanged(
                 f"event {self._after} was {self._last_id} and is now {found or 'another'}: the broker has lost "
                 f"events that it had acknowledged. {JournalChanged.__doc__}"
@@ -166,7 +172,7 @@ class JournalReader:
 
     async def _create(self) -> None:
         self._inbox = _Inbox()
-        name = f"reader{next(_names)}-{codec.new_id()[-12:]}"  # identifies the version: 0.2.0 uses r1-…, and announces nothing
+        name = f"reader{next(_names)}-{codec.new_id()[-12:]}"  # the form of the name shows the version: 0.2.0 uses r1-…
         config = {
             "name": name,
             "deliver_policy": "by_start_sequence",
@@ -200,7 +206,7 @@ class JournalReader:
         )
 
     async def _leave(self) -> None:
-        """Delete the current consumer, if the broker is reachable."""
+        """Delete the current consumer if the broker is reachable."""
         interest, self._interest = self._interest, None
         consumer, self._consumer = self._consumer, ""
         if interest is not None:
@@ -211,7 +217,9 @@ class JournalReader:
                 client = self._connection.client
                 await client.publish(subject, b"")
             except DISCONNECTED:
-                log.debug("consumer_left_behind", consumer=consumer)  # the broker deletes it after a while
+                log.debug(
+                    "consumer_left_behind", consumer=consumer
+                )  # the broker deletes an unused consumer after 30 s
 
     def _connection_changed(self, connected: bool) -> None:
         self._inbox.stale = "reconnected" if connected else "disconnected"
@@ -220,7 +228,7 @@ class JournalReader:
     # --- arriving messages --------------------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Wait for something to arrive; mark the consumer as stale if it is silent."""
+        """Wait until a message arrives. If none arrives within 2.5 s, mark the consumer as stale."""
         inbox = self._inbox
         if inbox.waiting:
             return
@@ -233,7 +241,7 @@ class JournalReader:
                 inbox.stale = inbox.stale or "silent"
 
     async def _top_up(self) -> None:
-        """Send the next request before the last one is used up, but not faster than the caller reads."""
+        """Request more events before the last request is used up, unless the caller reads more slowly than they arrive."""
         inbox = self._inbox
         if inbox.outstanding > LOW or len(inbox.waiting) > REQUEST:
             return
@@ -243,7 +251,10 @@ class JournalReader:
             inbox.stale = inbox.stale or repr(error)
 
     def _gap(self, seq: int) -> None:
-        """Read again from the current position, once. Raise JournalChanged if the broker itself has the gap."""
+        """Mark the consumer as stale, so that a new one reads again from the current position.
+
+        Raise JournalChanged if the same gap was found before, because then the broker itself lacks the event.
+        """
         if self._gap_at == self._after:
             raise JournalChanged(
                 f"event {self._after + 1} cannot be read: the broker continues with {seq}, and has lost or removed it"
@@ -253,15 +264,18 @@ class JournalReader:
         self._inbox.stale = self._inbox.stale or f"gap: {seq} follows {self._after}"
 
     async def _look_up(self, seq: int) -> None:
-        """Look up whether a sequence is quarantined."""
+        """Query the broker for the quarantine of the event at this sequence."""
         try:
             self._quarantines[seq] = await stream.quarantine(self._connection, seq)
         except UNANSWERED as error:
             self._inbox.stale = self._inbox.stale or repr(error)
 
     def _decode(self, until: int | None) -> tuple[list[Recorded], int]:
-        """Return the arrived events, checked for gaps, and the sequence that must be looked up first (0: none).
-        Raise UnknownKind."""
+        """Decode the arrived messages, up to `until`, and check them for gaps.
+
+        Return the events, and the sequence of the next message if its quarantine must be queried before it can be yielded (0:
+        no query). Raise UnknownKind.
+        """
         inbox = self._inbox
         taken, inbox.waiting = inbox.waiting[:BATCH_MAX], inbox.waiting[BATCH_MAX:]
         events: list[Recorded] = []
@@ -278,7 +292,9 @@ class JournalReader:
             if event.fact.__class__ is Skipped or seq in self._perhaps_quarantined:
                 judged = self._judge(event, messages.place_id(subject, body))
                 if judged is None:
-                    inbox.waiting = taken[place:] + inbox.waiting  # the events before it are yielded first
+                    inbox.waiting = (
+                        taken[place:] + inbox.waiting
+                    )  # the events before this one are yielded first
                     return events, seq
                 event, id = judged, parse_headers(raw).get("ce-id", "")
             events.append(event)
@@ -286,7 +302,11 @@ class JournalReader:
         return events, 0
 
     def _judge(self, event: Recorded, id: str) -> Recorded | None:
-        """Return the event to yield, or its replacement; None if its quarantine must be looked up first. Raise UnknownKind."""
+        """Return the event to yield, or the `Skipped` that replaces it. Return None if the event's quarantine must be queried
+        first.
+
+        Raise UnknownKind.
+        """
         seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
         if (unknown or seq in self._perhaps_quarantined) and seq not in self._quarantines:
             return None
@@ -303,7 +323,7 @@ class JournalReadAccess:
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.counters = JournalCounters()
-        self.state: StreamState | None = None  # when we connected
+        self.state: StreamState | None = None  # the stream's state when this process connected
         self.stops_at: StopsAt = "all"
         self.connection = connection
 
@@ -343,7 +363,7 @@ class JournalReadAccess:
         return StreamEnd(state.last_seq, state.at)
 
     async def stream_state(self) -> StreamState:
-        """Return the stream's current state. Raise JournalUnavailable."""
+        """Return the stream's current state, as the broker reports it. Raise JournalUnavailable."""
         try:
             return await stream.state(self.connection)
         except broker.BrokerRefused as error:
@@ -357,18 +377,20 @@ class JournalReadAccess:
             raise JournalUnavailable(str(error)) from error
 
     async def usage(self, *, growth: bool = True) -> JournalUsage:
-        """Return the stream's size on the broker, and with `growth` its growth rate. Raise JournalUnavailable
-        (JournalGone: there is no stream)."""
+        """Return the stream's size on the broker and, with `growth`, its growth rate.
+
+        Raise JournalUnavailable, or its subclass JournalGone if the broker has no stream.
+        """
         try:
             return await usage(self.connection, growth=growth)
         except broker.BrokerRefused as error:
-            await self.stream_state()  # raises JournalGone if there is no stream
+            await self.stream_state()  # raises JournalGone if the broker has no stream
             raise JournalUnavailable(str(error)) from error
 
 
 @asynccontextmanager
 async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReadAccess]:
-    """Yield read access to the same stream over a new connection."""
+    """Yield read access to the same stream over a new connection, for another process."""
     connection = await BrokerConnection.open(url, name)
     try:
         reading = JournalReadAccess(connection)

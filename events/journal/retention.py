@@ -1,4 +1,4 @@
-"""The retention bounds of the journal, and their minimums."""
+"""Defines the limits of the journal's size and age, and the smallest allowed limits."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,11 +9,11 @@ AGE_MIN = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class JournalBounds:
-    """The size and age limits of the stream. None: no limit."""
+    """The limits of the stream's size in bytes and of its age. None means no limit."""
 
     bytes: int | None = None
     age: timedelta | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there is a limit."""
+        """Return whether there is a limit of size or age."""
         return self.bytes is not None or self.age is not None

@@ -1,17 +1,17 @@
-"""The spool: unacknowledged facts in a local file, so that a killed process loses none.
+"""The spool: a local file of unacknowledged facts, so that a killed process loses no fact.
 
-Write-ahead: a fact is written here when it is observed and marked when it is acknowledged, whether the broker is
-reachable or not. So the file of a killed process holds all of its unacknowledged facts, and at most a few acknowledged ones
-(recognised by their ids). The next process on the same directory sends them first.
+A fact is written to the spool when it is observed, and marked when it is acknowledged, whether or not the broker is reachable.
+So the file of a killed process holds all of its unacknowledged facts. It may also hold a few acknowledged facts, which are
+recognised by their ids. The next process with the same directory sends these facts first.
 
     record = kind (1 byte) · length (4) · CRC-32 of the body (4) · CRC-32 of these nine bytes (4) · body
 
-The header has a CRC of its own because a flipped bit in a length would otherwise look like a torn tail, and
-hide everything after it. A crash leaves a torn tail, which is no damage. Anything else that fails a check is
-counted, the readable rest is kept, and the file is moved aside for an operator to inspect.
+The header has its own CRC, because a flipped bit in a length would otherwise look like a torn tail and hide all later records.
+A torn tail is an incomplete last record after a crash, and is not damage. Every other failed check is counted. The readable
+records are used, and a copy of the file is stored for an operator to inspect.
 
-There is no fsync per fact: after a kill the kernel still has the data. `sync` is called once a second while the
-broker is unreachable, so that a power failure costs at most the last second of unacknowledged facts.
+There is no fsync per fact, because the kernel still has the data after the process is killed. While the broker is unreachable,
+`sync` is called once a second. So a power failure loses at most the unacknowledged facts of the last second.
 """
 
 import fcntl
@@ -28,8 +28,8 @@ import structlog
 
 from events.errors import HoldfastError
 
-BYTES_MAX = 64 * 1024 * 1024  # of one process; about 100,000 facts
-# a longer file is followed by another, and removed when all of its facts are marked
+BYTES_MAX = 64 * 1024 * 1024  # limit of the spool of one process; about 100,000 facts
+# a new file is begun above this size; a full file is removed when all of its facts are marked
 SEGMENT_BYTES = 2 * 1024 * 1024
 RECORD_BYTES_MAX = 8 * 1024 * 1024
 SUFFIX = ".spool"  # <instance>.<number of the segment>.spool
@@ -44,9 +44,9 @@ log = structlog.get_logger(__name__)
 
 
 class OutboxMessage(msgspec.Struct, array_like=True):
-    """One fact as it will be published: the spool holds the same bytes as the wire."""
+    """One fact as it will be published. The spool holds the same subject, headers and body as the wire."""
 
-    number: int  # of its source
+    number: int  # the fact's number, counted by its source
     subject: str
     headers: dict[str, str]
     body: bytes
@@ -58,16 +58,16 @@ _decode = msgspec.msgpack.Decoder(OutboxMessage).decode
 
 @dataclass
 class SpoolContent:
-    """The content of a spool file."""
+    """What could be read from one spool file."""
 
     messages: list[OutboxMessage] = field(default_factory=list)
-    acked: int = 0  # everything up to this number
+    acked: int = 0  # all facts up to this number are acknowledged
     damaged: int = 0  # number of positions that failed a check
-    torn: bool = False  # the last record is incomplete: the process died while writing it
+    torn: bool = False  # the last record is incomplete, because the process died while writing it
 
 
 def scan(data: bytes) -> Iterator[tuple[int, bytes] | None]:
-    """Yield (kind, body) of each record; None for each damaged stretch. Raise EOFError at a torn tail."""
+    """Yield the kind and the body of each record, or None for each damaged part. Raise EOFError at a torn tail."""
     offset = 0
     while offset < len(data):
         header = data[offset : offset + _HEADER_BYTES]
@@ -91,7 +91,7 @@ def _header_holds(header: bytes) -> bool:
 
 
 def _next_header(data: bytes, offset: int) -> int:
-    """Return the offset of the next valid header, or the end."""
+    """Return the offset of the next valid record header, or the length of `data` if no valid header follows."""
     while offset + _HEADER_BYTES <= len(data):
         if data[offset] in (FACT, ACKED) and _header_holds(data[offset : offset + _HEADER_BYTES]):
             return offset
@@ -100,7 +100,7 @@ def _next_header(data: bytes, offset: int) -> int:
 
 
 def read(data: bytes) -> SpoolContent:
-    """Return the content of a spool file's bytes, however damaged they are."""
+    """Parse the bytes of a spool file. Damaged parts are counted and never raise."""
     left = SpoolContent()
     try:
         for record in scan(data):
@@ -126,25 +126,25 @@ class _Segment:
     path: Path
     file: int
     bytes: int = 0
-    last: int = 0  # number of its last fact
+    last: int = 0  # number of the segment's last fact
     unsynced: bool = False
 
 
 class Spool:
-    """This process's spool files, and those that earlier processes left in the same directory.
+    """The spool files of this process, and those that earlier processes left in the same directory.
 
-    Acknowledgements arrive in order, so one number marks all facts up to it.
+    Acknowledgements arrive in order, so one number marks all facts up to that number.
     """
 
     def __init__(
         self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Create the first file. Raise SpoolUnusable."""
+        """Create the first spool file. `life` is the id of this process instance. Raise SpoolUnusable."""
         self._segment_bytes = segment_bytes
         self.directory = directory
         self.life = life
         self.bytes_max = bytes_max
-        self.failures = 0  # writes that the file system refused
+        self.failures = 0  # number of writes that the file system refused
         self._count = 0
         self._segments: deque[_Segment] = deque()
         self._earlier: list[tuple[Path, int]] = []
@@ -162,7 +162,8 @@ class Spool:
         self._segments.append(_Segment(path, file))
 
     def take_over(self) -> list[OutboxMessage]:
-        """Return the facts that killed processes left, the oldest first. `forget_earlier` removes their files."""
+        """Return the unacknowledged facts that killed processes left, the oldest first. `forget_earlier` removes their
+        files."""
         lives: dict[str, list[Path]] = {}
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             life = path.name.split(".")[0]
@@ -176,7 +177,7 @@ class Spool:
         for path in paths:
             file = _locked(path)
             if file is None:
-                continue  # its process is running
+                continue  # the process that writes this file is still running
             left = read(path.read_bytes())
             self._report(path, left)
             messages += left.messages
@@ -193,14 +194,14 @@ class Spool:
             log.info("spool_taken_over", file=path.name, facts=len(left.messages), torn=left.torn)
 
     def forget_earlier(self) -> None:
-        """Remove the earlier processes' files: all of their facts have been acknowledged."""
+        """Remove the files of earlier processes, because all of their facts have been acknowledged or dropped."""
         for path, file in self._earlier:
             path.unlink(missing_ok=True)
             os.close(file)
         self._earlier.clear()
 
     def put(self, message: OutboxMessage) -> bool:
-        """Write one fact. False: it does not fit, or the file system refused it."""
+        """Write one fact. Return False if the fact does not fit into the spool, or the file system refused the write."""
         body = _encode(message)
         held = sum(segment.bytes for segment in self._segments)
         if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
@@ -221,7 +222,8 @@ class Spool:
         return True
 
     def mark(self, number: int, *, empty: bool) -> None:
-        """Mark everything up to `number` as acknowledged; `empty`: every fact is acknowledged."""
+        """Mark all facts up to `number` as acknowledged. With `empty`, all facts are acknowledged, so a large file is
+        truncated."""
         newest = self._segments[-1]
         try:
             while len(self._segments) > 1 and self._segments[0].last <= number:
@@ -230,12 +232,12 @@ class Spool:
                 os.ftruncate(newest.file, 0)
                 newest.bytes = 0
                 return
-        except OSError as error:  # a disk that has become read-only
+        except OSError as error:  # for example because the disk has become read-only
             self._failed(newest.path, error)
         self._write(ACKED, _NUMBER.pack(number))
 
     def sync(self) -> None:
-        """Sync written data to disk."""
+        """Sync the written data of all files to disk."""
         for segment in list(self._segments):
             if not segment.unsynced:
                 continue
@@ -243,11 +245,11 @@ class Spool:
             try:
                 os.fdatasync(segment.file)
             except OSError as error:
-                # called in a thread: the file may have been removed meanwhile, which is fine
+                # called in a thread, so the file may have been removed meanwhile, which does no harm
                 self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:
-        """Close the files; `empty`: also remove this process's files, because all facts in them are acknowledged."""
+        """Close the files. With `empty`, also remove this process's files, because all of their facts are acknowledged."""
         for segment in self._segments:
             if empty:
                 self._drop(segment)
@@ -268,7 +270,9 @@ class Spool:
         record = b"".join((head, _CRC.pack(zlib.crc32(head)), body))
         try:
             written = os.write(segment.file, record)
-            if written < len(record):  # a full disk: remove the fragment, which would hide what follows
+            if written < len(
+                record
+            ):  # the disk is full: remove the fragment, because it would hide later records
                 os.ftruncate(segment.file, segment.bytes)
                 raise OSError("short write")
         except OSError as error:
@@ -280,12 +284,13 @@ class Spool:
 
     def _failed(self, path: Path, error: OSError) -> None:
         self.failures += 1
-        if self.failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: a full disk refuses every fact
+        if self.failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …, because a full disk refuses every fact
             log.error("spool_write_failed", file=str(path), error=str(error), times=self.failures)
 
 
 def _locked(path: Path) -> int | None:
-    """Open a spool file for this process alone; None if another process holds it."""
+    """Open and lock a spool file for this process alone. Return the file descriptor, or None if another process has the
+    lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

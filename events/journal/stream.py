@@ -1,7 +1,7 @@
 """Creates the stream FLEET, and checks that its configuration can be trusted.
 
-A server silently drops configuration fields that it does not know, and an operator may have created the stream
-by hand. So the configuration is read back and compared, and a difference that matters is refused with the reason.
+A server silently drops configuration fields that it does not know, and an operator may have created the stream by hand. So the
+configuration is read back and compared. A difference that breaks a guarantee of the journal is refused with the reason.
 """
 
 import re
@@ -28,9 +28,9 @@ from events.json_types import Json
 from events.nats.connection import BrokerConnection
 from events.nats.urls import masked
 
-DUPLICATE_WINDOW_S = 120  # not essential: folds detect duplicates by number
-REPLICAS = 3  # in a cluster
-LOOKED_AT_MAX = 100  # messages read on a quarantine's subject: the first valid one counts
+DUPLICATE_WINDOW_S = 120  # not essential, because folds detect duplicates by source number
+REPLICAS = 3  # of a stream in a cluster
+LOOKED_AT_MAX = 100  # messages read on a quarantine's subject to find the first valid one
 PLACE = re.compile("[0-9]{1,18}").fullmatch  # a sequence
 NOT_YET = (
     10005,
@@ -48,20 +48,20 @@ class StreamRefused(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The state of a stream. `created` distinguishes it from another of the same name."""
+    """The state of a stream. `created` distinguishes the stream from another one with the same name."""
 
     created: str
     first_seq: int
     last_seq: int
     replicas: int
     bytes: int
-    bytes_max: int  # -1: no limit but the disk
-    at: datetime  # when this was measured, by the clock that stamps the stream's events
+    bytes_max: int  # -1: only the disk limits the size
+    at: datetime  # when the broker measured the state, by the clock that stamps the stream's events
     quarantined: frozenset[int] = frozenset()  # sequences with a quarantine message; only from `state`
 
 
 def wanted(replicas: int) -> Json:
-    """Return the configuration that the stream is created with."""
+    """Return the configuration with which the stream is created."""
     return {
         "name": subjects.STREAM,
         "subjects": list(subjects.STREAM_SUBJECTS),
@@ -85,10 +85,10 @@ def wanted(replicas: int) -> Json:
 
 
 def differences(config: Json, replicas: int) -> list[str]:
-    """Return descriptions of the parts of a stream's configuration that break a guarantee of the journal.
+    """Return descriptions of those parts of a stream's configuration that break a guarantee of the journal.
 
-    Limits (age, bytes) are the operator's choice and not compared: a reader notices dropped events, and starts from a later
-    snapshot (`events.journal.bounds`). With limits, the stream may drop its oldest events to store new ones.
+    Limits (age, bytes) are the operator's choice and are not compared. A reader notices dropped events and starts from a later
+    snapshot (`events.journal.bounds`). A stream with limits may drop its oldest events to store new ones.
     """
     must = {
         name: value
@@ -123,15 +123,18 @@ def differences(config: Json, replicas: int) -> list[str]:
 
 
 def replicas_for(connection: BrokerConnection) -> int:
-    """Return the number of replicas for a stream of this broker: three in a cluster, however many nodes are up."""
+    """Return the number of replicas for a stream on this broker: 3 in a cluster, even if fewer nodes are up, else 1."""
     return REPLICAS if connection.client.clustered else 1
 
 
 async def ensure(
     connection: BrokerConnection, replicas: int | None = None, *, make: bool = True
 ) -> StreamState:
-    """Create the stream if it does not exist, read it back and return its state. Raise StreamRefused, or JournalGone if it
-    does not exist and `make` is not set."""
+    """Create the stream if it does not exist, read its configuration back and return its state.
+
+    Raise StreamRefused if the stream cannot be trusted, JournalUnavailable, or JournalGone if the stream does not exist and
+    `make` is not set.
+    """
     replicas = replicas or replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
@@ -164,13 +167,16 @@ async def _create(connection: BrokerConnection, replicas: int) -> Json:
                 f"the stream {subjects.STREAM} cannot be created with {replicas} replicas yet: {error}. "
                 f"A cluster needs {REPLICAS} nodes with JetStream and room on their disks."
             ) from error
-        if error.code != STREAM_EXISTS:  # else another process was faster, with other replicas
+        if (
+            error.code != STREAM_EXISTS
+        ):  # STREAM_EXISTS: another process created the stream first, with other replicas
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error
         return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
 
 
 async def state(connection: BrokerConnection) -> StreamState:
-    """Return the stream's current state. Raise JournalUnavailable (JournalGone: there is no stream) or BrokerRefused."""
+    """Return the stream's current state. Raise BrokerRefused, JournalUnavailable, or its subclass JournalGone if there is no
+    stream."""
     try:
         request = {"subjects_filter": QUARANTINES}
         return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}", request))
@@ -187,7 +193,8 @@ def _gone(connection: BrokerConnection) -> JournalGone:
 
 
 async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
-    """Return the event that quarantines a sequence; None: there is none. Raise JournalUnavailable or BrokerRefused."""
+    """Return the event that quarantines the event at `seq`, or None if no event does. Raise JournalUnavailable or
+    BrokerRefused."""
     subject, after = quarantine_subject(seq), seq
     for _ in range(LOOKED_AT_MAX):
         event = await next_on(connection, subject, after)
@@ -198,8 +205,10 @@ async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
 
 
 async def next_on(connection: BrokerConnection, subject: str, after: int) -> Recorded | None:
-    """Return the first message on a subject above `after`, decoded; None: there is none. Raise JournalUnavailable or
-    BrokerRefused."""
+    """Return the first event on a subject with a sequence above `after`, or None if there is no such event.
+
+    Raise JournalUnavailable or BrokerRefused.
+    """
     try:
         answer = await ask(
             connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": after + 1, "next_by_subj": subject}
@@ -222,7 +231,7 @@ def _stored(found: Json) -> Recorded:
 
 
 async def last_on(connection: BrokerConnection, subject: str) -> Recorded | None:
-    """Return the newest message on a subject, decoded; None: there is none. Raise JournalUnavailable or BrokerRefused."""
+    """Return the newest event on a subject, or None if the subject has none. Raise JournalUnavailable or BrokerRefused."""
     try:
         answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"last_by_subj": subject})
     except BrokerRefused as error:
@@ -244,7 +253,7 @@ async def consumer_names(connection: BrokerConnection) -> list[str]:
 
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:
-    """Return the `ce-id` of a stored event ("" if it has none); None if it is not stored."""
+    """Return the `ce-id` of the message at `seq` ("" if the message has none), or None if no message is stored there."""
     try:
         answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": seq})
     except BrokerRefused as error:

@@ -1,9 +1,7 @@
-"""The journal's size and growth rate, as the broker reports them.
+"""Computes the journal's size and growth rate from what the broker reports.
 
-Nothing is remembered between two calls.
-
-The growth is that of the last day, or since the stream was created if that is less than a day ago. It is estimated as the number
-of messages in that time, multiplied by the average size of all messages.
+No state is kept between two calls. The growth covers the last day, or the age of the stream's oldest event if that is less than
+a day. It is estimated as the number of messages in that time, multiplied by the average size of all messages.
 """
 
 from dataclasses import dataclass
@@ -14,23 +12,23 @@ from events.journal.broker import ask
 from events.nats.connection import BrokerConnection
 
 WINDOW = timedelta(days=1)
-SHORTEST = timedelta(minutes=10)  # minimum age of a stream for an estimate of its growth
+SHORTEST = timedelta(minutes=10)  # the growth of a younger stream is not estimated
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-FORGOTTEN_AFTER_S = 5.0  # after which the broker deletes the consumer that counts
+FORGOTTEN_AFTER_S = 5.0  # the broker deletes the consumer that counts messages after this time
 
 
 @dataclass(frozen=True, slots=True)
 class JournalUsage:
     """The stream's use of the broker's disk."""
 
-    first_seq: int  # of the oldest event on the stream
+    first_seq: int  # sequence of the oldest event on the stream
     last_seq: int
     bytes: int
-    bytes_max: int | None  # None: no limit but the disk
+    bytes_max: int | None  # None: only the disk limits the size
     bytes_a_day: float | None  # None: the stream is too young for an estimate
     age_max: timedelta | None = None  # None: no limit
-    at: datetime = EPOCH  # when this was measured, by the clock that stamps the events
-    refuses: bool = False  # at `bytes_max` it refuses new events, instead of dropping its oldest ones
+    at: datetime = EPOCH  # when the broker measured the usage, by the clock that stamps the events
+    refuses: bool = False  # at `bytes_max` the stream refuses new events instead of dropping its oldest ones
 
 
 async def usage(
@@ -40,8 +38,9 @@ async def usage(
     *,
     growth: bool = True,
 ) -> JournalUsage:
-    """Query the broker. The growth is that within `window`; it is omitted for a stream younger than `shortest`, and without
-    `growth`.
+    """Query the broker for the stream's size and limits.
+
+    The growth rate is measured within `window`. It is None without `growth`, and for a stream that is younger than `shortest`.
 
     Raise JournalUnavailable or BrokerRefused.
     """
@@ -62,7 +61,10 @@ async def usage(
 
 
 async def _since(connection: BrokerConnection, when: datetime) -> int:
-    """Return the number of messages since an instant: the pending count of a consumer that starts then."""
+    """Return the number of messages since the instant `when`.
+
+    A new consumer that starts at that instant reports the number as its pending count.
+    """
     name = f"count-{codec.new_id()[-12:]}"
     config = {
         "name": name,

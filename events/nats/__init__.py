@@ -1,1 +1,1 @@
-"""The broker client: connections, byte-stream channels and the message bus."""
+"""The client of the NATS broker: connections, byte-stream channels and the message bus."""

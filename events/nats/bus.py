@@ -1,6 +1,6 @@
-"""Messages between processes that are not stored: heartbeats, link reports, operators' requests.
+"""The message bus: sends messages that are not stored, such as heartbeats and link reports.
 
-Core NATS with JSON bodies. A message without a subscriber is lost; messages that must be kept go to the journal.
+Messages are JSON on core NATS. A message without a subscriber is lost, so messages that must be kept go to the journal.
 `MemoryBus` is the test double.
 """
 
@@ -53,28 +53,36 @@ class Subscription(Protocol):
     """One handler's subscription to a subject."""
 
     async def cancel(self) -> None:
-        """Unsubscribe."""
+        """Unsubscribe the handler from the subject."""
         ...
 
 
 class Bus(Protocol):
-    """The port of the bus. `since`: when the present connection began (monotonic seconds); None: not connected. `unread`: bytes
-    that have arrived and are not read yet. A process with many unread bytes is behind: it has not processed recent messages."""
+    """The interface of the message bus.
+
+    `since` is the monotonic time in seconds at which the present connection began, or None without a connection. `unread` is
+    the number of bytes that have arrived and are not read yet. A process with many unread bytes has not processed recent
+    messages.
+    """
 
     @property
     def since(self) -> float | None: ...
     @property
     def unread(self) -> int: ...
     async def publish(self, subject: str, body: Body) -> bool:
-        """Publish `body`. Never raises; False: the broker is unreachable, and nothing was published."""
+        """Publish `body`. Never raises. Return False if the broker is unreachable, so that no message was published."""
         ...
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
-        """Call `handler` for each message; the subscription survives reconnections."""
+        """Call `handler` for each message on `subject`. The subscription survives reconnections."""
         ...
 
     async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
-        """Call `handler` for each message that `admits` accepts, by subject and size, before decoding. Never reply."""
+        """Call `handler` for each message on `subject` that `admits` accepts by its subject and size. Rejected messages are not
+        decoded.
+
+        No reply is sent to these messages.
+        """
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
@@ -85,16 +93,19 @@ class Bus(Protocol):
 
 
 class NatsBus:
-    """The bus on core NATS, over one connection."""
+    """The message bus on core NATS, over one connection."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.connection = connection
-        self.refused = 0  # messages that were not published because the broker was unreachable
-        self.faults = 0  # handlers that raised, and bodies that were not JSON objects
+        self.refused = 0  # number of messages that were not published because the broker was unreachable
+        self.faults = 0  # number of handler calls that raised, and of bodies that were not JSON objects
 
     @classmethod
     async def connect(cls, url: str, name: str, *, wait_s: float = 2.0, echo: bool = True) -> "NatsBus":
-        """Connect within `wait_s`, or continue in the background. Without `echo` the bus does not receive its own messages."""
+        """Return a bus that is connected, or that connects in the background if connecting takes longer than `wait_s` seconds.
+
+        Without `echo` the bus does not receive its own messages.
+        """
         return cls(await BrokerConnection.open(url, name, wait_s=wait_s, echo=echo))
 
     @property
@@ -188,8 +199,11 @@ class _MemorySubscription:
 
 @dataclass
 class MemoryBus:
-    """A bus inside one process. `reachable` False simulates a broker that is unreachable, `unread` an observer that is behind;
-    `said` holds the published messages."""
+    """A message bus inside one process, for tests.
+
+    If `reachable` is False, the bus simulates an unreachable broker. `unread` simulates a process that has not processed recent
+    messages. `said` holds the published messages.
+    """
 
     reachable: bool = True
     unread: int = 0
@@ -234,7 +248,7 @@ class MemoryBus:
 
     async def _deliver(self, subject: str, body: Body) -> list[Body]:
         answers: list[Body] = []
-        copy = _decode(_encode(body))  # the same types as over the wire
+        copy = _decode(_encode(body))  # converts the body to the types that a broker would deliver
         for pattern, handler in list(self.entries):
             if not matches(pattern, subject):
                 continue
@@ -252,7 +266,8 @@ class MemoryBus:
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Return whether a NATS subject pattern (`*` one token, `>` the rest) covers `subject`."""
+    """Return whether a NATS subject pattern covers `subject`. In a pattern `*` stands for one token, and `>` for one or more
+    last tokens."""
     wanted, given = pattern.split("."), subject.split(".")
     for index, part in enumerate(wanted):
         if part == ">":

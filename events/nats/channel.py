@@ -6,10 +6,11 @@ A channel delivers all bytes in order, or it breaks.
        │                     │
        └── no responders, a gap, a reset, silence, no broker ──▶ closed
 
-Core NATS delivers a message at most once, in order, and does not report dropped ones. So each message carries its position
-in its stream, and how many bytes of the opposite stream have been read. A mismatch breaks the channel, even if the lost message
-was the last one. The second number bounds the bytes in flight, because a broker disconnects a slow reader. Each message also has
-a reply subject: if the peer no longer subscribes, the broker reports "no responders" at once.
+The words on the arrows are events, the other words are states. Core NATS delivers a message at most once and in order, and does
+not report dropped messages. So each message carries its position in its stream, and the number of bytes that its sender has
+read of the opposite stream. A mismatch breaks the channel, even if the lost message was the last one. The number of bytes read
+limits the bytes in flight, because a broker disconnects a slow reader. Each message also has a reply subject, so that the
+broker reports "no responders" at once if the peer no longer subscribes.
 """
 
 import asyncio
@@ -19,13 +20,13 @@ from typing import Any, Protocol
 
 import structlog
 
-WINDOW_BYTES = 256 * 1024  # in flight: sent, and not known to have been read
-HELD_BYTES_MAX = 2 * WINDOW_BYTES  # for a protocol that does not read; a peer may not send more than a window
-BUFFER_BYTES = 64 * 1024  # unsent, above which the protocol is paused
+WINDOW_BYTES = 256 * 1024  # most bytes in flight: sent, and not known to have been read
+HELD_BYTES_MAX = 2 * WINDOW_BYTES  # most bytes buffered for a protocol that does not read
+BUFFER_BYTES = 64 * 1024  # the protocol is paused above this number of unsent bytes
 
 
 class SendWindow:
-    """The stream to the peer, in bytes."""
+    """The bytes on their way to the peer: unsent, in flight and acknowledged."""
 
     __slots__ = ("acknowledged", "buffer", "high", "low", "paused", "sent")
 
@@ -33,16 +34,16 @@ class SendWindow:
         self.buffer = bytearray()  # not yet sent
         self.sent = 0
         self.acknowledged = 0  # bytes that the peer has read
-        self.paused = False  # the protocol was requested to stop writing
+        self.paused = False  # the protocol has been told to stop writing
         self.high, self.low = BUFFER_BYTES, BUFFER_BYTES // 4
 
     @property
     def written(self) -> int:
-        """Number of bytes written, sent or not."""
+        """Number of bytes that the protocol has written, sent or not."""
         return self.sent + len(self.buffer)
 
     def take(self, most: int) -> bytes:
-        """Return the next bytes to send, at most `most`; empty if the window is full, or all is sent."""
+        """Remove and return the next bytes to send, at most `most`. Return b"" if the window is full or no bytes are unsent."""
         room = min(WINDOW_BYTES - (self.sent - self.acknowledged), most)
         if room <= 0 or not self.buffer:
             return b""
@@ -51,13 +52,16 @@ class SendWindow:
         return payload
 
     def limit(self, high: int | None, low: int | None) -> None:
-        """Pause the protocol above `high` unsent bytes, and resume it at `low`; None: asyncio's default proportion."""
+        """Set the number of unsent bytes above which the protocol is paused (`high`) and at which it resumes (`low`).
+
+        None sets the default: 64 KiB for `high`, a quarter of `high` for `low`.
+        """
         self.high = BUFFER_BYTES if high is None else high
         self.low = self.high // 4 if low is None else low
 
 
 class ReceiveWindow:
-    """The stream from the peer, in bytes."""
+    """The bytes on their way from the peer: received, and read by the protocol."""
 
     __slots__ = ("held", "read", "reading", "received", "said_read")
 
@@ -70,7 +74,7 @@ class ReceiveWindow:
 
     @property
     def due(self) -> bool:
-        """Whether to report the bytes read to the peer, before it runs out of window."""
+        """Whether to report the bytes read to the peer, so that the peer's send window does not fill up."""
         return self.read - self.said_read >= WINDOW_BYTES // 4
 
     def take(self, payload: bytes) -> bool:
@@ -80,22 +84,22 @@ class ReceiveWindow:
         return len(self.held) <= HELD_BYTES_MAX
 
     def hand_on(self) -> bytes:
-        """Return all held bytes and count them as read."""
+        """Return all buffered bytes and count them as read."""
         payload = bytes(self.held)
         self.held.clear()
         self.read += len(payload)
         return payload
 
     def drop(self, payload: bytes = b"") -> None:
-        """Stop reading: held and received bytes count as read."""
+        """Discard the buffered bytes and `payload`, and count them as read."""
         self.held.clear()
         self.received += len(payload)
         self.read = self.received
 
 
 OPEN, DATA, CLOSE, RESET = 1, 2, 3, 4
-HEAD = struct.Struct("<BQQ")  # kind, the message's position in its stream, bytes read of the other stream
-TICK_S = 0.05  # between two messages of a channel in use, so that missing answers reveal a dead peer
+HEAD = struct.Struct("<BQQ")  # kind, position of the message in its stream, bytes read of the opposite stream
+TICK_S = 0.05  # interval of messages on a channel in use, so that missing replies reveal a dead peer
 IDLE_S = 1.0
 LIVELY_S = 0.3  # a channel is in use for this long after its last bytes
 SILENT_S_MAX = 10.0
@@ -108,7 +112,7 @@ class NoResponders(ConnectionError):
 
 
 class MessageCarrier(Protocol):
-    """Delivers a channel's messages to the peer."""
+    """Sends the messages of channels to their peers. The implementation is `events.nats.channels.Channels`."""
 
     @property
     def taken(self) -> int:
@@ -116,29 +120,30 @@ class MessageCarrier(Protocol):
         ...
 
     def unread(self) -> int:
-        """Return how many bytes have arrived from the broker and were not read."""
+        """Return the number of bytes that have arrived from the broker and are not read yet."""
         ...
 
     @property
     def payload_max(self) -> int:
-        """Number of bytes of a stream that one message may carry."""
+        """Number of bytes of a stream that fit into one message."""
         ...
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message by the end of this turn of the loop. `route`: subject and reply subject, a space after each."""
+        """Send a message by the end of this event-loop iteration. `route` is the subject and the reply subject, each
+        followed by a space."""
         ...
 
     def wake(self, channel: "Channel") -> None:
-        """Call the channel's `turn` before this turn of the loop is over."""
+        """Call `channel.turn` by the end of this event-loop iteration."""
         ...
 
     def forget(self, channel: "Channel") -> None:
-        """Remove a closed channel."""
+        """Remove a channel that is closed."""
         ...
 
 
 class Channel(asyncio.Transport):
-    """One side of a channel. Its protocol is created when the peer has answered."""
+    """One end of a channel. Its protocol is created when the peer has answered."""
 
     def __init__(
         self, carrier: MessageCarrier, own: str, other: str, make: Callable[[], asyncio.Protocol]
@@ -157,7 +162,7 @@ class Channel(asyncio.Transport):
         self.answered: asyncio.Future[asyncio.BaseProtocol] = self._loop.create_future()
 
     def begin(self) -> None:
-        """Create the protocol, because the peer has answered."""
+        """Create the protocol. Called when the peer has answered."""
         self._protocol = self._make()
         self.answered.set_result(self._protocol)
         self._protocol.connection_made(self)
@@ -165,7 +170,8 @@ class Channel(asyncio.Transport):
     # --- receiving
 
     def hear(self, kind: int, place: int, read: int, payload: bytes) -> None:
-        """Process a message of the peer. Ignore unknown kinds: such messages come from others, for example from the broker."""
+        """Process a message on this channel's subject. Ignore unknown kinds, because such a message is not from the peer
+        but, for example, from the broker."""
         if not OPEN <= kind <= RESET:
             return
         self._received_at = self._loop.time()
@@ -200,7 +206,7 @@ class Channel(asyncio.Transport):
             self._break("the peer sent more than the window allows")
 
     def _deliver(self) -> None:
-        """Pass all data of this turn to the protocol, in one piece."""
+        """Pass all buffered bytes to the protocol in one call."""
         incoming = self.incoming
         if not (incoming.held and incoming.reading) or self._closing:
             return
@@ -210,7 +216,7 @@ class Channel(asyncio.Transport):
             self._send(DATA)
 
     def _call_protocol(self, call: Callable[..., None], *about: bytes) -> None:
-        """Call the protocol. An exception in it ends this channel only."""
+        """Call a method of the protocol. An exception in the method closes this channel only."""
         try:
             call(*about)
         except Exception as error:
@@ -233,12 +239,12 @@ class Channel(asyncio.Transport):
         self.carrier.wake(self)
 
     def turn(self) -> None:
-        """Pass on received data, and send waiting data: once per turn of the loop."""
+        """Pass received bytes to the protocol and send unsent bytes. Called at most once per event-loop iteration."""
         self._deliver()
         self.pump()
 
     def pump(self) -> None:
-        """Send as much waiting data as the window allows."""
+        """Send as many unsent bytes as the window allows."""
         out = self.outgoing
         while out.buffer and not self._over and (payload := out.take(self.carrier.payload_max)):
             self._used_at = self._loop.time()
@@ -257,7 +263,10 @@ class Channel(asyncio.Transport):
         out.sent += len(payload)
 
     def tick(self, now: float, excused_s: float) -> None:
-        """Send a keepalive, and check the peer's. `excused_s`: how long this process itself was blocked."""
+        """Send a keepalive if one is due, and break the channel if the peer has been silent too long.
+
+        `excused_s` is the time for which this process itself was blocked, which does not count as silence of the peer.
+        """
         self._received_at = min(now, self._received_at + excused_s)
         if now - self._received_at > SILENT_S_MAX:
             self._break(f"nothing was received for {SILENT_S_MAX:g} s")
@@ -285,7 +294,7 @@ class Channel(asyncio.Transport):
         self.end(ConnectionResetError(why))
 
     def _close_after_peer(self) -> None:
-        """The peer has closed: close this side once all data has been read."""
+        """Close this end after the peer has closed its end, once the protocol has read all bytes."""
         self._deliver()
         if self.incoming.held or self._over:
             return
@@ -295,8 +304,8 @@ class Channel(asyncio.Transport):
         self.end(None)
 
     def end(self, error: Exception | None) -> None:
-        """Close the channel: because of an error, or because one side has closed it."""
-        self._deliver()  # data that arrived before the end
+        """Close the channel, because of `error` or, with None, because one end has closed it."""
+        self._deliver()  # bytes that arrived before the channel closed
         if self._over:
             return
         self._over = self._closing = True
@@ -307,7 +316,7 @@ class Channel(asyncio.Transport):
             self._loop.call_soon(self._protocol.connection_lost, error)
         elif not self.answered.done():
             self.answered.set_exception(error or ConnectionAbortedError("the dial was cancelled"))
-            self.answered.exception()  # mark it as retrieved: the dialling caller may be gone
+            self.answered.exception()  # marks the exception as retrieved, because the caller of `dial` may be gone
 
     # --- other methods of a transport
 

@@ -1,9 +1,11 @@
 """Dials, accepts and dispatches all channels of one process over one connection to the broker.
 
-A frontend subscribes to workers' replies to it, a worker to one subject; the last token of a subject names the channel.
-Messages are processed in the broker connection's read loop itself. All data that one read returns for a channel is delivered in
-one piece, and the data sent in one turn of the loop is written at the end of the turn, in one piece. The connection is used by
-the request plane alone: a burst of tokens delays neither the journal nor the heartbeats.
+A frontend subscribes to the subjects on which workers reply to it. A worker subscribes to one subject on which channels are
+dialled. The last token of a subject names the channel.
+
+Messages are processed in the broker connection's read loop. All bytes that one read returns for a channel are delivered in one
+piece. The bytes that are sent in one event-loop iteration are written in one piece at its end. Only the request plane uses this
+connection, so that a burst of tokens delays neither the journal nor the heartbeats.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from events import subjects
 from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NoResponders
 from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
 
-MESSAGE_BYTES_MAX = 64 * 1024  # a longer message would delay those of all other channels
+MESSAGE_BYTES_MAX = 64 * 1024  # a longer message would delay the messages of all other channels
 FLUSH_S = 1.0
 VERSION = b"1"
 
@@ -23,18 +25,18 @@ Make = Callable[[], asyncio.Protocol]
 
 
 class ChannelListener:
-    """Accepts channels on one subject, until it is closed."""
+    """Accepts channels on one subject until the listener is closed."""
 
     def __init__(self, accepted: dict[bytes, Make], subject: bytes) -> None:
         self._accepted, self._subject = accepted, subject
 
     def close(self) -> None:
-        """Accept no more channels; open ones stay open."""
+        """Accept no more channels. Open channels stay open."""
         self._accepted.pop(self._subject, None)
 
 
 class Channels:
-    """Implements `events.nats.channel.MessageCarrier`."""
+    """All channels of one process. Implements `events.nats.channel.MessageCarrier`."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self.connection = connection
@@ -51,14 +53,18 @@ class Channels:
 
     @classmethod
     async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "Channels":
-        """Connect within `wait_s`, or continue in the background. Raise BadBrokerUrl."""
+        """Return an object that is connected to the broker, or that connects in the background if this takes longer than
+        `wait_s` seconds.
+
+        Raise BadBrokerUrl.
+        """
         channels = cls(await BrokerConnection.open(url, name, wait_s=wait_s))
         channels.connection.listen(channels._changed)
         return channels
 
     @property
     def count(self) -> int:
-        """Number of channels that are open, or being opened."""
+        """Number of channels that are open or being opened."""
         return len(self._channels)
 
     async def up(self) -> None:
@@ -66,7 +72,7 @@ class Channels:
         await self.connection.up.wait()
 
     async def close(self) -> None:
-        """Send buffered messages, and close the connection."""
+        """Send buffered messages, and close the connection to the broker."""
         self._flush()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -75,12 +81,12 @@ class Channels:
     # --- opening channels
 
     async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
-        """Open a channel to the process that listens on `subject`, and return its protocol; the deadline is the caller's.
+        """Open a channel to the process that listens on `subject`, and return its protocol. The caller must set a timeout.
 
         Raise NoResponders, or another ConnectionError.
         """
         if not self._dials:
-            self._dials = True  # before the await: two dials may happen at once
+            self._dials = True  # set before the await, because two dials may run at the same time
             await self.connection.hear_answers(self._heard)
         number, asker = next(self._numbers), self.connection.asker
         own = subjects.answer(subjects.addressed_worker(subject) or subjects.ANONYMOUS, asker, number)
@@ -95,11 +101,11 @@ class Channels:
             raise
 
     async def listen(self, subject: str, make: Make) -> ChannelListener:
-        """Accept channels on this subject. Without a broker: as soon as it is connected."""
+        """Accept channels on this subject. If the broker is not connected, channels are accepted as soon as it is."""
         self._accepted[subject.encode()] = make
         await self.connection.subscribe_raw(f"{subject}.*", self._heard)
         if self.connection.connected:
-            self._client.write()  # otherwise nats-py's ping would overtake the subscription
+            self._client.write()  # sends the subscription now, because nats-py's ping would overtake it
             with contextlib.suppress(*DISCONNECTED):
                 async with asyncio.timeout(FLUSH_S):
                     await self._client.flush()
@@ -126,7 +132,7 @@ class Channels:
                 self._stranger(kind, subject, reply, body[HEAD.size :])
 
     def _stranger(self, kind: int, subject: bytes, reply: bytes, payload: bytes) -> None:
-        """Accept a new channel, or reply that there is none."""
+        """Process a message for which there is no channel: accept a new channel, or reply with a reset."""
         make = self._accepted.get(subject.rpartition(b".")[0])
         if kind != OPEN or make is None or payload != VERSION or not reply:
             why = "this channel is not open" if kind != OPEN else "no channels are accepted here"
@@ -144,7 +150,8 @@ class Channels:
                 channel.end(ConnectionResetError("the connection to the broker is lost"))
 
     def unread(self) -> int:
-        """Return how many bytes have arrived from the broker and were not read: if many, this process is behind."""
+        """Return the number of bytes that have arrived from the broker and are not read yet. Many mean that this process is
+        too slow."""
         return self._client.unread()
 
     @property
@@ -156,21 +163,22 @@ class Channels:
 
     @property
     def payload_max(self) -> int:
-        """Number of bytes of a stream that one message may carry."""
+        """Number of bytes of a stream that fit into one message."""
         return max(1, min(MESSAGE_BYTES_MAX, self._client.max_payload) - HEAD.size)
 
     def post(self, route: bytes, head: bytes, payload: bytes) -> None:
-        """Send a message by the end of this turn. Without a broker it is lost, and all channels are closed."""
+        """Send a message by the end of this event-loop iteration. Without a broker the message is lost, and all channels are
+        closed."""
         self._client.post(route, head, payload)
         self._flush_soon()
 
     def wake(self, channel: Channel) -> None:
-        """Call a channel's `turn` before this turn of the loop is over."""
+        """Call `channel.turn` by the end of this event-loop iteration."""
         self._awake[channel] = None
         self._flush_soon()
 
     def forget(self, channel: Channel) -> None:
-        """Remove a closed channel."""
+        """Remove a channel that is closed."""
         self._channels.pop(channel.own, None)
         self._awake.pop(channel, None)
 

@@ -1,8 +1,8 @@
-"""One NATS connection of one process, established in the background and re-established forever.
+"""One NATS connection of a process, established in the background and re-established forever.
 
-nats-py has a reconnect buffer that replays what was published while the broker was unreachable, long after the
-publisher has given up on it. We disable it (`pending_size=0`): while disconnected a publish raises at once.
-Facts that must not be lost are kept in the journal's outbox and spool instead.
+nats-py has a reconnect buffer, which keeps what was published while the broker was unreachable, and sends it long after the
+publisher has given up. The connection disables this buffer (`pending_size=0`), so that a publish raises at once while
+disconnected. Facts that must not be lost are kept in the journal's outbox and spool instead.
 """
 
 import asyncio
@@ -26,10 +26,12 @@ from events.nats.urls import account, addresses, check_url, inbox, masked, user
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 2
-PINGS_MAX = 2  # a broker that is silent for 4-6 s is considered dead
-PENDING_MSGS_MAX = 65536  # per subscription; nats-py drops messages beyond it, and readers notice the gap
+PINGS_MAX = 2  # unanswered pings; a broker that is silent for 4-6 s is considered dead
+PENDING_MSGS_MAX = (
+    65536  # limit of each subscription; nats-py drops further messages, and readers detect the gap
+)
 FORBIDDEN = "permissions violation"
-TOLD_MAX = 64  # subjects
+TOLD_MAX = 64  # distinct denials that are logged
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
 
 
 async def when_connected(subscribe: Callable[[], Awaitable[T]], retry_s: float = 0.2) -> T:
-    """Subscribe and return the result; repeat it while the broker is unavailable or is reconnecting."""
+    """Call `subscribe` and return its result. While the broker is unreachable, repeat the call every `retry_s` seconds."""
     while True:
         try:
             return await subscribe()
@@ -53,7 +55,7 @@ class NotPermitted(NatsError):
 
 
 class Interest:
-    """A subscription that may be requested before there is a connection."""
+    """A subscription that may be requested before the broker is connected."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Interest:
         queue: str = "",
     ) -> None:
         self.subject = subject
-        self._queue = queue  # of the subscribers that share the messages; empty: each gets all
+        self._queue = queue  # name of the group of subscribers that share the messages; empty: each subscriber gets all messages
         self._callback = callback
         self._raw = raw
         self._client: FastClient | None = None
@@ -71,7 +73,7 @@ class Interest:
         self._cancelled = False
 
     async def start(self, client: FastClient) -> None:
-        """Subscribe at the broker."""
+        """Subscribe at the broker, unless the subscription was cancelled before."""
         if self._cancelled:
             return
         self._client = client
@@ -86,7 +88,7 @@ class Interest:
             client.hear_raw(self._inner, self._raw)
 
     async def cancel(self) -> None:
-        """Unsubscribe."""
+        """Unsubscribe at the broker, and do not subscribe later."""
         self._cancelled = True
         if self._inner is not None and self._client is not None:
             self._client.hear_no_more(self._inner)
@@ -96,19 +98,22 @@ class Interest:
 
 @dataclass(frozen=True, slots=True)
 class BrokerReply:
-    """The reply to a request."""
+    """The reply to a request, or the broker's notice that the request has no subscriber."""
 
     body: bytes
     headers: bytes | None
 
     @property
     def no_responders(self) -> bool:
-        """Whether it is the broker's notice that the subject has no subscriber."""
+        """Whether this is the broker's notice that the subject has no subscriber."""
         return not self.body and self.headers is not None and b" 503" in self.headers[:16]
 
 
 class BrokerConnection:
-    """A client that reconnects automatically. `since` is when the current connection was established (None: none)."""
+    """A NATS client that reconnects automatically.
+
+    `since` is the monotonic time in seconds at which the current connection was established, or None while disconnected.
+    """
 
     def __init__(self, url: str, name: str, *, echo: bool = True) -> None:
         self.url = url
@@ -116,19 +121,23 @@ class BrokerConnection:
         self.echo = echo
         self.client = FastClient()
         self.since: float | None = None  # monotonic seconds
-        self.up = asyncio.Event()  # a flag: connected
+        self.up = asyncio.Event()  # set while the broker is connected
         self.last_error: Exception | None = None
-        self.refused = 0  # publications and subscriptions that were denied
+        self.refused = 0  # number of publications and subscriptions that the broker denied
         self._logged_denials: set[str] = set()
         self._listeners: list[Callable[[bool], None]] = []
         self._waiting: list[Interest] = []
-        self.user = user(url)  # our account name in the broker's permissions; empty: not stated
+        self.user = user(
+            url
+        )  # this process's account name in the broker's permissions; empty: the URL does not state it
         own = self.client.new_inbox().rpartition(".")[2]  # unique on this broker
         self._inbox = f"{inbox(url)}.{own}"
         self._asks_workers = False
         self._asked = 0
         self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
-        self._request_subjects: dict[int, str] = {}  # subjects of requests that await a reply, in lower case
+        self._request_subjects: dict[
+            int, str
+        ] = {}  # subjects of the requests that wait for a reply, in lower case
         self._ever = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -137,8 +146,10 @@ class BrokerConnection:
     async def open(
         cls, url: str, name: str, *, wait_s: float | None = None, echo: bool = True
     ) -> "BrokerConnection":
-        """Connect within `wait_s` (2 s), or return then and continue in the background. Without `echo`,
-        the connection does not receive its own messages. Raise BadBrokerUrl.
+        """Return a connection that is established, or that connects in the background if this takes longer than `wait_s` (2 s
+        by default).
+
+        Without `echo` the connection does not receive its own messages. Raise BadBrokerUrl.
         """
         check_url(url)
         load_web_sockets(url)
@@ -149,7 +160,9 @@ class BrokerConnection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S if wait_s is None else wait_s):
                 await connection.up.wait()
         except TimeoutError:
-            log.warning("nats_away", connection=name, url=masked(url), why=connection.why)  # retried forever
+            log.warning(
+                "nats_away", connection=name, url=masked(url), why=connection.why
+            )  # connecting continues in the background
         return connection
 
     @property
@@ -159,30 +172,32 @@ class BrokerConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker is connected right now."""
+        """Whether the broker is connected."""
         return self.since is not None and bool(self.client.is_connected)
 
     @property
     def certificate_ends(self) -> float | None:
-        """The expiry of the broker's certificate, in seconds since 1970; None if it presents none."""
+        """When the broker's certificate expires, in seconds since 1970. None if the broker presents no certificate or is not
+        connected."""
         return self.client.certificate_ends if self.connected else None
 
     @property
     def why(self) -> str:
-        """Why there is no connection."""
+        """Why the broker is not connected, as text for logs and errors."""
         return str(self.last_error or "") or "it does not respond"
 
     def listen(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(connected)` at each change."""
+        """Call `callback` whenever the broker gets connected (with True) or disconnected (with False)."""
         self._listeners.append(callback)
 
     def unlisten(self, callback: Callable[[bool], None]) -> None:
-        """Remove a callback."""
+        """Remove a callback that `listen` added."""
         if callback in self._listeners:
             self._listeners.remove(callback)
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Interest:
-        """Subscribe to `subject`, now or at the first connection; nats-py renews it at each reconnection."""
+        """Subscribe to `subject`, at once or after the first connection. nats-py renews the subscription at each
+        reconnection."""
         interest = Interest(subject, callback)
         if self._ever:
             await interest.start(self.client)
@@ -191,7 +206,10 @@ class BrokerConnection:
         return interest
 
     async def subscribe_raw(self, subject: str, raw: Raw, *, queue: str = "") -> Interest:
-        """Like `subscribe`, on the fast path: for many messages, undecoded. Subscribers of one `queue` share the messages."""
+        """Subscribe as `subscribe` does, on a fast path for many messages that passes each message on undecoded.
+
+        If `queue` is set, all subscribers with the same `queue` share the messages.
+        """
         interest = Interest(subject, raw=raw, queue=queue)
         if self._ever:
             await interest.start(self.client)
@@ -200,18 +218,22 @@ class BrokerConnection:
         return interest
 
     def new_inbox(self) -> str:
-        """Return a subject of our own. If the broker knows our account, no other process may subscribe to it."""
+        """Return a new reply subject for this connection. If the broker knows this account, no other account may subscribe
+        to the subject."""
         self._asked += 1
         return f"{self._inbox}-{self._asked}"
 
     async def hear_answers(self, heard: Raw) -> None:
-        """Subscribe to workers' replies to this connection."""
+        """Subscribe to the subjects on which workers reply to this connection."""
         await self.subscribe_raw(subjects.answers(self.asker), heard)
 
     @contextlib.contextmanager
     def expect(self, worker: str | None = None) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
-        """Yield a reply subject for one reply, and its future, which fails at once when the connection breaks. A `worker` replies
-        below its own name: the broker lets no other process publish there."""
+        """Yield a reply subject for one reply, and the future of that reply. The future fails at once if the connection breaks.
+
+        For a `worker`, the reply subject has the worker's name in it, because the broker lets no other process publish on such
+        a subject.
+        """
         self._asked += 1
         token = self._asked
         future: asyncio.Future[BrokerReply] = asyncio.get_running_loop().create_future()
@@ -224,10 +246,12 @@ class BrokerConnection:
     async def request(
         self, subject: str, body: bytes, deadline_s: float, headers: dict[str, str] | None = None
     ) -> BrokerReply:
-        """Send a request and return the first reply. Raise one of DISCONNECTED, NoRespondersError and NotPermitted among them.
+        """Send a request and return the first reply.
 
-        Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
-        deadline when the connection breaks.
+        Raise one of the errors in DISCONNECTED, which include NoRespondersError and NotPermitted.
+
+        nats-py's own `request` is not used, because its `wait_for` (of Python 3.11) can swallow a cancellation. It also waits
+        until its timeout when the connection breaks.
         """
         if no_replies := self._why_no_replies():
             raise NotPermitted(no_replies)
@@ -235,7 +259,9 @@ class BrokerConnection:
         with self.expect(worker) as (address, future), self._request_on(subject):
             async with asyncio.timeout(deadline_s):
                 if worker and not self._asks_workers:
-                    self._asks_workers = True  # before the await: two requests may be sent at once
+                    self._asks_workers = (
+                        True  # set before the await, because two requests may be sent at the same time
+                    )
                     await self.hear_answers(self._answered)
                 await self.client.publish(subject, body, address, headers)
                 answer = await future
@@ -245,7 +271,8 @@ class BrokerConnection:
 
     @contextlib.contextmanager
     def _request_on(self, subject: str) -> Iterator[None]:
-        """Record a request's subject while it awaits its reply: the broker names the subject of a denied publication."""
+        """Record a request's subject until the reply arrives, because the broker's denial of a publication contains only the
+        subject."""
         token = self._asked
         self._request_subjects[token] = subject.lower()
         try:
@@ -254,7 +281,7 @@ class BrokerConnection:
             del self._request_subjects[token]
 
     def _why_no_replies(self) -> str:
-        """Return why no reply can be received on this connection; empty: it can."""
+        """Return why this connection cannot receive replies. Return an empty string if it can."""
         if not any(self._inbox.lower() in why.lower() for why in self._logged_denials):
             return ""
         return f"the broker does not let {self._account()} subscribe to {self._inbox}.*, where replies arrive"
@@ -268,7 +295,7 @@ class BrokerConnection:
             future.set_result(BrokerReply(data, headers))
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Close the connection."""
+        """Close the connection within about two times `deadline_s` seconds."""
         self._closing = True
         self.client.connect_no_more()
         self._changed(False)
@@ -276,7 +303,7 @@ class BrokerConnection:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=deadline_s)
-        # In a task: nats-py ends its own reconnecting by a cancellation that reaches all that wait for the same transport.
+        # In a task, because nats-py ends its own reconnecting by a cancellation that reaches every waiter for the same transport.
         closing = asyncio.create_task(self.client.close(), name=f"nats-close-{self.name}")
         await asyncio.wait({closing}, timeout=deadline_s)
         if not closing.done():
@@ -317,16 +344,16 @@ class BrokerConnection:
     async def _on_error(self, error: Exception) -> None:
         if FORBIDDEN in str(error).lower():
             self._forbidden(str(error))
-        # an unreachable broker causes the same error ten times a second
+        # log an error once, because an unreachable broker causes the same error ten times a second
         if repr(error) != repr(self.last_error):
             log.debug("nats_error", error=repr(error), connection=self.name)
         refused = "authorization" in str(self.last_error).lower()
-        # the broker closes a refused connection with this error
+        # keep the refusal as the last error, because the broker then closes the connection with a ConnectionError
         if not (refused and isinstance(error, ConnectionError)):
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:
-        """Count denied publications and subscriptions, and log each subject once. Fail the affected request."""
+        """Count a denied publication or subscription, and log each denial once. Fail the requests that the denial affects."""
         self.refused += 1
         if why not in self._logged_denials and len(self._logged_denials) < TOLD_MAX:
             self._logged_denials.add(why)
@@ -351,7 +378,7 @@ class BrokerConnection:
 
     def _changed(self, connected: bool) -> None:
         self.since = time.monotonic() if connected else None
-        if not connected:  # the next connection may have other permissions
+        if not connected:  # forget denied replies, because the next connection may have other permissions
             self._logged_denials = {
                 why for why in self._logged_denials if self._inbox.lower() not in why.lower()
             }

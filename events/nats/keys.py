@@ -1,6 +1,7 @@
-"""The nkeys by which processes authenticate to the broker: Ed25519 pairs with the seed in a file.
+"""Creates and reads the nkeys with which processes authenticate to the broker.
 
-The broker knows the public key. The seed never leaves its file and this process: the broker receives a signature of a nonce.
+An nkey is an Ed25519 key pair, and its seed (the private key) is in a file. The broker knows only the public key. The process
+sends no seed to the broker, but signs a nonce with the seed.
 """
 
 import contextlib
@@ -12,24 +13,25 @@ from events.errors import BadSetting
 from events.nats.urls import SUFFIX, account
 
 SEED_BYTES = 32
-ADMITTED_WITHIN_S = 5.0  # how long to wait until the broker accepts a new seed
+ADMITTED_WITHIN_S = 5.0  # longest wait until the broker accepts a new seed
 POLL_S = 0.02
-ADMITTED_SUFFIX = ".pub"  # beside a seed: the broker accepts it
-KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can send its facts to the intake
-INTAKE = ".intake"  # beside a seed: the broker lets it publish facts to the intake only
+ADMITTED_SUFFIX = ".pub"  # a file with this suffix beside a seed means that the broker accepts the seed
+KNOWS_INTAKE = ".knows-intake"  # a file beside a seed: this process can send its facts to the intake
+INTAKE = ".intake"  # a file beside a seed: the broker lets this account publish facts only to the intake
 
 
 def seed_file(folder: Path, name: str) -> Path:
-    """Return the path of an account's seed."""
+    """Return the path of the file with an account's seed."""
     return folder / f"{name}{SUFFIX}"
 
 
 def kept(folder: Path, name: str) -> bool:
-    """Create a seed for an account if it has none, readable by its owner alone; return whether it is new. Raise OSError."""
+    """Create a seed for an account if it has none, readable by its owner alone. Return whether the seed is new. Raise
+    OSError."""
     path = seed_file(folder, name)
     if path.exists():
         return False
-    import nkeys  # takes 20 ms, and a worker's keeper process would keep it in memory, too
+    import nkeys  # imported late: takes 20 ms, and a worker's keeper process would hold the module in memory
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = folder / f".{name}.{os.getpid()}.tmp"
@@ -41,7 +43,7 @@ def kept(folder: Path, name: str) -> bool:
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.link(fresh, path)  # the first writer wins
+        os.link(fresh, path)  # fails if another process has created the seed first
     except FileExistsError:
         return False
     finally:
@@ -50,7 +52,8 @@ def kept(folder: Path, name: str) -> bool:
 
 
 def join(folder: Path, name: str) -> None:
-    """Create a seed if there is none, and wait a while until the fleet's broker knows it. Raise OSError."""
+    """Create a seed for an account if it has none, and then wait up to 5 s until the fleet's broker accepts the seed. Raise
+    OSError."""
     knows_intake(folder, name)
     if not kept(folder, name):
         return
@@ -60,19 +63,20 @@ def join(folder: Path, name: str) -> None:
 
 
 def knows_intake(folder: Path, name: str) -> None:
-    """Record beside a seed that its process can send its facts to the intake. Raise OSError."""
+    """Record in a file beside the seed that this process can send its facts to a controller's fact intake. Raise OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / f"{name}{KNOWS_INTAKE}").touch(mode=0o600)
 
 
 def uses_intake(url: str) -> bool:
-    """Return whether this account's facts go to the intake. The answer can change while the process runs."""
+    """Return whether this account must send its facts to a controller's fact intake. The result can change while the process
+    runs."""
     seed = account(url).get("nkeys_seed", "")
     return bool(seed) and Path(seed).with_suffix(INTAKE).exists()
 
 
 def public(folder: Path, name: str) -> str:
-    """Return the public half of an account's key. Raise BadSetting."""
+    """Return the public key of an account. Raise BadSetting if the account's file is missing or holds no seed."""
     import nkeys
 
     path = seed_file(folder, name)
@@ -83,5 +87,5 @@ def public(folder: Path, name: str) -> str:
 
 
 def users(folder: Path) -> list[str]:
-    """Return the accounts with a seed in a folder."""
+    """Return the names of the accounts that have a seed in a folder."""
     return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

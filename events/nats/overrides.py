@@ -1,23 +1,24 @@
-"""Every part of nats-py that is overridden or used beyond its public API, and why.
+"""Lists every part of nats-py that is overridden or used beyond its public API, and why.
 
     RawParser              reading a message costs 1.5 us of CPU; nats-py takes 15 us for its header parse that tests every
     and _process_msg       character, its object, queue and task. Reading a million events back allows 10 us.
-    post, write            0.5 us per message, and one system call per turn of the loop; `publish` takes 1.6 us and
+    post, write            0.5 us per message, and one system call per event-loop iteration; `publish` takes 1.6 us and
                            is a coroutine, which a transport's `write` cannot await
     say                    a single event takes 140 us until it is acknowledged, but 190 us through `publish` and the
                            publisher's own task
     forget_unwritten       nats-py writes data left unwritten by the last connection first on the next one
-    unsent, unread         the public API does not report what is in the socket
-    certificate_ends       nor the broker's certificate
+    unsent, unread         the public API does not report how many bytes are in the socket
+    certificate_ends       the public API does not report the broker's certificate
     clustered,             the public API reports neither whether the broker is in a cluster nor its complete version
     server_version
     _connect_to_server     nats-py leaks a connection that broke while it was being established; and it may connect forever
     _process_connect_init  nats-py does not tell asyncio of TLS
     _attempt_reconnect     nats-py waits a quarter of an hour for a host that is gone
 
-Measured with CPython 3.11 on one core, with nats-server on the same host. Where the public API is within 5 % it is used: for
-sending what the publisher's task has at once, the limit of a payload, and the number of pending bytes.
-`tests/events/nats/test_overrides.py` fails when nats-py changes anything named here: read that change, then correct this file.
+The times are measured with CPython 3.11 on one core, with nats-server on the same host. The public API is used where it is
+within 5 % of the faster way: for the facts that the publisher's task sends together, the payload limit, and the number of
+pending bytes. `tests/events/nats/test_overrides.py` fails when nats-py changes any part that this list names. Then read that
+change and correct this file.
 """
 
 import asyncio
@@ -44,28 +45,30 @@ Raw = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 
 def load_web_sockets(urls: str) -> None:
-    """Load aiohttp into nats-py if a URL needs it; our processes exclude it from their imports (`events.process.imports`)."""
+    """Load aiohttp into nats-py if a URL needs it. Holdfast's processes exclude aiohttp from their imports
+    (`events.process.imports`)."""
     inner: Any = transport
     if inner.aiohttp is None and "ws" in {url.strip()[:2] for url in urls.split(",")}:
         inner.aiohttp = importlib.import_module("aiohttp")
 
 
 class RawParser(Parser):
-    """Parses the broker's data, with a fast path for complete messages of the subscriptions in `raw`, by their id.
+    """Parses the broker's data, with a fast path for complete messages of raw subscriptions. `raw` has their handlers by
+    subscription id.
 
-    nats-py matches each message against up to seven expressions and moves the rest of the buffer twice. Here the
-    buffer is traversed once, and anything but a complete message of a raw subscription is left to nats-py.
+    nats-py matches each message against up to seven expressions and moves the rest of the buffer twice. This parser traverses
+    the buffer once. It leaves all data other than complete messages of raw subscriptions to nats-py.
     """
 
     def __init__(self, nc: Any, raw: dict[int, Raw]) -> None:
         super().__init__(nc)
         self._raw = raw
-        self.taken = 0  # bytes that were passed on
+        self.taken = 0  # number of bytes that were parsed
 
     async def parse(self, data: bytes = b"") -> None:
-        """Pass on all complete messages. Raise nats-py's ProtocolError."""
+        """Parse data from the broker and call the handlers of all complete messages. Raise nats-py's ProtocolError."""
         own, self.taken = self.buf, self.taken + len(data)
-        while data and self.buf is own:  # another buffer: the connection was restarted meanwhile
+        while data and self.buf is own:  # a new buffer means that the connection was restarted meanwhile
             if self.state != AWAITING_CONTROL_LINE:
                 size = self.needed + CRLF_SIZE - len(own)
             else:
@@ -79,7 +82,8 @@ class RawParser(Parser):
             data = data[size:]
 
     def _take_whole(self, data: bytes) -> int:
-        """Pass on the complete raw messages at the front of `data`; return the offset of their end."""
+        """Call the handlers of the complete raw messages at the front of `data`. Return the offset after the last of these
+        messages."""
         at = 0
         while (headed := data.startswith(b"HMSG ", at)) or data.startswith(b"MSG ", at):
             line = data.find(b"\r\n", at)
@@ -100,7 +104,7 @@ class RawParser(Parser):
 
 
 def _call_handler(take: Raw, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
-    """Call a message's handler. Its exception is logged, because it would end nats-py's read loop."""
+    """Call a message's handler. Log an exception of the handler, because the exception would end nats-py's read loop."""
     try:
         take(subject, reply, body, headers)
     except Exception:
@@ -108,7 +112,8 @@ def _call_handler(take: Raw, subject: bytes, reply: bytes, body: bytes, headers:
 
 
 class FastClient(Client):
-    """nats-py's client with fast paths for many messages, and with the fixes of its connections listed above."""
+    """nats-py's client with fast paths for many messages, and with the fixes of its connections that the module's docstring
+    lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,15 +124,17 @@ class FastClient(Client):
     # --- receiving ----------------------------------------------------------------------------------------
 
     def hear_raw(self, subscription: Subscription, take: Raw) -> None:
-        """Pass a subscription's messages on undecoded, in the read loop."""
-        self._raw[subscription._id] = take  # the parser's id: nats-py has no public name for it
+        """Call `take` with each message of a subscription, undecoded, in the read loop."""
+        self._raw[subscription._id] = (
+            take  # the subscription's id in the parser, for which nats-py has no public name
+        )
 
     def hear_no_more(self, subscription: Subscription) -> None:
-        """Undo `hear_raw`."""
+        """Remove the handler that `hear_raw` added."""
         self._raw.pop(subscription._id, None)  # as above
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
-        """Pass on the raw messages that arrived in several pieces, too."""
+        """Handle a message that nats-py has parsed, because it arrived in several pieces or is not raw."""
         take = self._raw.get(sid)
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)
@@ -136,26 +143,27 @@ class FastClient(Client):
 
     @property
     def taken(self) -> int:
-        """Number of bytes read and passed on, over all connections so far."""
+        """Number of bytes that the parser has read, over all connections so far."""
         return self._raw_parser.taken
 
     def unread(self) -> int:
-        """Return how many bytes have arrived from the broker and were not yet processed by the read loop."""
+        """Return the number of bytes that have arrived from the broker and that the read loop has not processed yet."""
         inner: Any = self._transport
         stream = self._stream()
         sock = stream.get_extra_info("socket") if stream is not None else None
         if sock is None or sock.fileno() < 0:
             return 0
         waiting = fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0\0\0\0")
-        # bytes that asyncio has buffered and nats-py has not requested yet: neither reports their number
+        # adds the bytes that asyncio has buffered and nats-py has not read; no public API reports their number
         return int.from_bytes(waiting, sys.byteorder) + len(getattr(inner._io_reader, "_buffer", b""))
 
     # --- sending ------------------------------------------------------------------------------------------
 
     def say(self, subject: str, body: bytes, reply: str, headers: Mapping[str, str]) -> bool:
-        """Write a message to the broker at once, without a turn of the loop; False if there is no broker.
+        """Write a message to the broker immediately, without waiting for the event loop. Return False if the broker is not
+        connected.
 
-        Subject and headers are our own and not checked. Raise MaxPayloadError.
+        The caller provides valid `subject` and `headers`, which are not checked. Raise MaxPayloadError.
         """
         if not self.is_connected or self._transport is None:
             return False
@@ -173,8 +181,11 @@ class FastClient(Client):
         return True
 
     def post(self, route: bytes, head: bytes, body: bytes) -> bool:
-        """Queue a message without headers for the next `write`; False if there is no broker. `route` is its subject and
-        the reply subject, a space after each; the message is `head` followed by `body`. Nothing is checked."""
+        """Queue a message without headers for the next `write`. Return False if the broker is not connected.
+
+        `route` is the subject and the reply subject, each followed by a space. The message is `head` followed by `body`. The
+        arguments are not checked.
+        """
         if not self.is_connected:
             return False
         message = b"".join((b"PUB ", route, b"%d\r\n" % (len(head) + len(body)), head, body, b"\r\n"))
@@ -183,22 +194,23 @@ class FastClient(Client):
         return True
 
     def write(self) -> None:
-        """Write at once what was published in this turn of the loop. nats-py's own writer runs one or two turns later."""
+        """Write what was published in this event-loop iteration immediately, because nats-py's own writer runs one or two
+        iterations later."""
         if self.is_connected and self._transport is not None and self._pending_data_size > 0:
             try:
                 self._transport.writelines(self._pending)
             except (OSError, RuntimeError):
-                return  # nats-py's own writer gets the same error, and ends the connection
+                return  # nats-py's own writer gets the same error and ends the connection
             self.forget_unwritten()
 
     def forget_unwritten(self) -> None:
-        """Drop unwritten data: the connection is gone. nats-py would write it first on the next connection,
-        where it would overtake data that was lost on this one."""
+        """Drop unwritten data. Called when the connection is lost, because nats-py would write this data first on the next
+        connection. There it would overtake data that was lost on this connection."""
         self._pending = []
         self._pending_data_size = 0
 
     def unsent(self) -> int:
-        """Return how many bytes the broker has not accepted yet."""
+        """Return the number of bytes that the broker has not accepted yet."""
         stream = self._stream()
         written = stream.get_write_buffer_size() if stream is not None else 0
         return written + self.pending_data_size
@@ -207,16 +219,17 @@ class FastClient(Client):
 
     @property
     def clustered(self) -> bool:
-        """Whether the broker belongs to a cluster, however many of its nodes are up."""
+        """Whether the broker belongs to a cluster, even if other nodes of the cluster are down."""
         return bool(self._server_info.get("cluster"))
 
     @property
     def server_version(self) -> str:
-        """The version that the broker reports."""
+        """The version that the broker reports, or "unknown"."""
         return str(self._server_info.get("version", "unknown"))
 
     def _stream(self) -> asyncio.WriteTransport | None:
-        """Return asyncio's transport of the connection; None without one, and for a WebSocket, which does not expose it."""
+        """Return asyncio's transport of the connection. Return None without a connection, and for a WebSocket, which does
+        not expose it."""
         inner: Any = self._transport
         # nats-py's own transport does not expose asyncio's
         if not isinstance(inner, TcpTransport) or inner._io_writer is None:
@@ -226,21 +239,23 @@ class FastClient(Client):
 
     @property
     def certificate_ends(self) -> float | None:
-        """The expiry of the certificate that the broker presented on this connection, in seconds since 1970; None without TLS,
-        and for a WebSocket."""
+        """When the certificate that the broker presented on this connection expires, in seconds since 1970.
+
+        None without TLS, for a certificate that was not verified, and for a WebSocket.
+        """
         stream = self._stream()
         tls = stream.get_extra_info("ssl_object") if stream is not None else None
-        shown = tls.getpeercert() if tls is not None else None  # empty if it was not verified
+        shown = tls.getpeercert() if tls is not None else None  # empty if the certificate was not verified
         return ssl.cert_time_to_seconds(shown["notAfter"]) if shown else None
 
     def connect_no_more(self) -> None:
-        """Start no further attempt to connect: the client is closed."""
+        """Start no further attempt to connect. Called when the client is closed."""
         self._ended = True
 
     async def _connect_to_server(self, s: Any) -> None:
-        """Close a connection that broke while it was being established: nats-py would leave it open.
+        """Before connecting, close a connection that broke while it was being established, because nats-py would leave it open.
 
-        Also, do not connect any more once closed. nats-py uses `wait_for` of Python 3.11 here, which can swallow the
+        Also raise CancelledError if the client is closed. nats-py uses `wait_for` of Python 3.11 here, which can swallow the
         cancellation that ends its reconnecting. It would then reconnect forever and delay the end of the process.
         """
         if self._ended:
@@ -250,18 +265,22 @@ class FastClient(Client):
         await super()._connect_to_server(s)
 
     async def _process_connect_init(self) -> None:
-        """Inform asyncio that the stream now uses TLS: nats-py does not, and asyncio would warn at each connection's end."""
+        """Also inform asyncio that the stream now uses TLS. nats-py does not, and asyncio would log a warning when the
+        connection ends."""
         await super()._process_connect_init()
         stream = self._stream()
         if stream is not None:
             reader: Any = stream.get_protocol()
-            # asyncio sets it only if it creates the connection itself; nats-py has wrapped an existing one
+            # asyncio sets this flag only on connections that it creates; nats-py has wrapped an existing one
             reader._over_ssl = stream.get_extra_info("sslcontext") is not None
 
     async def _attempt_reconnect(self) -> None:
-        """Abort the old connection first, if it has unsent data. nats-py waits until that data is sent, which takes a quarter
-        of an hour if the host is gone. Meanwhile the loss is not reported, and no other broker is tried.
-        (Without unsent data, an abort would only be a second close, after which uvloop may never finish.)"""
+        """Before reconnecting, abort the old connection if it has unsent data.
+
+        nats-py waits until that data is sent, which takes a quarter of an hour if the host is gone. During that time the loss
+        is not reported, and no other broker is tried. A connection without unsent data is not aborted, because the abort would
+        be a second close, after which uvloop may never finish.
+        """
         stream = self._stream()
         if stream is not None and not stream.is_closing() and stream.get_write_buffer_size():
             stream.abort()

@@ -1,13 +1,13 @@
-"""Parses broker URLs: the addresses, the account, and the part that may be displayed.
+"""Parses broker URLs into addresses, the account, and a form that may be displayed.
 
-    nats://USER:PASSWORD@host:4222      an account; nats://TOKEN@host:4222
+    nats://USER:PASSWORD@host:4222      an account; or nats://TOKEN@host:4222 with a token
     tls://host:4222?nkey=FILE           an nkey's seed
     tls://host:4222?creds=FILE          a user's JWT and its seed, as `nsc` writes them
-    ...&user=NAME                       our account in the broker's permissions: replies to it go to _INBOX.NAME
-    nats://host:4222?keys=DIR           DIR has a seed per account: every process selects its own (`as_user`)
+    ...&user=NAME                       the account's name in the broker's permissions; replies to it go to _INBOX.NAME
+    nats://host:4222?keys=DIR           DIR has a seed per account, and every process selects its own (`as_user`)
 
-For several members of a cluster, separated by commas, one with credentials is enough. The scheme of the first also
-applies to members without one: nats://a:4222,b:4222.
+A URL may list several members of a cluster, separated by commas. It is enough if one of them has credentials. Members without a
+scheme get the scheme of the first member: nats://a:4222,b:4222.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ INBOX = "_INBOX"
 
 
 def masked(urls: str) -> str:
-    """Return brokers' URLs in a form that may be displayed: without passwords, tokens and file names."""
+    """Return broker URLs in a form that may be displayed, without passwords, tokens and file names."""
     return ",".join(_without_account(url) for url in addresses(urls))
 
 
@@ -33,20 +33,24 @@ def _without_account(url: str) -> str:
 
 
 def addresses(urls: str) -> list[str]:
-    """Return the URLs as nats-py accepts them: without our own parameters."""
+    """Return the URL of each broker as nats-py accepts it, without Holdfast's own parameters."""
     return [url.partition("?")[0] for url in _members(urls)]
 
 
 def _members(urls: str) -> list[str]:
-    """Return each member's URL, with its scheme and its query."""
+    """Return the URL of each cluster member, with its scheme and its query."""
     first, *others = (url.strip() for url in urls.split(","))
     scheme, separator, _ = first.partition("://")
     return [first, *(url if "://" in url or not url else f"{scheme}{separator}{url}" for url in others)]
 
 
 def account(urls: str) -> dict[str, str]:
-    """Return the credentials as nats-py's options, decoded. As options they also apply to cluster members that the brokers
-    announce. In a URL, nats-py would not decode them, and would use them for that URL only. With several accounts: empty."""
+    """Return the credentials in the URLs as nats-py's options, decoded. Return no user, password and token if the URLs have
+    several accounts.
+
+    Credentials as options also apply to cluster members that the brokers announce. nats-py would not decode credentials in a
+    URL, and would use them for that URL only.
+    """
     found = {url.rpartition("://")[2].rpartition("@")[0] for url in addresses(urls)} - {""}
     parameters = _parameters(urls)
     options = {"nkeys_seed": parameters.get(NKEY, ""), "user_credentials": parameters.get(CREDS, "")}
@@ -59,29 +63,31 @@ def account(urls: str) -> dict[str, str]:
 
 
 def user(urls: str) -> str:
-    """Return our account name in the broker's permissions; empty: not stated."""
+    """Return this process's account name in the broker's permissions, or "" if the URLs do not state it."""
     return _parameters(urls).get(USER, "")
 
 
 def inbox(urls: str) -> str:
-    """Return the subject below which we receive replies. If the broker knows our account, it lets no other process subscribe."""
+    """Return the subject below which this process receives replies. If the URLs name an account, the broker lets no other
+    account subscribe there."""
     name = user(urls)
     return f"{INBOX}.{name}" if name else INBOX
 
 
 def keys(urls: str) -> Path | None:
-    """Return the folder of seeds in the URLs."""
+    """Return the folder of seeds that the URLs name, or None."""
     found = _parameters(urls).get(KEYS)
     return Path(found) if found else None
 
 
 def with_keys(urls: str, folder: Path) -> str:
-    """Return URLs with which each process selects its own seed in a folder."""
+    """Return URLs with which each process selects its own seed in `folder`."""
     return f"{urls}?{KEYS}={quote(str(folder))}"
 
 
 def as_user(urls: str, name: str) -> str:
-    """Return the URLs for one account. Without a folder of seeds, they are the same for all. Raise BadBrokerUrl."""
+    """Return the URLs for the account `name`. URLs without a folder of seeds are returned unchanged. Raise BadBrokerUrl if
+    the folder has no seed for the account."""
     folder = keys(urls)
     if folder is None:
         return urls
@@ -94,7 +100,7 @@ def as_user(urls: str, name: str) -> str:
 
 
 def _parameters(urls: str) -> dict[str, str]:
-    """Return the parameters of the URLs' queries."""
+    """Return the decoded parameters of the URLs' queries, by name."""
     found = {}
     for url in urls.split(","):
         for part in filter(None, url.strip().partition("?")[2].split("&")):
@@ -108,7 +114,7 @@ class BadBrokerUrl(HoldfastError):
 
 
 def check_url(urls: str) -> None:
-    """Raise BadBrokerUrl for URLs that cannot denote a broker: with some of these, nats-py's task would end silently."""
+    """Raise BadBrokerUrl for invalid broker URLs, because with some of them nats-py's task would end silently."""
     for url in _members(urls):
         try:
             parts = urlsplit(url)

@@ -1,11 +1,11 @@
-"""The kinds of observations: one frozen dataclass per kind. Its fields are the body of the event.
+"""Defines the kinds of observations: one frozen dataclass per kind.
 
-An optional field may be added to a kind. A new meaning is a new kind, and nothing is ever renamed. A field's unit is the last
-part of its name. No prompt or text of a user ever enters an event: the only tokens in here are those of canaries, and their
-prompts are ours.
+The fields of the dataclass are the body of the event. A kind may get a new optional field. A new meaning needs a new kind, and no kind or field is ever renamed. The last part of a
+field's name is its unit. No prompt or text of a user ever enters an event. The only tokens in events are those of canaries, and
+the prompts of canaries belong to Holdfast.
 
-`worker` is a worker's stable name ("w3"); `instance` identifies one run of it, from start to end. State belongs to the pair: a
-fact about another instance does not change it.
+`worker` is a worker's stable name ("w3"). `instance` identifies one run of the worker, from its start to its end. State belongs
+to a worker and an instance together, so a fact about another instance does not change it.
 """
 
 from events.observations.canaries import (

@@ -19,10 +19,10 @@ TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryResult(WorkerObservation):
-    """The base of a probe's outcome. One probe is one fact, however many attempts it took.
+    """The base of a probe's outcome. One probe is one fact, even if it took several attempts.
 
-    `sent_under` is the number of the last decision that the prober had folded when it sent the (first) probe. It identifies a
-    result from before a breaker's trial.
+    `sent_under` is the number of the last decision that the prober had folded when it sent the first attempt. From this number
+    a fold recognizes a result from before a breaker's trial.
     """
 
     canary_key: str
@@ -31,21 +31,22 @@ class CanaryResult(WorkerObservation):
     sent_under: int  # number of the last decision that the prober had folded
     sent_at: datetime  # the prober's clock
     latency_ms: float
-    attempts: int = 1  # how often the probe was sent
+    attempts: int = 1  # number of times that the probe was sent
     rank: int | None = None  # the DP rank that was probed; None: the worker has only one
     temperature: float | None = None  # sampling temperature of the answer; None: greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryPassed(CanaryResult):
-    """A probe passed: right tokens, right logits, in time. `distance` is the largest logprob difference from the golden."""
+    """A probe passed: the tokens and logits were right, and the answer arrived in time. `distance` is the largest logprob
+    difference from the golden."""
 
     distance: float = 0.0  # largest logprob difference from the golden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySlow(CanaryResult):
-    """A probe passed, but slowly: right tokens and logits, at more than three times the baseline latency."""
+    """A probe passed, but slowly: the tokens and logits were right, but the latency was more than three times the baseline."""
 
     baseline_ms: float
     distance: float = 0.0  # largest logprob difference from the golden
@@ -53,10 +54,11 @@ class CanarySlow(CanaryResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryFailed(CanaryResult):
-    """A probe failed. `confirmed`: an immediate repetition of the same canary gave the same kind of wrong answer.
+    """A probe failed. If `confirmed` is true, an immediate repetition of the same canary gave the same kind of wrong answer.
 
-    `golden` says what the answer was compared with. An `agreed` golden convicts. A `provisional` one convicts only the
-    worker that gave it. `none` convicts no worker.
+    `golden` is the kind of golden with which the answer was compared. A deviation from an `agreed` golden convicts. A deviation
+    from a `provisional` golden convicts only the worker that gave that golden. `none` means that there was no golden, and
+    convicts no worker.
     """
 
     reason: CanaryReason
@@ -66,13 +68,16 @@ class CanaryFailed(CanaryResult):
     got: tuple[int, ...] = ()
     distance: float | None = None  # largest logprob difference from the golden
     detail: str = ""
-    whole: bool = False  # `got` and `top_k` are the complete answer: it is a vote against an agreed golden
-    top_k: tuple[TopK, ...] = ()  # per position of a complete answer
-    engine_went_on: bool = False  # timeout: the worker's engine answered other requests meanwhile
+    whole: bool = False  # `got` and `top_k` are the complete answer, so that the answer is a vote against an agreed golden
+    top_k: tuple[TopK, ...] = ()  # for each position of a complete answer
+    engine_went_on: bool = (
+        False  # with the reason timeout: the worker's engine answered other requests meanwhile
+    )
 
     @property
     def golden_canary(self) -> str:
-        """The canary that has the golden of the same weights: sampled and unmarked probes have none themselves."""
+        """The canary that has the golden for the same weights. A sampled or unmarked probe has no golden of its own, so it
+        refers to another canary."""
         if self.temperature is None and not self.canary.endswith(UNMARKED):
             return self.canary
         return self.canary.rpartition("@")[0] or self.canary
@@ -80,7 +85,7 @@ class CanaryFailed(CanaryResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenProposed(WorkerObservation):
-    """A worker answered a canary that has no golden yet, or the operator configured an answer (`configured`)."""
+    """A worker answered a canary that has no golden yet, or the operator configured an answer (then `configured` is true)."""
 
     canary_key: str
     canary: str
@@ -90,14 +95,16 @@ class GoldenProposed(WorkerObservation):
     margin: float  # smallest top-1/top-2 logprob difference over the answer
     tolerance: float  # allowed difference of one logprob; 0.0: compare tokens only
     configured: bool = False
-    asked: int = 0  # tokens requested; some upstreams report fewer. 0: as many as in `tokens`
+    asked: int = 0  # number of tokens requested; some upstreams report fewer. 0: as many as in `tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenDisputed(WorkerObservation):
-    """This worker's confirmed answer differs from a golden that only `proposed_by` has given: one of them is wrong.
+    """This worker's confirmed answer differs from a golden that only the worker `proposed_by` has given. One of the two answers
+    is wrong.
 
-    With `proposed_by` = `configured`, the answer contradicts the configured golden, which no worker has confirmed."""
+    If `proposed_by` is `configured`, the answer contradicts the configured golden, which no worker has confirmed.
+    """
 
     canary_key: str
     canary: str
@@ -109,47 +116,50 @@ class GoldenDisputed(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenAnswer:
-    """A golden that an operator supplies: the prompt and its right answer."""
+    """A golden that an operator supplies: a canary's prompt and its right answer."""
 
     canary: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     tolerance: float = 0.0  # allowed difference of one logprob; 0.0: compare tokens only
-    asked: int = 0  # tokens requested; 0: as many as in `tokens`
+    asked: int = 0  # number of tokens requested; 0: as many as in `tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRequested(Commanded):
-    """An operator requested that goldens be approved, retired or recorded again. A decision about each of them follows.
+    """An operator requested that goldens be approved, retired or recorded again. A decision about each golden follows.
 
-    `approve` makes agreed goldens of: the provisional goldens, the answers of `worker`, or `answers`. `retire`: the goldens no
-    longer count. `record`: they no longer count, and the next answer of `worker` becomes the provisional golden.
+    With `act` = `approve`, provisional goldens become agreed goldens; so do the answers of `worker`, or `answers`, if they are
+    set. With `retire`, the goldens are no longer used. With `record`, the goldens are no longer used, and the next answer of
+    `worker` becomes the provisional golden.
     """
 
     entity: ClassVar[str] = "fleet"
-    worker: str = ""  # the worker that gave the answers; empty: none
+    worker: str = ""  # the worker that gave the answers; empty: no worker
     instance: str = ""  # instance of that worker
     act: Literal["approve", "retire", "record"]
     canary_key: str
     canaries: tuple[str, ...]
-    answers: tuple[GoldenAnswer, ...] = ()  # approve: used instead of workers' answers
+    answers: tuple[GoldenAnswer, ...] = ()  # with approve: used instead of workers' answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensUnlikely(WorkerObservation):
-    """A worker drew tokens that are less likely than chance explains: its sampler may be broken. This is a warning, no proof.
+    """A worker generated tokens that are less likely than chance explains, so its sampler may be broken. This is a warning, not
+    a proof.
 
-    `canary`: sampled canaries found it; it does not convict, because no other worker could serve or confirm the comparison.
-    `users`: the share of unlikely tokens in users' requests is higher than that of the worker's peers.
+    If `found_by` is `canary`, sampled canaries found the tokens. They do not convict the worker, because no other worker could
+    serve or confirm the comparison. If it is `users`, the share of unlikely tokens in users' requests is higher than that of
+    the worker's peers.
     """
 
     found_by: Literal["canary", "users"]
     canary: str = ""
-    tokens: int  # tokens examined
-    unlikely: int  # of these, unlikely ones
-    peers_share: float  # share of unlikely tokens at the worker's peers
-    probability: float  # probability that chance alone explains it
+    tokens: int  # number of tokens examined
+    unlikely: int  # number of unlikely tokens among the examined ones
+    peers_share: float  # share of unlikely tokens at the worker's peers, 0 to 1
+    probability: float  # probability that chance alone explains the unlikely tokens
     detail: str = ""
 
 
@@ -165,10 +175,12 @@ def canary_key(
     device: str,
     lineage: str = "",
 ) -> str:
-    """Return the key under which goldens are stored: answers are comparable only where all of this is equal (N23).
+    """Return the key under which goldens are stored. Two answers are comparable only if all parts of their keys are equal
+    (N23).
 
-    `lineage` is what an engine reports about its weights and its computation; empty: nothing. Of a tokenizer's path only the last
-    part counts: hosts keep the same model in different folders, and the revision identifies the folder's content.
+    `lineage` is what an engine reports about its weights and its computation, or empty if it reports nothing. Only the last
+    part of a tokenizer's path is used, because hosts keep the same model in different folders. The revision identifies the
+    content of the folder.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
     parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
@@ -176,9 +188,10 @@ def canary_key(
 
 
 def is_new_lineage(key: str, known: Collection[str]) -> bool:
-    """Return whether a canary key with a lineage is not in `known`, while `known` has another lineage of the same kind.
+    """Return whether a canary key has a new lineage: `known` lacks the key, but has another lineage of the same kind.
 
-    The same kind means the same model, engine, group size and device. A lineage is not new if the engine reported none before."""
+    The same kind means the same model, engine, group size and device. The first lineage that an engine reports is not new.
+    """
     parts = tuple(key.split("|"))
     if len(parts) <= LINEAGE_PART or key in known:
         return False

@@ -1,4 +1,4 @@
-"""Observations of requests by frontends: served, failed, migrated, abandoned, rejected, exposed."""
+"""Observations of requests by frontends, such as served, failed and migrated requests."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,23 +10,23 @@ from events.observations.workers import WorkerObservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsServed(WorkerObservation):
-    """What one worker served one frontend in one time window. Latencies are medians over the window."""
+    """What one worker served to one frontend in one time window. Latencies are medians over the window."""
 
     frontend: str
-    count: int  # answers
+    count: int  # number of answers
     tokens: int  # of these answers
     ttft_ms: float
     itl_ms: float
     routed_under: int  # number of the last decision the frontend had folded when it sent the first request
     window_s: float
-    weighed: int = 0  # tokens of these answers that came with logprobs, because clients requested them
-    unlikely: int = 0  # of these, tokens below the frontend's logprob floor
+    weighed: int = 0  # number of tokens with logprobs in these answers; only some clients request logprobs
+    unlikely: int = 0  # number of the tokens with logprobs that are below the frontend's logprob floor
     sampling: tuple[float, float, int] | None = None  # most common (temperature, top_p, top_k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed(WorkerObservation):
-    """A request failed on this worker. Client errors never count."""
+    """A request failed on this worker. Errors of the client are not reported."""
 
     frontend: str
     failures_in_a_row: int  # of this worker at this frontend
@@ -36,32 +36,39 @@ class RequestFailed(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSuspected(WorkerObservation):
-    """This worker failed (its connection broke, or the one to its server) before it returned any part of this request's answer.
+    """This worker failed before it returned any part of this request's answer, so the request may have caused the failure.
 
-    Most such requests are innocent. Until a similar one yields a token, each is retried on a worker without other suspects."""
+    The worker's connection broke, or its connection to its server. Most suspected requests are innocent. Each is retried on a
+    worker without other suspects, until a similar request yields a token.
+    """
 
     frontend: str
     request: str
     model: str
     fingerprint: str  # equal for all requests of this prompt and form; it reveals nothing of the text
     reason: str  # how the worker failed: disconnected, upstream_lost
-    prompt_tokens: int  # of the request, and of the part of its answer that was accepted before
+    prompt_tokens: int  # tokens of the prompt and of the part of the answer that was accepted before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPoisonous(WorkerObservation):
-    """A request failed in the same way on two workers, one of which is this worker. It was not tried on a third, and similar
-    requests are refused for a while. Its failures no longer count against the two workers."""
+    """A request failed in the same way on two workers, and this worker is one of the two.
+
+    The request was not tried on a third worker, and similar requests are refused for a while. The request's failures no longer
+    count against the two workers.
+    """
 
     frontend: str
     request: str
     model: str
     fingerprint: str  # equal for all requests of this prompt and form; it reveals nothing of the text
-    reason: str  # the way in which it fails
+    reason: str  # the way in which the request fails
     prompt_tokens: int
     max_tokens: int
-    guided: str  # the field that constrains the answer's form; empty: none
-    failures_in_a_row: int  # of this worker at this frontend, without this request's
+    guided: str  # the request's field that constrains the form of the answer; empty: no field does
+    failures_in_a_row: (
+        int  # consecutive failures of this worker at this frontend, without those of this request
+    )
     routed_under: int  # number of the last decision the frontend had folded when it sent the request
     refused_s: float  # seconds for which similar requests are refused
 
@@ -77,7 +84,7 @@ class WorkerSlow(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlowCleared(WorkerObservation):
-    """A worker that was slow is as fast as its peers again."""
+    """A frontend measured that a worker that was slow is as fast as its peers again."""
 
     frontend: str
     latency_ms: float
@@ -109,7 +116,8 @@ MigrationCause = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMigrated(FrontendObservation):
-    """A request continued on another worker. `tokens` were accepted from the source; `gap_ms` is the pause the client saw."""
+    """A request continued on another worker. `tokens` were accepted from the first worker, and the client saw a pause of
+    `gap_ms`."""
 
     request: str
     model: str
@@ -117,24 +125,30 @@ class RequestMigrated(FrontendObservation):
     source_instance: str
     target: str
     target_instance: str
-    cause: MigrationCause  # drain, device_fault, throttled, operator: nothing had failed
-    method: Literal["transfer", "reprefill"]  # with its KV cache, or by its tokens alone
-    tokens: int  # accepted from the source, and not generated again
+    cause: MigrationCause  # for drain, device_fault, throttled and operator there was no failure
+    method: Literal["transfer", "reprefill"]  # transfer: with its KV cache; reprefill: by its tokens alone
+    tokens: int  # number of tokens that were accepted from the source and not generated again
     gap_ms: float  # the pause the client saw: from the token before the move to the next one
     attempt: int  # 2 for the first migration
     exact: bool  # False: from here on the answer may differ from an undisturbed one
-    kind_of_move: Literal["new_request", "ongoing_request"] = "ongoing_request"  # by whether it had any token
+    kind_of_move: Literal["new_request", "ongoing_request"] = (
+        "ongoing_request"  # new_request: the request had no token yet
+    )
     bytes: int = 0  # of KV cache transferred, over all shards
     blocks: int = 0  # of KV cache transferred, over all shards
     link: str = ""  # the link of the transfer
-    predicted_ms: float | None = None  # by the chosen method; None: after a failure no method is chosen
-    refused: str = ""  # why a transfer that was requested became a re-prefill
+    predicted_ms: float | None = (
+        None  # predicted pause by the chosen method; None: after a failure, because no method is chosen then
+    )
+    refused: str = ""  # why a requested transfer became a re-prefill; empty: it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPreempted(FrontendObservation):
-    """A running request was preempted, because a request of a better tier would have missed its deadline. Its worker has freed
-    its KV cache, and the request resumes later. Nothing has failed."""
+    """A running request was preempted, because a request of a better tier would have missed its deadline.
+
+    The worker has freed the KV cache of the preempted request, which resumes later. No failure was involved.
+    """
 
     request: str
     model: str
@@ -146,21 +160,21 @@ class RequestPreempted(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResumed(FrontendObservation):
-    """A preempted request resumed: its next token arrived."""
+    """A preempted request resumed, and its next token arrived."""
 
     request: str
     model: str
-    source: str  # the worker that served it before
+    source: str  # the worker that served the request before
     target: str
     target_instance: str
-    tokens: int  # accepted before, and not generated again
+    tokens: int  # number of tokens that were accepted before and not generated again
     gap_ms: float  # the pause the client saw: from the token before the preemption to the next one
     exact: bool  # False: from here on the answer may differ from an undisturbed one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAbandoned(FrontendObservation):
-    """A request could not be continued; the client received the original error."""
+    """A request could not be continued, and the client received the original error."""
 
     request: str
     model: str
@@ -173,7 +187,7 @@ class RequestAbandoned(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsRejected(FrontendObservation):
-    """Requests that were rejected in one time window: shed, not admitted, or over a limit."""
+    """A number of requests were rejected in one time window, because they were shed, not admitted or over a limit."""
 
     model: str
     count: int  # requests
@@ -183,37 +197,43 @@ class RequestsRejected(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyThresholdsSet(FrontendObservation):
-    """An operator or client set, through this frontend, the thresholds above which a model's workers are busy. A field that is
-    None keeps its value."""
+    """An operator or client set, through this frontend, the thresholds above which a model's workers count as busy.
+
+    A field that is None keeps its value.
+    """
 
     model: str
     active_decode_blocks: float | None = None  # share of a rank's KV blocks, 0 to 1
     active_prefill_tokens: int | None = None  # prompt tokens that are not prefilled yet
-    active_prefill_tokens_frac: float | None = None  # the same, as a multiple of the tokens of one step
+    active_prefill_tokens_frac: float | None = (
+        None  # prompt tokens not prefilled yet, as a multiple of the prompt tokens of one engine step
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExposed(FrontendObservation):
-    """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted.
+    """The tokens at positions `first` to `last` (from 0, inclusive) of this request came from a worker that a canary has
+    convicted.
 
-    A worker is convicted with all of its DP ranks: `canary_failed` names the rank that failed, `rank` the one that generated
-    these tokens.
+    A conviction applies to all DP ranks of a worker. The event `canary_failed` names the rank that failed, and `rank` is the
+    one that generated these tokens.
     """
 
     request: str
     model: str
     worker: str
     instance: str
-    first: int  # position of the first such token in the answer, from 0
-    last: int  # position of the last one, inclusive
+    first: int  # position of the first such token in the answer, counted from 0
+    last: int  # position of the last such token, inclusive
     finished: bool
     action: Literal["continue", "restart", "error", "none"]
-    rank: int | None = None  # the DP rank that generated them; None: the worker has only one
+    rank: int | None = None  # the DP rank that generated the tokens; None: the worker has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExposureUnknown(FrontendObservation):
-    """This frontend does not know which requests the worker served in this span: it restarted, or its memory was full."""
+    """This frontend does not know which requests the worker served in this span, because it restarted or its memory was
+    full."""
 
     worker: str
     instance: str
@@ -228,23 +248,26 @@ class BreakerMove:
 
     worker: str
     instance: str
-    position: Literal["closed", "open", "half_open"]  # after the move
-    ago_ms: float  # before the event was published, by the frontend's clock
-    reason: str  # of an opening; fleet_breaker_closed: the fleet's breaker reset it; empty: a trial began or passed
+    position: Literal["closed", "open", "half_open"]  # position after the transition
+    ago_ms: float  # time from the transition until the event was published, by the frontend's clock
+    reason: str  # why the breaker opened; fleet_breaker_closed: the fleet's breaker reset it; empty: a trial began or passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendBreakersMoved(FrontendObservation):
-    """All transitions of this frontend's own breakers within one second, in order. They affect only this frontend's requests:
-    no decider reads them."""
+    """All transitions of this frontend's own breakers within one second, in order.
 
-    moves: tuple[BreakerMove, ...]  # the first 200
-    dropped: int  # moves that did not fit
+    These breakers affect only this frontend's requests, and no decider reads this event.
+    """
+
+    moves: tuple[BreakerMove, ...]  # the first 200 transitions
+    dropped: int  # number of further transitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicBegan(FrontendObservation):
-    """This frontend ignores its own breakers for a model: less than half of its weight, or no reachable worker, was routable."""
+    """This frontend now ignores its own breakers for a model, because they left less than half of the model's weight, or no
+    reachable worker, routable."""
 
     model: str
     routable_share: float  # of the model's weight, 0 to 1
@@ -252,7 +275,7 @@ class PanicBegan(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicEnded(FrontendObservation):
-    """Enough of a model's weight is routable again."""
+    """Enough of a model's weight is routable again, so this frontend respects its own breakers again."""
 
     model: str
     routable_share: float  # of the model's weight, 0 to 1

@@ -9,10 +9,10 @@ from events.fact import Observation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The performance that a worker registered: the input of the capacity model.
+    """The performance that a worker registered, from which the capacity model computes.
 
-    `tpot_ms` is a curve of (running sequences, milliseconds per output token), ascending. It is linear between its points and
-    proportional to the number of sequences beyond the last one.
+    `tpot_ms` is a curve of points (running sequences, milliseconds per output token), in ascending order. The curve is linear
+    between its points. Beyond the last point it is proportional to the number of sequences.
     """
 
     kv_blocks: int
@@ -20,22 +20,23 @@ class Profile:
     max_batch: int
     prefill_tokens_per_s: float
     tpot_ms: tuple[tuple[int, float], ...]
-    prefill_tokens_max: int | None = None  # prompt tokens per step; None: not reported
+    prefill_tokens_max: int | None = None  # prompt tokens per engine step; None: not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The location of a worker's devices."""
+    """The host, NVLink domain, network rail and GPUs of a worker."""
 
-    host: str = ""  # its name
-    nvlink_domain: str = ""  # workers of the same domain are joined by NVLink; empty: none known
-    rail: str = ""  # the network rail of its adapters; empty: not known
+    host: str = ""  # name of the worker's host
+    nvlink_domain: str = ""  # workers of the same domain are joined by NVLink; empty: not known
+    rail: str = ""  # the network rail of the host's adapters; empty: not known
     gpus: tuple[str, ...] = ()  # UUIDs; a simulated rank has SIM-worker-rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The shape of one token's KV cache over all shards, which gives its size. A block has `Profile.block_tokens` tokens."""
+    """The shape of one token's KV cache over all shards, from which its size follows. A block has `Profile.block_tokens`
+    tokens."""
 
     layers: int
     kv_heads: int  # over all shards
@@ -53,7 +54,7 @@ class WorkerObservation(Observation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined(WorkerObservation):
-    """A worker is up and reachable at `url`: tcp://host:port, or nats:SUBJECT if the request plane uses the broker."""
+    """A worker is up and reachable at `url`, which is tcp://host:port, or nats:SUBJECT if the request plane uses the broker."""
 
     url: str
     model: str
@@ -62,37 +63,42 @@ class WorkerJoined(WorkerObservation):
     engine: str  # simulated, transformers, openai
     engine_version: str
     dtype: str
-    tp: int  # ranks of this group; 1: a single worker
+    tp: int  # TP ranks of this worker's group; 1: a single process
     device: str
     profile: Profile
-    canary_key: str  # the key of its goldens: see `canary_key`
+    canary_key: str  # the key of the worker's goldens: see `canary_key`
     pid: int
-    topology: Topology = Topology()  # of its devices: it determines the link of a KV transfer
+    topology: Topology = Topology()  # location of its devices, which determines the link of a KV transfer
     migration_limit: int | None = None  # None: this worker sets no limit
     context_tokens: int = 4096
     exact: bool = True  # False: continuations on this engine may differ from an undisturbed answer
     kv: KvLayout | None = None  # None: requests cannot move from or to this worker with their KV cache
-    dp: int = 1  # DP ranks, 0 to dp - 1: each has its own KV cache and queue
-    kv_events: bool = False  # it publishes the KV blocks that it stores and removes, and answers queries
-    waiting_max: int | None = None  # requests it queues beyond `max_batch`; None: not reported
-    spare: bool = False  # it starts as a spare: it gets no traffic until it replaces a failed worker
+    dp: int = 1  # number of DP ranks, numbered 0 to dp - 1; each has its own KV cache and queue
+    kv_events: bool = False  # whether it publishes the KV blocks that it stores and removes, and answers requests about them
+    waiting_max: int | None = None  # number of requests that it queues beyond `max_batch`; None: not reported
+    spare: bool = (
+        False  # whether it starts as a spare, which gets no traffic until it replaces a failed worker
+    )
     root: str = ""  # the weights' repository or folder, as the server behind it reports; empty: not reported
-    generation_config: str = ""  # digest of the model's sampling defaults; empty: none known
+    generation_config: str = ""  # digest of the model's sampling defaults; empty: not known
     server: str = ""  # host and port of the server behind this worker; empty: it runs the engine itself
     account: str = ""  # broker account of the worker's process; empty: not stated
     also_served: tuple[str, ...] = ()  # other names under which its server serves the same weights
-    lineage: str = ""  # reported weights and computation of the engine, part of the canary key; empty: none
+    lineage: str = (
+        ""  # weights and computation that the engine reports, part of the canary key; empty: not reported
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAwaited(WorkerObservation):
-    """A worker's process is running but cannot join yet: it waits for its server, or loads its model.
+    """A worker's process is running but cannot join yet, because it waits for its server or loads its model.
 
-    Repeated when the reason changes, and every two minutes while it lasts. Without a
-    repetition the worker is no longer awaited."""
+    The event is repeated when the reason changes, and every two minutes. If it is not repeated, the worker is no longer
+    awaited.
+    """
 
     reason: str  # readable text, such as: cannot connect to http://…
-    model: str = ""  # the model it will serve; empty: not known yet
+    model: str = ""  # the model that the worker will serve; empty: not known yet
     name_taken_by: str = ""  # instance of the live worker of the same name that keeps it from starting
 
 
@@ -106,7 +112,7 @@ class WorkerLeft(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSilent(WorkerObservation):
-    """A worker sent no heartbeat for `silent_s` seconds, while the observer was connected all that time."""
+    """A worker sent no heartbeat for `silent_s` seconds, during which the observer was always connected."""
 
     silent_s: float
     observer: str
@@ -121,25 +127,29 @@ class WorkerHeard(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLingered(WorkerObservation):
-    """An instance that the fleet has declared dead still has a running process, so no successor of it can start.
+    """An instance that the fleet has declared dead still has a running process, so no new instance of the worker can start.
 
-    Its supervisor, or an operator, has to end the process."""
+    The worker's supervisor, or an operator, has to end the process.
+    """
 
-    pid: int  # of the process, on its host
-    host: str = ""  # its host's name
-    evidence: str = ""  # beat: it sends heartbeats; process: it exists; port: its port is open
+    pid: int  # id of the process on its host
+    host: str = ""  # name of the process's host
+    evidence: str = (
+        ""  # beat: the instance sends heartbeats; process: its process exists; port: its port is open
+    )
     dead_s: float = 0.0  # seconds for which this has been observed
     observer: str = ""  # the process that observed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverBlind(Observation):
-    """More than half of the fleet fell silent at once: the observer suspects a fault of its own, and reports no worker."""
+    """More than half of the fleet fell silent at once. The observer suspects a fault of its own connection, and reports no
+    worker as silent."""
 
     entity: ClassVar[str] = "fleet"
     observer: str
-    silent: int  # workers
-    known: int  # workers from which it expects heartbeats
+    silent: int  # number of silent workers
+    known: int  # number of workers from which the observer expects heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +159,10 @@ class IntrusionRefused(Observation):
     entity: ClassVar[str] = "fleet"
     who: str  # a broker account, or "a stranger"
     tried: str  # the first operation that was refused
-    times: int  # refusals since the last report
-    worker: str = ""  # the worker that did it; empty: not known
-    instance: str = ""  # its current instance, if it has one
-    eject: bool = False  # this instance is to be taken out of service until an operator resumes it
+    times: int  # number of refusals since the last report
+    worker: str = ""  # the worker that attempted the operation; empty: not known
+    instance: str = ""  # the worker's current instance; empty: not known
+    eject: bool = False  # whether this instance is taken out of service until an operator resumes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,25 +174,26 @@ class Commanded(WorkerObservation):
     by: str = ""  # the operator
 
     def late(self, at: datetime) -> bool:
-        """Return whether a fact that was appended at this time of the stream missed its deadline."""
+        """Return whether a fact that was appended at `at` (by the stream's clock) missed its deadline. Without a deadline,
+        return False."""
         return self.until is not None and at > self.until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRefused(Observation):
-    """An operator's command was refused: it had no effect, and will have none."""
+    """An operator's command was refused. It had no effect, and will not have one later."""
 
     worker: str  # the worker that the command names; it may not exist
     verb: str  # drain, resume, move, restart, chaos
     command: str  # the command's id
     why: str
-    late: bool = False  # its deadline passed before a controller could carry it out
+    late: bool = False  # the command's deadline passed before a controller could carry it out
     by: str = ""  # the operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Commanded):
-    """An operator requested that this worker be drained. Without `deadline_s` the policy's deadline applies."""
+    """An operator requested that this worker be drained. Without `deadline_s` the deadline of the policy applies."""
 
     deadline_s: float | None = None
 
@@ -194,9 +205,10 @@ class ResumeRequested(Commanded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(Commanded):
-    """An operator requested that this worker's running requests move away; the worker still accepts new ones."""
+    """An operator requested that this worker's running requests move to other workers. The worker still accepts new
+    requests."""
 
-    to: str = ""  # the only worker that may take them; empty: the most suitable ones
+    to: str = ""  # the only worker that may continue the requests; empty: the most suitable workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,45 +221,48 @@ class ShutdownBegan(WorkerObservation):
     """A worker began to shut down."""
 
     mode: Literal["graceful", "self_initiated"]  # graceful: on request; self_initiated: it cannot continue
-    grace_s: float = 60.0  # seconds its streams may still run here
+    grace_s: float = 60.0  # seconds for which its streams may still run on this worker
     reason: str = ""  # self_initiated: the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainFinished(WorkerObservation):
-    """A draining worker has no stream in flight any more. Each stream that it had, or still accepted, ended in one of four ways.
+    """A draining worker has no stream in flight any more.
 
-    The drain begins when the worker receives it, or earlier: with the first stream that a frontend moved away because of it."""
+    Each stream that the worker had, or still accepted, ended in one of four ways, which are counted here. The drain begins when
+    the worker receives it, or earlier with the first stream that a frontend moved away because of the drain.
+    """
 
-    completed: int  # streams that ended here
-    migrated: int  # streams that continued on another worker, or were requested to
-    cancelled: int = 0  # streams without a reader: their client, or their frontend, is gone
-    failed: int = 0  # streams that the engine ended with an error
+    completed: int  # number of streams that ended on this worker
+    migrated: int  # number of streams that continued on another worker, or were to continue there
+    cancelled: int = 0  # number of streams that ended because their client or their frontend is gone
+    failed: int = 0  # number of streams that the engine ended with an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFaulted(WorkerObservation):
-    """A device of this worker reported a fault, or its code or weight changed. devices.md lists the fault classes."""
+    """A device of this worker reported a fault, or the code or weight of a reported fault changed. devices.md lists the
+    fault classes."""
 
     device: str  # the UUID of a GPU
     fault_class: str  # xid, ecc, nvlink_down, throttle …: devices.md lists all of them
-    code: str = ""  # an Xid's number, or what distinguishes faults of this class
+    code: str = ""  # an Xid's number, or another code that distinguishes faults of this class
     fatal: bool = True  # the worker cannot continue with this device
-    weight: float | None = None  # of a non-fatal fault: the highest weight the worker may keep, 0 to 1
+    weight: float | None = None  # the highest weight that the worker may keep with a non-fatal fault, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecovered(WorkerObservation):
-    """A device's fault was cleared or repaired: this ends every reported fault of this device and class."""
+    """A fault of a device was cleared or repaired. This ends every reported fault of this device and class."""
 
     device: str  # the UUID of a GPU
     fault_class: str
-    code: str = ""  # of the fault as last reported
+    code: str = ""  # code of the fault as last reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFaulted(WorkerObservation):
-    """The engine itself failed: it raised, died or stopped stepping. `fatal` means that it cannot continue."""
+    """The engine itself failed: it raised, died or stopped stepping. If `fatal` is true, it cannot continue."""
 
     reason: str
     fatal: bool
@@ -255,8 +270,10 @@ class EngineFaulted(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosInjected(Commanded):
-    """A chaos rehearsal: a fault was injected into this worker, or an injected fault was healed."""
+    """A chaos rehearsal injected a fault into this worker, or healed an injected fault."""
 
     fault: str  # a verb of `holdfast chaos`
-    detail: str = ""  # its argument and its rank, if it has them
-    duration_s: float | None = None  # seconds until it ends by itself; None: it lasts until it is healed
+    detail: str = ""  # the fault's argument and rank; empty: it has none
+    duration_s: float | None = (
+        None  # seconds until the fault ends by itself; None: it lasts until it is healed
+    )

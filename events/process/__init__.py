@@ -1,1 +1,1 @@
-"""Operating system facilities that every process uses."""
+"""Operating system facilities that every process uses, such as logs and open-file limits."""

@@ -4,8 +4,9 @@
     from a page of another origin (Sec-Fetch-Site, Origin) ──▶ refused
     changes something ──▶ only from this host, or with an admin key
 
-Addresses, `localhost` and this host's own name are always accepted. Other names, such as those that Prometheus uses for a
-container, are listed in HOLDFAST_ADMIN_HOSTS, separated by commas; `.example.org` stands for all names below that domain.
+Each line has a property of a request, and what happens to the request. Addresses, `localhost` and this host's own name are
+always accepted as Host. HOLDFAST_ADMIN_HOSTS lists further names, separated by commas, such as those that Prometheus uses for a
+container. `.example.org` stands for all names below that domain.
 """
 
 import os
@@ -15,19 +16,21 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 VARIABLE = "HOLDFAST_ADMIN_HOSTS"
-OWN_SITES = ("same-origin", "none")  # none: typed, or a bookmark
+OWN_SITES = ("same-origin", "none")  # none: the operator typed the URL, or used a bookmark
 READING = ("GET", "HEAD")
 QUOTED_CHARS_MAX = 100
 
 
 def own_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Return the names by which this host's admin ports may be reached."""
+    """Return the host names by which this host's admin ports may be reached: this host's name and those in
+    HOLDFAST_ADMIN_HOSTS."""
     listed = (name.strip().lower().rstrip(".") for name in environment.get(VARIABLE, "").split(","))
     return frozenset((socket.gethostname().lower(), *filter(None, listed)))
 
 
 def refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> str:
-    """Return why a request is refused; empty: it is accepted. `hosts` is the result of `own_hosts`."""
+    """Return why a request with these headers is refused. Return an empty string if it is accepted. `hosts` is the result of
+    `own_hosts`."""
     host = headers.get("Host", "")
     if not _is_own(host, hosts):
         shown = host if len(host) <= QUOTED_CHARS_MAX else host[:QUOTED_CHARS_MAX] + "…"
@@ -42,7 +45,7 @@ def refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> str:
 
 
 def is_local(peer: object, own: object) -> bool:
-    """Return whether a connection comes from this host, given the addresses of both of its ends."""
+    """Return whether a connection comes from this host. `peer` and `own` are the socket addresses of its two ends."""
     ends = [end[0].partition("%")[0] if isinstance(end, tuple) and end else "" for end in (peer, own)]
     try:
         address = ip_address(ends[0])
@@ -54,7 +57,7 @@ def is_local(peer: object, own: object) -> bool:
 
 def _is_own(host: str, hosts: frozenset[str]) -> bool:
     if not host:
-        return True  # HTTP/1.0: browsers always send Host
+        return True  # an HTTP/1.0 client; browsers always send Host
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

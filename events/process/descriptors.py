@@ -1,7 +1,7 @@
-"""The process's limit of open files and sockets, raised as far as allowed.
+"""Raises the process's limit of open files and sockets as far as allowed.
 
-Most systems start with 1,024. A frontend holds a connection to every worker; a process of many workers holds a port and several
-connections for each.
+Most systems start a process with a limit of 1,024. A frontend holds a connection to every worker. A process with many workers
+holds a port and several connections for each worker.
 """
 
 import resource
@@ -15,13 +15,14 @@ class TooFewDescriptors(HoldfastError):
 
 
 ENOUGH = 65_536
-SPARE = 128  # what a frontend or a controller has open besides its connections to workers
+SPARE = 128  # files that a frontend or a controller has open besides its connections to workers
 
 Limits = tuple[int, int]  # the current limit, and its maximum
 
 
 def require(wanted: int, advice: str, get: Callable[[int], Limits] = resource.getrlimit) -> int:
-    """Return how many files a process may have open. Raise TooFewDescriptors if `wanted` is more."""
+    """Return the number of files that this process may open if the limit is raised. Raise TooFewDescriptors if that is below
+    `wanted`."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ENOUGH
@@ -38,8 +39,8 @@ def allow(
     get: Callable[[int], Limits] = resource.getrlimit,
     put: Callable[[int, Limits], None] = resource.setrlimit,
 ) -> int:
-    """Raise the limit as far as possible, up to ENOUGH, and return it. Raise TooFewDescriptors if `wanted` is
-    more."""
+    """Raise the limit as far as possible, up to ENOUGH, and return the new limit. Raise TooFewDescriptors if it is below
+    `wanted`."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     most = require(wanted, "put fewer workers into one process", get)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -48,5 +49,5 @@ def allow(
 
 
 def connections() -> int:
-    """Raise the limit, and return how many connections to workers a frontend or a controller may have."""
+    """Raise the limit, and return the number of connections to workers that a frontend or a controller may open."""
     return max(1, allow() - SPARE)

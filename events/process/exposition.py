@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus' text format, and compresses them on request.
 
-The text is the same as that of `prometheus_client.generate_latest`, generated in a third of the time: most of a scrape of a
-thousand workers consists of names and labels that occur a hundred times, and are formatted once. Compression reduces the size to
-a twentieth, and takes a fiftieth of the time of generating the text.
+The text is the same as that of `prometheus_client.generate_latest`, but generated in a third of the time. Most of a scrape of a
+thousand workers consists of names and labels that occur a hundred times, and this module formats each of them once. Compression
+reduces the size to a twentieth, and takes a fiftieth of the time of generating the text.
 """
 
 import gzip
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import utils
 from prometheus_client.core import Metric
 
-LEVEL = 1  # a tenth larger than with 6, in a sixth of the time
-LARGE_BYTES = 1024  # a smaller answer fits one packet anyway
+LEVEL = 1  # the output is a tenth larger than with level 6, and takes a sixth of the time
+LARGE_BYTES = 1024  # a smaller response fits into one packet without compression
 NUMBERS = {float(number): f"{number}.0" for number in range(1000)}
 
 
@@ -20,8 +20,11 @@ LabelSets = dict[tuple[str, ...], str]  # names and values, and their text form
 
 
 def written(families: Iterable[Metric], known: LabelSets | None = None) -> bytes:
-    """Return metric families in Prometheus' text format: counters, gauges and histograms, without times and exemplars.
-    `known` caches label sets; share it between the parts of one answer."""
+    """Return metric families in Prometheus' text format. Supports counters, gauges and histograms, without timestamps and
+    exemplars.
+
+    `known` caches the text of label sets. Pass the same `known` for all parts of one response.
+    """
     number: Callable[[float], str] = utils.floatToGoString
     known = {} if known is None else known
     lines: list[str] = []
@@ -49,7 +52,11 @@ def _escaped(value: str) -> str:
 
 
 def packed(body: bytes, accepts: str) -> tuple[bytes, dict[str, str]]:
-    """Return a body in an encoding that the client accepts, and the headers that describe it."""
+    """Return a body, compressed with gzip if the client accepts gzip and the body is large, and the headers that describe the
+    encoding.
+
+    `accepts` is the client's Accept-Encoding header.
+    """
     offered = [
         one.strip().partition(";")[0]
         for one in accepts.split(",")

@@ -1,7 +1,7 @@
 """Excludes optional imports that a process does not need.
 
-Libraries import packages that they need only in rare cases. Each takes a tenth of a process's start. In a worker it also takes
-memory, which must be freed after a kill and so makes the kill take longer.
+Some libraries import packages that they need only in rare cases. Each such package takes a tenth of a process's start time. In
+a worker it also takes memory. The system must free that memory after a kill, so the kill takes longer.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Make these optional packages appear missing to the imports inside, unless they are loaded already."""
+    """While the context is open, let imports of these optional packages fail as if the packages were not installed. A
+    package that is already loaded stays available."""
     missing = [name for name in packages if name not in sys.modules]
     for name in missing:
         sys.modules[name] = None  # type: ignore[assignment]  # Python's marker for a module that cannot be imported
@@ -25,9 +26,11 @@ def without(*packages: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_ca_certificates() -> Iterator[None]:
-    """Keep an import inside from loading this machine's trusted certificate authorities (50 ms) into a TLS context.
+    """While the context is open, keep an import from loading this machine's trusted certificate authorities (50 ms) into a TLS
+    context.
 
-    Use it only if no TLS request is made with that context: aiohttp's clients use the context created at aiohttp's import.
+    Use it only if no TLS request is made with that TLS context. aiohttp's clients use the TLS context that is created at the
+    import of aiohttp.
     """
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = os.devnull

@@ -1,6 +1,7 @@
-"""Reads a secret from a file that holds the key alone, on one line.
+"""Reads a secret key from a file that contains only this key, on one line.
 
-A file can be protected by its permissions; `ps` shows command-line arguments to all users of the host.
+A key is read from a file, because a file can be protected by its permissions. Command-line arguments are visible to all users
+of the host in `ps`.
 """
 
 from pathlib import Path
@@ -9,7 +10,8 @@ BYTES_MAX = 64 * 1024
 
 
 def read_key(path: Path) -> str:
-    """Return the key in a file. Raise ValueError with the reason if the file is unreadable or does not hold exactly one key."""
+    """Return the key in a file. Raise ValueError with the reason if the file cannot be read or does not contain exactly one
+    key."""
     try:
         with path.open("rb") as file:
             text = file.read(BYTES_MAX).decode("ascii").strip()

@@ -1,7 +1,7 @@
-"""Logging of a process: structlog to stderr, as JSON lines when stderr is not a terminal.
+"""Configures the logs of a process: structlog to stderr, as JSON lines or for a terminal.
 
-No log contains a user's text. Of an unexpected exception a log has the type and the traceback, but not the message,
-which may quote anything: an undecodable body, or a prompt that no tokenizer accepts.
+No log contains a user's text. So the log of an unexpected exception has the exception's type and traceback, but not its
+message, which may quote an undecodable body or a prompt that no tokenizer accepts.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import structlog
 
 
 def quiet() -> None:
-    """Suppress logs on a command's terminal: everything important is printed, or ends the command."""
+    """Suppress logs on a command's terminal, because a command prints what is important, or ends with an error."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
@@ -25,7 +25,7 @@ def quiet() -> None:
 
 
 def configure() -> None:
-    """Set structlog up for this process."""
+    """Configure structlog for this process: JSON lines, or colored text on a terminal, from level INFO on."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
@@ -46,7 +46,10 @@ def configure() -> None:
 def exceptions_without_words(
     logger: object, method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Replace `exc_info` by `exception`: types and traceback. Only errors of the operating system keep their text."""
+    """Replace `exc_info` of a log event by `exception`: the exception types and the traceback.
+
+    Only errors of the operating system keep their text.
+    """
     given = event.pop("exc_info", None)
     error = (
         given
@@ -63,7 +66,7 @@ def exceptions_without_words(
 
 
 def _lines(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """Yield the lines about an exception, after those of its cause or context."""
+    """Yield the lines about an exception. The lines about its cause or context come first."""
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is not None and id(before) not in seen:
@@ -79,10 +82,10 @@ def _lines(error: BaseException, seen: set[int]) -> Iterator[str]:
 
 
 class Stderr:
-    """The process's stderr, without errors."""
+    """The process's stderr as a stream that never raises."""
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it."""
+        """Write the text. If stderr cannot be written, drop the text."""
         try:
             sys.stderr.write(text)
         except (OSError, ValueError):
@@ -90,7 +93,7 @@ class Stderr:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the text, or drop it."""
+        """Flush the written text. If stderr cannot be written, drop the text."""
         try:
             sys.stderr.flush()
         except (OSError, ValueError):
@@ -98,7 +101,8 @@ class Stderr:
 
 
 def ignore_exit_flush_errors() -> None:
-    """Keep unwritten text from failing the exit: Python flushes once more, and makes a failure the exit code."""
+    """At exit, discard text that stderr cannot accept. Python flushes once more at exit, and a failure would change the exit
+    code."""
     atexit.unregister(_settle)
     atexit.register(_settle)
 
@@ -110,4 +114,4 @@ def _settle() -> None:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     except ValueError:
-        pass  # stderr is closed: there is nothing to flush
+        pass  # stderr is closed, so there is no text to flush

@@ -1,6 +1,7 @@
-"""The registry of a fleet's processes on this host: one small file each under DIR/run.
+"""The registry of a fleet's processes on this host: one small file per process in DIR/run.
 
-A hint for operators and `holdfast status`, never a source of truth: the journal says which workers are alive.
+The registry is a hint for operators and `holdfast status`, and never a source of truth. Which workers are alive follows from
+the journal.
 """
 
 import contextlib
@@ -12,19 +13,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """One process of the fleet."""
+    """One registered process of the fleet: its role, name, pid and URLs."""
 
     role: str  # nats, postgres, controller, projector, frontend, worker, watch
     name: str  # w0, frontend-1 …
     pid: int
-    url: str  # its admin port, or the server's own address
-    console: str = ""  # the URL of its web console, if it has one
+    url: str  # URL of the process's admin port, or the server's own address
+    console: str = ""  # URL of the process's web console; empty: it has none
 
 
 def announce(
     directory: Path, role: str, name: str, url: str, pid: int | None = None, *, console: str = ""
 ) -> Path:
-    """Write this process's file atomically, and return its path. On a full disk the file is missing."""
+    """Write the file of this process (or of the process `pid`) atomically, and return the file's path. On a full disk no
+    file is written."""
     path = directory / "run" / f"{name}.json"
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     content = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url, console)))
@@ -33,7 +35,7 @@ def announce(
         fresh.write_text(content)
         fresh.replace(path)
     except OSError as error:
-        import structlog  # not at the top: a worker imports this module before it has excluded rich
+        import structlog  # imported here, because a worker imports this module before it excludes the package rich
 
         structlog.get_logger(__name__).warning("presence_not_shown", file=str(path), error=str(error))
         with contextlib.suppress(OSError):
@@ -42,14 +44,14 @@ def announce(
 
 
 def withdraw(path: Path) -> None:
-    """Remove this process's file, unless it already belongs to a successor."""
+    """Remove the file of this process, unless a later process with the same name has replaced it."""
     with contextlib.suppress(OSError, ValueError):
         if json.loads(path.read_text())["pid"] == os.getpid():
             path.unlink()
 
 
 def present(directory: Path) -> list[Presence]:
-    """Return every announced process that is still alive."""
+    """Return every registered process that is still alive."""
     found = []
     for path in sorted((directory / "run").glob("*.json")):
         try:
