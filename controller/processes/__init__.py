@@ -1,1 +1,1 @@
-"""The processes of a fleet. Each module composes one role from its parts; `controller.cli` runs it."""
+"""The processes of a fleet. Each module composes one role, and `controller.cli` runs it."""

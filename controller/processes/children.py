@@ -1,7 +1,7 @@
-"""Child processes that never outlive their parent and are restarted when they die.
+"""Child processes that never outlive their parent, and that their parent restarts when they die.
 
-A child requests SIGKILL from the kernel at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans. Each
-child runs in its own session: Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
+A child requests SIGKILL from the kernel at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans.
+Each child runs in its own session. So Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
 """
 
 import asyncio
@@ -20,17 +20,20 @@ from types import MappingProxyType
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
 POLL_S = 0.01  # interval of polling children that are stopping
-SETTLED_AFTER_S = 3.0  # a process that ran longer did not fail to start: its end resets the back-off
+SETTLED_AFTER_S = 3.0  # a process that ran longer did not fail to start, so its end resets the back-off
 _PR_SET_PDEATHSIG = 1
 
 
 def shell_status(status: int) -> int:
-    """Return an exit status as a shell reports it: 128 + n for a process ended by signal n, 137 for SIGKILL."""
+    """Return an exit status as a shell reports it. A process that signal n ended has 128 + n, for example 137 for SIGKILL."""
     return status if status >= 0 else 128 - status
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec function that makes the child die with `parent`, even if `parent` died before the call."""
+    """Return a preexec function for a child of the process `parent`, which makes the child die with its parent.
+
+    The child also exits if `parent` died before the call.
+    """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def preexec() -> None:
@@ -43,10 +46,11 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 def reap_orphan(seen: int) -> int:
-    """Reap the dead child `seen` (a pid) that no other code waits for. Return the pid of another dead child, or 0.
+    """Reap the dead child with the pid `seen` if no other code has waited for it. Return the pid of another dead child, or 0.
 
-    The first process of a container inherits all orphans, including the keepers of killed workers. A dead child that other
-    code in this process waits for is gone at the next call, so only a child that is seen twice is reaped.
+    The first process of a container inherits all orphans, including the keepers of killed workers. Other code in this process
+    may wait for a dead child and has then reaped it before the next call. So this function reaps only a child that it finds in
+    two calls.
     """
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -60,14 +64,14 @@ def reap_orphan(seen: int) -> int:
 
 @dataclass
 class Child:
-    """One managed process slot: the command to run, and the process that runs it now."""
+    """One managed child: the command to run, and the process that runs it now."""
 
     name: str
     role: str
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 1  # workers in a worker process, which is named after the first one
+    workers: int = 1  # number of workers in a worker process, which has the name of its first worker
     restart: bool = True
     process: subprocess.Popen[bytes] | None = None
     lives: int = 0
@@ -76,9 +80,9 @@ class Child:
     _due: float = 0.0
 
     def start(self, also: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the process, with its output appended to its log file. `also`: additional environment variables.
+        """Start the process, with its output appended to its log file. `also` has additional environment variables.
 
-        Raise OSError if there is no process, no memory, or no space for its log.
+        Raise OSError if the process cannot be started or its log cannot be opened.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -96,7 +100,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the running process."""
+        """The pid of the running process, or None if it is not running."""
         return self.process.pid if self.process and self.process.returncode is None else None
 
     def ended(self) -> int | None:
@@ -110,21 +114,23 @@ class Child:
         return status
 
     def rest(self) -> None:
-        """Delay the next start by the back-off, which doubles each time."""
+        """Delay the next start by the back-off, and double the back-off up to 10 s."""
         self._due = time.monotonic() + self._wait_s
         self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
 
     def due(self) -> bool:
-        """Return whether the process is due to be started again."""
+        """Return whether the process must be started again now: it is not running, may be restarted, and its back-off is
+        over."""
         return self.restart and self.process is None and time.monotonic() >= self._due
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it is running."""
+        """Send a signal to the process if it is running."""
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
 
     def last_words(self) -> str:
-        """Return the last non-empty line of the child's log, without a traceback's frame, for an error message."""
+        """Return the last non-empty line of the child's log, without the frame of a traceback, for an error message. Empty
+        without a log."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -134,7 +140,8 @@ class Child:
 
 
 async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
-    """Stop processes; kill (SIGKILL) those that do not end within `within_s`. Call `ended` with each exit status."""
+    """Stop processes by SIGTERM, and kill those that do not end within `within_s` seconds. Call `ended` with each exit
+    status."""
 
     def poll() -> None:
         for child in children:
@@ -143,7 +150,7 @@ async def stop_all(children: Sequence[Child], within_s: float, ended: Callable[[
 
     for child in children:
         child.signal(signal.SIGTERM)
-        child.signal(signal.SIGCONT)  # a suspended worker must handle the SIGTERM
+        child.signal(signal.SIGCONT)  # resumes a suspended worker, so that it handles the SIGTERM
     deadline = time.monotonic() + within_s
     while any(child.process is not None for child in children) and time.monotonic() < deadline:
         poll()
@@ -159,13 +166,14 @@ LOG_BYTES_MAX = 32 * 1024 * 1024
 
 
 def trim(log: Path, most: int = LOG_BYTES_MAX) -> None:
-    """Truncate a process's log that is larger than `most` bytes, and keep its content as NAME.1.
+    """Truncate a process's log that is larger than `most` bytes, and copy its content to NAME.1 before.
 
-    The logging process keeps appending. Lines that it writes between the copy and the truncation are lost."""
+    The logging process continues to append. Lines that it writes between the copy and the truncation are lost.
+    """
     try:
         if log.stat().st_size <= most:
             return
         shutil.copyfile(log, log.with_name(f"{log.name}.1"))
         os.truncate(log, 0)
-    except OSError:  # no log yet, or a full disk: the next call tries again
+    except OSError:  # the log does not exist yet, or the disk is full; the next call tries again
         return

@@ -1,7 +1,7 @@
-"""Memory of a process: garbage collector settings, and the return of freed memory to the system.
+"""Memory of a process: garbage collection, and the return of freed memory to the system.
 
-A full garbage collection over all live objects takes tens of milliseconds, during which nothing else runs. So objects alive at
-startup are frozen. Events, states and requests leave no reference cycles, so rare full passes suffice.
+A full garbage collection over all live objects takes tens of milliseconds, during which no other code runs. So objects that are
+alive at startup are frozen. Events, states and requests leave no reference cycles, so that rare full collections are enough.
 """
 
 import asyncio
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 COLLECT_AT = (20_000, 20, 50)
-COLLECT_HISTORY_AT = (500_000, 20, 50)  # while reading a whole journal
+COLLECT_HISTORY_AT = (500_000, 20, 50)  # for a process that reads a whole journal
 
 
 def freeze_and_tune(collect_at: tuple[int, int, int] = COLLECT_AT) -> None:
-    """Freeze all objects that are alive now, and collect the rest rarely."""
+    """Exclude all objects that are alive now from garbage collection, and set the thresholds for other objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*collect_at)
 
 
-GROWN_BYTES = 16 * 2**20  # above the process's minimum so far
+GROWN_BYTES = 16 * 2**20  # growth above the minimum so far from which memory is returned
 WORTH_BYTES = 4 * 2**20
 PAUSE_S, PAUSE_S_MAX = 2.0, 30.0
 _PAGE = 4096
@@ -31,23 +31,27 @@ _STATM = Path("/proc/self/statm")
 class HeapTrim:
     """Decides when a process returns freed memory to the operating system.
 
-    The allocator keeps the memory that threads have freed in per-thread arenas: after tokenising eight texts of 10 MB, a frontend
-    had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory than its minimum
-    so far. That takes about 0.1 s per gigabyte, in a thread. If a call frees little memory, the next calls are less frequent.
+    The allocator keeps the memory that threads have freed in per-thread arenas. For example, after tokenizing eight texts of 10
+    MB, a frontend had 13.5 GB, of which it used 50 MB. So `malloc_trim` (glibc) is called while a process has much more memory
+    than its minimum so far. The call takes about 0.1 s per gigabyte, in a thread. If a call frees little memory, the next calls
+    are less frequent.
     """
 
     def __init__(
         self, resident: Callable[[], int] | None = None, trim: Callable[[], object] | None = None
     ) -> None:
-        """`resident` returns the process's resident bytes, `trim` returns free memory to the system."""
+        """`resident` returns the number of resident bytes of the process. `trim` returns freed memory to the system."""
         self._resident = resident or resident_bytes
         self._trim = trim or trim_heap
-        self._least = self._left = self._resident()  # minimum so far; after the last trim
+        self._least = self._left = (
+            self._resident()
+        )  # the minimum so far, and the resident bytes after the last trim
         self._pause_s = PAUSE_S
         self._due = 0.0
 
     async def look(self, now: float) -> None:
-        """Return freed memory to the system, if there may be some. Called every second."""
+        """Return freed memory to the system if the process has grown and the pause since the last call is over. Called every
+        second."""
         has = self._resident()
         self._least = min(self._least, has)
         if has - self._left > GROWN_BYTES:
@@ -62,7 +66,7 @@ class HeapTrim:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of this process; 0 where the system does not report them."""
+    """Return the number of resident bytes of this process, or 0 if the system does not report it."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE
     except OSError:
@@ -70,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def trim_heap() -> None:
-    """Return the free memory of the C library's allocator to the system, where the library supports it."""
+    """Return freed memory of the C library's allocator to the system. Does nothing if the library does not support this."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Console output of a fleet's supervisor. A closed terminal or an unread pipe must not stop the fleet."""
+"""Terminal output of a fleet's supervisor, which a closed terminal or an unread pipe cannot stop."""
 
 import select
 import sys
@@ -9,12 +9,12 @@ from events.process.logs import ignore_exit_flush_errors
 
 
 def say(text: str) -> None:
-    """Print a line to stdout, if it can be written."""
+    """Print a line to stdout. If stdout cannot be written, drop the line."""
     _write(sys.stdout, text)
 
 
 def warn(text: str) -> None:
-    """Print a line to stderr, if it can be written."""
+    """Print a line to stderr. If stderr cannot be written, drop the line."""
     _write(sys.stderr, text)
 
 
@@ -22,15 +22,15 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         if _is_writable(stream):
             print("\n".join(map(escape_controls, text.split("\n"))), file=stream, flush=True)
-    except (OSError, ValueError):  # a closed pipe, a closed terminal, a closed file
+    except (OSError, ValueError):  # the pipe, the terminal or the file is closed
         ignore_exit_flush_errors()
 
 
 def _is_writable(stream: TextIO) -> bool:
-    """Return whether a line can be written without blocking. A full pipe would block."""
+    """Return whether a line can be written without blocking. A write to a full pipe would block."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # not a system file: a write to it cannot block
+    except (OSError, ValueError):  # not a file of the system, so a write cannot block
         return True
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

@@ -1,11 +1,12 @@
-"""The controller process: decides while it holds the lease, and is a hot standby otherwise.
+"""The controller process, which decides while it holds the lease, and is a hot standby otherwise.
 
     lease ─▶ reconciler (decides)     journal ─▶ view ─┬─▶ canary loop ─▶ request plane
                                                        ├─▶ liveness ◀─ heartbeats
                                                        ├─▶ actuator ─▶ workers
                                                        └─▶ metrics, operator's control
 
-Modules that are slow to import and not needed for decisions (FastStream, tokenizers) are imported after the loops have started.
+The words are parts of the process and its connections, and the arrows show where data goes. Modules that are slow to import and
+not needed for decisions (FastStream, tokenizers) are imported after the loops have started.
 """
 
 import asyncio
@@ -60,14 +61,14 @@ from events.observations import WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
 from events.versions import Known
 
-READY_S = 3600.0  # how long a starting controller waits for the broker
+READY_S = 3600.0  # longest time that a starting controller waits for the broker
 PROJECTOR_S = 0.8
 CONNECT_S = 0.5
 LINGER_S = 3.0
 LEASE_KEY = "controller"
-# facts after which the set of connections or of exported workers changes
+# facts that may change the set of connections, or of workers with metrics
 MOVES = (WorkerJoined, WorkerLeft, HealthChanged, WorkerForgotten)
-# 2 s of silence may delay a canary: how soon users' streams move depends on the limits of the frontends
+# 2 s of silence delay only a canary; how soon users' streams move depends on the limits of the frontends
 PROBER = PlaneLimits(hang=HangPolicy(silence_s=2.0))
 
 log = structlog.get_logger(__name__)
@@ -82,14 +83,17 @@ async def run_controller(
     name: str,
     key: FleetKey | None = None,
 ) -> int:
-    """Run until SIGTERM (exit 0), deciding or on standby. Raise HoldfastError if an operator must act."""
+    """Run a controller until SIGTERM, deciding or on standby, and return the exit code 0. Raise HoldfastError if an operator
+    must act."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
-        new = not remembered(data / "spool")  # not new: a process has seen a stream before, so it must exist
+        new = not remembered(
+            data / "spool"
+        )  # if a process has seen a stream before, the stream must exist and is not created
         connecting = group.create_task(
             NatsJournal.connect(
                 nats_url,
@@ -126,7 +130,7 @@ def _store(url: str | None) -> Any:
 
 
 async def load_vocabulary(tokenizer: str) -> Vocabulary:
-    """Return a worker's tokenizer, loaded in a thread. Raise TokenizerMissing."""
+    """Return the vocabulary of a worker's tokenizer, loaded in a thread. Raise TokenizerMissing."""
 
     def load() -> Vocabulary:
         from controller.frontend.openai.text.tokenizer import ids_of, load_tokenizer
@@ -138,7 +142,7 @@ async def load_vocabulary(tokenizer: str) -> Vocabulary:
 
 
 class ControllerProcess:
-    """All services of one controller."""
+    """Composes and runs all services of one controller."""
 
     def __init__(
         self,
@@ -192,13 +196,13 @@ class ControllerProcess:
         self.lease.report = self.intruders.foreign_lease
         self.view.listen(self._absorb)
         self.lease.listen(self._lease_changed)
-        self._led_at = float("-inf")  # by the loop's clock
+        self._led_at = float("-inf")  # when this controller last led, by the event loop's clock
         self._runner: web.AppRunner | None = None
         self._stopping = False
 
     @property
     def leading(self) -> bool:
-        """Whether to act for the fleet: the lease is held, and the journal has been read to its end."""
+        """Whether this controller acts for the fleet, because it holds the lease and has read the journal to its end."""
         return self.lease.held and self.view.is_ready
 
     def _tools(self, clock: SystemClock) -> ProberDependencies:
@@ -219,7 +223,7 @@ class ControllerProcess:
         )
 
     async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
-        """Run all services until `stop`, or until one of them fails."""
+        """Run all services until `stop` is set or one service fails."""
         room = JournalRoom(self._journal.usage, self._data, SystemClock())
         self.metrics.registry.register(
             FleetCollector(lambda: self.view.fleet, self.beats, lambda: {**self._own(), **room.known})
@@ -261,7 +265,7 @@ class ControllerProcess:
                 service.cancel()
 
     async def _targets(self, request: web.Request) -> web.Response:
-        """Serve the scrape targets of this host to Prometheus."""
+        """Return the scrape targets of this host to Prometheus."""
         found = await asyncio.to_thread(presence.present, self._data)
         return web.json_response(scrape_targets.target_groups(found))
 
@@ -334,13 +338,16 @@ class ControllerProcess:
             self._connect()
 
     async def _keep_connected(self) -> None:
-        """Reconcile connections with the fleet periodically, in case a trigger was missed."""
+        """Call `_connect` every 0.5 s, in case a change of the fleet or of the lease was missed."""
         while True:
             self._connect()
             await asyncio.sleep(CONNECT_S)
 
     def _connect(self) -> None:
-        """Connect to every live worker while leading, and for a moment longer, because a lease can flicker."""
+        """Connect to every live worker while leading, and disconnect otherwise.
+
+        The connections are kept for 3 s after the controller stopped leading, because it may regain the lease at once.
+        """
         now = asyncio.get_running_loop().time()
         if self.leading:
             self._led_at = now
@@ -379,7 +386,8 @@ class ControllerProcess:
         }
 
     async def _projected(self) -> int | None:
-        """Return the projector's position: the reported one, or else the one in the store. None without a store."""
+        """Return the projector's position: the one that a projector on this host reports, or else the one in the store. None
+        without a store."""
         urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
         timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -392,7 +400,7 @@ class ControllerProcess:
         return None if self._store is None else (await self._store.position()).seq
 
     def _ready(self) -> str:
-        """Return why this controller is not ready, or "" if it is."""
+        """Return why this controller is not ready. Return an empty string if it is ready."""
         if self._stopping:
             return "this controller is stopping"
         if self.view.fault is not None:
@@ -402,6 +410,6 @@ class ControllerProcess:
         return "" if self._journal.connected else "the broker cannot be reached"
 
     def _report(self) -> JsonView:
-        """Return the body of /health and /ready."""
+        """Return the body of /health and /ready as a JSON object."""
         why = self._ready()
         return {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}

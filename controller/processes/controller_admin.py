@@ -1,4 +1,4 @@
-"""The admin port of controllers and planners: /metrics, /health, /live, /ready (503 with a reason)."""
+"""The admin port of controllers and planners: /metrics, /health, /live and /ready."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -21,10 +21,14 @@ async def serve(
     port: int,
     more: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
-    """Open the port, with the common routes and `more`. Raise HoldfastError if the port is not available."""
+    """Open the admin port, with the common routes and `more`, and return its server. Raise HoldfastError if the port is not
+    available.
+
+    `render` returns the metrics as text, and `report` the body of /health and /ready.
+    """
 
     async def metrics(request: web.Request) -> web.Response:
-        # in a thread: rendering takes a quarter of a second for a thousand workers
+        # in a thread, because rendering takes a quarter of a second for a thousand workers
         accepts = ",".join(request.headers.getall("Accept-Encoding", ()))
         body, coded = await asyncio.to_thread(lambda: packed(render(), accepts))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, **coded})
@@ -44,7 +48,7 @@ async def serve(
 
 
 def guarded(hosts: frozenset[str]) -> Middleware:
-    """Return a middleware that rejects the requests that `admin_guard` refuses."""
+    """Return a middleware that rejects the requests that `admin_guard` refuses, with status 403."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -56,7 +60,7 @@ def guarded(hosts: frozenset[str]) -> Middleware:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Start listening. Raise HoldfastError if the port is not available."""
+    """Start listening on the port. Raise HoldfastError if the port is not available."""
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
@@ -65,6 +69,6 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 def url_of(runner: web.AppRunner) -> str:
-    """Return the URL of an open port."""
+    """Return the URL of the port on which a server listens."""
     host, port = runner.addresses[0][:2]
     return f"http://{host}:{port}"

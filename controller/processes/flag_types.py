@@ -1,4 +1,4 @@
-"""Argument types of numeric flags."""
+"""Argument types of numeric command-line flags, with their limits."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 def option(text: str, **more: Any) -> Options:
-    """Return the arguments of a flag with this help text."""
+    """Return the keyword arguments of `add_argument` for a flag with this help text."""
     return {"help": text, **more}
 
 
