@@ -125,9 +125,7 @@ class FastClient(Client):
 
     def hear_raw(self, subscription: Subscription, take: Raw) -> None:
         """Call `take` with each message of a subscription, undecoded, in the read loop."""
-        self._raw[subscription._id] = (
-            take  # the subscription's id in the parser, for which nats-py has no public name
-        )
+        self._raw[subscription._id] = take  # the parser's id: nats-py has no public name for it
 
     def hear_no_more(self, subscription: Subscription) -> None:
         """Remove the handler that `hear_raw` added."""

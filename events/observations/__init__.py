@@ -1,8 +1,8 @@
 """Defines the kinds of observations: one frozen dataclass per kind.
 
-The fields of the dataclass are the body of the event. A kind may get a new optional field. A new meaning needs a new kind, and no kind or field is ever renamed. The last part of a
-field's name is its unit. No prompt or text of a user ever enters an event. The only tokens in events are those of canaries, and
-the prompts of canaries belong to Holdfast.
+The fields of the dataclass are the body of the event. A kind may get a new optional field. A new meaning needs a new kind, and
+no kind or field is ever renamed. The last part of a field's name is its unit. No prompt or text of a user ever enters an event.
+The only tokens in events are those of canaries, and the prompts of canaries belong to Holdfast.
 
 `worker` is a worker's stable name ("w3"). `instance` identifies one run of the worker, from its start to its end. State belongs
 to a worker and an instance together, so a fact about another instance does not change it.
