@@ -2,8 +2,8 @@
 
     a request ─▶ the worker that can start it first ─▶ prompts are read one after another ─▶ a slot in the batch ─▶ tokens
 
-A step takes longer the more sequences run, and while prompts are read. Requests queue at workers without limit; a late
-response counts as missed.
+A decoding step takes longer if more sequences run, or if the worker prefills a prompt ("reads" it) at the same time.
+Requests queue at workers without limit. A response that is later than the objectives allow counts as missed.
 """
 
 from dataclasses import dataclass
@@ -36,15 +36,15 @@ class DayFigures:
 
     @property
     def missed_share(self) -> float:
-        """The share of requests that were missed."""
+        """The share of requests with a late first token or late further tokens, 0 to 1."""
         return self.missed / self.requests if self.requests else 0.0
 
 
 class FleetModel:
-    """The workers of one model. Times are in seconds; requests must arrive in order of time."""
+    """The simulated workers of one model. Times are in seconds. Requests must arrive in order of time."""
 
     def __init__(self, profile: Profile, objectives: Objectives, workers: int, start_s: float) -> None:
-        """Start with `workers` ready workers. A new one takes `start_s` until it serves."""
+        """Create a fleet with `workers` ready workers. A worker that is added later serves after `start_s` seconds."""
         self._profile = profile
         self._objectives = objectives
         self._start_s = start_s
@@ -68,7 +68,7 @@ class FleetModel:
 
     @property
     def workers(self) -> int:
-        """Number of workers that serve or start."""
+        """The number of workers that serve or are starting. Draining workers are not counted."""
         return len(self._there) - len(self._leaving)
 
     def _take(self, now: float) -> int:
@@ -80,7 +80,7 @@ class FleetModel:
         return index
 
     def _grow(self) -> None:
-        """Double the capacity of the arrays."""
+        """Double the capacity of the arrays of workers."""
         there = len(self._running)
         self._free_at = np.append(self._free_at, np.full(there, GONE))
         self._running = np.append(self._running, np.zeros(there, dtype=np.int64))
@@ -89,7 +89,7 @@ class FleetModel:
         self._idle = list(range(2 * there - 1, there - 1, -1))
 
     def scale(self, workers: int, now: float) -> None:
-        """Start or drain workers to reach `workers`."""
+        """Start or drain workers at time `now`, so that `workers` of them serve or are starting."""
         self._pass(now)
         if workers != self.workers:
             self.figures.changes += 1
@@ -114,7 +114,7 @@ class FleetModel:
         self._idle.append(index)
 
     def _pass(self, now: float) -> None:
-        """Apply all worker starts, answer ends and worker removals until `now`."""
+        """Apply all starts of workers, ends of answers and removals of drained workers that are due by `now`."""
         while self._ready and self._ready[0][0] <= now:
             at, index = heappop(self._ready)
             self._free_at[index] = at
@@ -130,7 +130,7 @@ class FleetModel:
                 self._gone(index, at)
 
     def come(self, now: float, prompt: int, answer: int) -> None:
-        """Process the arrival of a request."""
+        """Assign a request that arrives at `now` to the worker that can start it first. Sizes are in tokens."""
         self._pass(now)
         begins = np.maximum(self._free_at, now)
         full = self._running >= self._profile.max_batch
@@ -166,7 +166,10 @@ class FleetModel:
             heappush(self._late, first if late_first else end)
 
     def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
-        """Return the share of a worker's time spent reading during an answer: at first its own, later the fleet's average."""
+        """Return the share of its time that a worker spends on prefill during an answer of `answer_s` seconds.
+
+        Early in the answer, this is `share`, the worker's present value. Later it approaches the average of the fleet.
+        """
         self._all_reading *= exp((self._last_at - now) / ALL_REMEMBERS_S)
         usual = min(BUSY_MAX, self._all_reading / max(1, self.serving))
         self._all_reading += reading_s / ALL_REMEMBERS_S
@@ -176,11 +179,11 @@ class FleetModel:
 
     @property
     def serving(self) -> int:
-        """Number of workers that serve now."""
+        """The number of workers that serve now."""
         return self.workers - len(self._ready)
 
     def late_until(self, now: float) -> int:
-        """Return the number of answers found to be late since the last call."""
+        """Return the number of answers that became late by `now` and were not returned by an earlier call."""
         count = 0
         while self._late and self._late[0] <= now:
             heappop(self._late)
@@ -188,7 +191,7 @@ class FleetModel:
         return count
 
     def end(self, now: float) -> DayFigures:
-        """Return the results until `now`."""
+        """End the simulated day at `now`, and return its results."""
         self._pass(now)
         for since in self._there.values():
             self.figures.worker_s += now - since

@@ -1,12 +1,13 @@
-"""Forecasts the load of the next minutes with the method that a back-test finds best.
+"""Forecasts the load of the next minutes by the method with the least error in a back-test.
 
     constant         the last minute's load
     moving_average   the mean of the last ten minutes
     trend            continues the trend with damping (Holt's damped trend, statsmodels)
     seasonal         the load at the same time on the last days, shifted to the present level (Holt-Winters, statsmodels)
 
-Each method is back-tested: from several past moments it forecasts as far ahead as needed now. The method with the least
-error is used. Its margin covers nine tenths of its underestimates, as a share.
+The history is a list of loads, one per bin of a minute. In a back-test, each method forecasts from several past bins, as far
+ahead as is needed now, and the forecasts are compared with the recorded loads. The method's margin is the share that must be
+added to its forecasts to cover nine tenths of its underestimates.
 """
 
 import warnings
@@ -35,7 +36,7 @@ class ForecastsMissing(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class LoadForecast:
-    """A forecast."""
+    """The forecast load per bin, with the method that computed it."""
 
     method: str
     values: tuple[float, ...]  # one per bin
@@ -44,29 +45,32 @@ class LoadForecast:
 
     @property
     def peak(self) -> float:
-        """The highest load to plan for."""
+        """The highest forecast load with the margin added."""
         return max(self.values, default=0.0) * (1 + self.margin)
 
 
 def constant(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast the last value."""
+    """Forecast the load of the last bin for each of the next `ahead` bins."""
     return [history[-1]] * ahead
 
 
 def moving_average(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast the mean of the last bins."""
+    """Forecast the mean load of the last WINDOW bins for each of the next `ahead` bins."""
     last = history[-WINDOW:]
     return [sum(last) / len(last)] * ahead
 
 
 def trend(history: Sequence[float], ahead: int) -> list[float] | None:
-    """Forecast a damped trend; None without enough history."""
+    """Forecast by a damped trend. Return None if the history is shorter than TREND_LEAST bins or the fit fails."""
     last = list(history[-TREND_MOST:])
     return _fitted(last, ahead, trend="add", damped_trend=True) if len(last) >= TREND_LEAST else None
 
 
 def seasonal(period: int) -> Method:
-    """Return the seasonal method for days of `period` bins, grouped to about a quarter of an hour."""
+    """Return a method that forecasts by the time of day, where a day has `period` bins.
+
+    The bins are averaged to 15 minutes before the fit. The method returns None for a history of less than two days.
+    """
     coarse = max(1, period // A_DAY)
 
     def method(history: Sequence[float], ahead: int) -> list[float] | None:
@@ -98,7 +102,7 @@ def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | 
 
 @cache
 def _smoothing() -> Any:
-    """Return statsmodels' exponential smoothing, which takes a second to load; None if it is not installed."""
+    """Return the smoothing class of statsmodels, or None if it is not installed. The import takes about a second."""
     try:
         from statsmodels.tsa.holtwinters import ExponentialSmoothing
     except ImportError:
@@ -107,13 +111,13 @@ def _smoothing() -> Any:
 
 
 def check_installed() -> None:
-    """Raise ForecastsMissing if trends and seasons cannot be forecast."""
+    """Raise ForecastsMissing if statsmodels, which trends and seasons need, is not installed."""
     if _smoothing() is None:
         raise ForecastsMissing(str(ForecastsMissing.__doc__))
 
 
 def methods(period: int | None) -> dict[str, Method]:
-    """Return all methods; without a period, those that are not seasonal."""
+    """Return all methods by name. Without a `period`, in bins per day, the seasonal method is omitted."""
     found: dict[str, Method] = {"constant": constant, "moving_average": moving_average, "trend": trend}
     if period is not None:
         found["seasonal"] = seasonal(period)
@@ -121,7 +125,10 @@ def methods(period: int | None) -> dict[str, Method]:
 
 
 def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> LoadForecast:
-    """Return the best method's forecast of the next bins. `history`: at least one bin, the latest last."""
+    """Return the forecast for the next `ahead` bins by the best of the methods in `among`.
+
+    `history` needs at least one bin, with the latest one last. If no method can be back-tested, the moving average is used.
+    """
     default = moving_average(history, ahead) or [history[-1]] * ahead
     best = LoadForecast("moving_average", tuple(default), None, USUAL_MARGIN)  # until a back-test succeeds
     for name, method in among.items():
@@ -138,7 +145,10 @@ def forecast(history: Sequence[float], ahead: int, among: dict[str, Method]) -> 
 def back_test(
     history: Sequence[float], ahead: int, method: Method, moments: int
 ) -> tuple[float, float] | None:
-    """Return a method's relative error and the margin it would have needed; None without enough history."""
+    """Return a method's relative error in a back-test and the margin that it would have needed.
+
+    The error is the sum of absolute errors over the sum of loads. Return None if the history is too short or without load.
+    """
     last = len(history) - ahead
     first = max(2, last - moments * max(1, ahead // 2) + 1)
     error = total = 0.0

@@ -1,7 +1,8 @@
-"""The history of one model from the journal: traffic, capacity, and the changes proposed and applied.
+"""Collects one model's traffic, capacity and scaling changes from the events of the journal.
 
-A minute is known once it is reported by every frontend that reported any of the three preceding minutes. Otherwise the share
-of traffic of a failed frontend would be missing from the sum. A frontend that stops marks its last report.
+Each frontend reports its traffic every minute. The traffic of a minute counts as known only if every frontend that reported
+one of the three preceding minutes has reported this minute too. Otherwise the sum would lack the traffic of a frontend that
+failed. A frontend that stops marks its last report, and is not awaited any more.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -26,7 +27,7 @@ PROPOSALS_MAX = 256
 
 @dataclass(slots=True)
 class _MinuteReports:
-    """The reports of one minute."""
+    """The sum of the frontends' reports for one minute."""
 
     traffic: Traffic = field(default_factory=Traffic)
     late: int = 0
@@ -36,7 +37,7 @@ class _MinuteReports:
 
 
 class ModelHistory:
-    """The history of one model. Events are applied in the journal's order."""
+    """The history of one model. Events must be passed in the journal's order."""
 
     def __init__(self, model: str) -> None:
         """Create an empty history."""
@@ -51,7 +52,7 @@ class ModelHistory:
         self.set_by_operator: int | None = None
 
     def take(self, event: Recorded) -> None:
-        """Absorb one event about this model."""
+        """Add one event about this model to the history."""
         match event.fact:
             case TrafficReported() as fact:
                 self._traffic(fact, event)
@@ -102,12 +103,12 @@ class ModelHistory:
         return self._proposals[-1] if self._proposals else None
 
     def carried_out(self, proposal: Recorded) -> bool:
-        """Return whether this proposal was reported as applied."""
+        """Return whether the last ScaleApplied reports that this proposal was applied successfully."""
         applied = self.last_applied.fact if self.last_applied is not None else None
         return isinstance(applied, ScaleApplied) and applied.proposal == proposal.id and applied.ok
 
     def minutes(self, now: datetime) -> list[Seen]:
-        """Return each past minute, the latest last; None for an unknown one."""
+        """Return the traffic of each past minute, the latest last. An unknown minute is None."""
         if not self._minutes:
             return []
         last = _number(now - timedelta(seconds=LATE_S)) - 1
@@ -129,7 +130,7 @@ class ModelHistory:
         return Minute(reports.traffic, reports.late, self._served(number))
 
     def _expected(self, number: int) -> set[str]:
-        """Return the frontends that should have reported a minute."""
+        """Return the frontends from which a report of this minute is required."""
         expected: set[str] = set()
         for before in range(number - EXPECTED_FOR, number):
             if (reports := self._minutes.get(before)) is not None:
@@ -137,7 +138,7 @@ class ModelHistory:
         return expected
 
     def _served(self, number: int) -> float:
-        """Return the mean number of workers that served during a minute; 0 if unknown."""
+        """Return the time-weighted mean number of serving workers in a minute; 0 if no capacity is known."""
         begin, end = number * BIN_S, (number + 1) * BIN_S
         place = bisect_right(self._capacities, (begin, 1 << 30)) - 1
         within = self._capacities[max(0, place) : bisect_left(self._capacities, (end, -1))]
@@ -152,7 +153,7 @@ class ModelHistory:
         )
 
     def changes(self, now: datetime, within: timedelta = timedelta(hours=1)) -> Sequence[Change]:
-        """Return the recently proposed changes, the latest last."""
+        """Return the changes that were proposed `within` this time before `now`, the latest last."""
         return tuple(
             Change(event.at, event.fact.before, event.fact.after)
             for event in self._proposals

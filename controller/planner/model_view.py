@@ -1,4 +1,4 @@
-"""Converts the state store's rows into the planner's view of a model, and computes its capacity."""
+"""Converts rows of the state store into the planner's input for each model."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from events.observations import Profile, ScaleProposed, WorkerJoined
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """The planner's part of one worker's row."""
+    """The properties of one worker that the planner uses."""
 
     worker: str
     model: str
@@ -36,7 +36,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class ModelCapacity:
-    """The capacity of one model's workers."""
+    """The counts of one model's workers, and their combined capacity."""
 
     provisioned: int
     healthy: int
@@ -47,7 +47,10 @@ class ModelCapacity:
 
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:
-    """Return the capacity of one model's workers within its SLO."""
+    """Return the capacity of one model's workers within its SLO.
+
+    A worker counts as lost if it has received no requests for more than `lost_after_s` seconds.
+    """
     counted = [worker for worker in workers if not (worker.leaving or worker.spare)]
     whole = [(worker.profile, 1.0) for worker in counted]
     within = attainable(slo, whole)
@@ -73,9 +76,11 @@ def view_of(
     lost_after_s: float,
     now: datetime,
 ) -> ModelView | None:
-    """Return one model's view for the decider; None if no worker of it is known, because the workers' speed is then unknown.
+    """Return the planner's input for one model.
 
-    `share`: the share of the SLO's throughput below which the degradation ladder enters or keeps a level.
+    None means that no worker of the model is known. No number of workers can be computed then, because their speed is
+    unknown. `share` is the fraction of the SLO's throughput that the planner keeps as the minimum capacity, so that no
+    degradation level is entered or kept.
     """
     if not workers:
         return None
@@ -102,14 +107,21 @@ def view_of(
 
 
 def _floor(profile: Profile, slo: Slo, share: float) -> int:
-    """Return the number of workers needed to carry this share of the SLO's throughput; 0 without such an SLO."""
+    """Return the number of workers that carries `share` of the SLO's throughput.
+
+    The result is 0 if the model has no throughput SLO, or if a worker has no capacity within the SLO.
+    """
     one = fleet_capacity([(profile, 1.0)], slo).effective_capacity_rps
     wanted = (slo.slo_throughput_rps or 0.0) * share
     return ceil(wanted / one - 1e-9) if wanted > 0 and one > 0 else 0
 
 
 def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: PlannerPolicy, now: datetime) -> int:
-    """Return the number of workers. A recently applied proposal counts as complete, although workers still start or drain."""
+    """Return the number of provisioned workers.
+
+    For `start_s` seconds after a proposal was applied, this is the proposed number, because workers may still be starting or
+    draining.
+    """
     applied, proposed = history.last_applied, history.last_proposal
     if applied is None or proposed is None or now - applied.at > timedelta(seconds=policy.start_s):
         return capacity.provisioned
@@ -122,15 +134,15 @@ LEFT = "left: graceful"  # `reason` of a worker that will not return by itself
 
 
 class WorkersSeen:
-    """Records since when each worker has received no requests. The rows do not contain this time."""
+    """Records how long each worker has received no requests, because the rows do not contain this time."""
 
     def __init__(self) -> None:
-        """Start without any worker."""
+        """Create an empty record."""
         self._out_since: dict[str, float] = {}
         self._joined: dict[str, tuple[str, WorkerJoined]] = {}  # by worker: the text, and the parsed fact
 
     def by_model(self, rows: Sequence[WorkerRow], now: float) -> dict[str, list[PlannedWorker]]:
-        """Return the workers of each model. `now`: seconds of a monotonic clock."""
+        """Return the workers of each model in `rows`. `now` is in seconds of a monotonic clock."""
         found: dict[str, list[PlannedWorker]] = defaultdict(list)
         names = {row["worker"] for row in rows}
         for known in (self._out_since, self._joined):

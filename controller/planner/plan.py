@@ -1,13 +1,14 @@
-"""The planner's decider: how many workers each model should have, from data and past decisions.
+"""Decides how many workers each model should have, from its traffic, capacity and past changes.
 
-    stale data, or recent traffic unknown   ──▶ hold: unknown is not low load
+    stale data, or recent traffic unknown   ──▶ hold, because unknown traffic does not mean low traffic
     an operator has set the number          ──▶ that number, until the operator releases it
     more needed soon than exist             ──▶ up, at most `step_max`, to the number that may be needed until the next change
     fewer suffice, and would have sufficed  ──▶ down, at most `step_max`: enough for the forecast and for the recent peak, with
       for `down_after_s`                        the traffic of leaving workers shared by the rest
-    lost workers are replaced: a worker that does not serve carries nothing
+    lost workers                            ──▶ replaced, because they carry no load
 
-The only state is the journal: two planners that read the same journal compute the same decisions.
+"Up" and "down" mean more and fewer workers, and `step_max` is the largest change at once. Decisions depend only on data from
+the journal, so two planners that have read the same events decide the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ MISTAKEN = timedelta(minutes=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPolicy:
-    """Limits and pace of the planner's changes."""
+    """Limits and waiting times for changes of the number of workers."""
 
     workers_min: int = 1  # minimum workers of each model, without spares
     workers_max: int = 1000  # maximum workers of each model
@@ -75,7 +76,7 @@ class PlannerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change decided earlier."""
+    """An earlier change of the number of workers."""
 
     at: datetime
     before: int
@@ -84,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """The data of one model."""
+    """The planner's input for one model."""
 
     model: str
     provisioned: int  # existing workers in any state, without spares and draining ones
@@ -114,7 +115,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """The workers that one model needs, before any limit applies."""
+    """The number of workers that one model needs, before limits and waiting times apply."""
 
     soon: int  # for the forecast until new ones could serve, without a margin
     now: Sizing  # for the possible load until the next change
@@ -128,7 +129,10 @@ Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
 
 @lru_cache(maxsize=1024)  # entries; it is called every few seconds, and the history changes every minute
 def expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return the load forecast by the method with the least back-test error."""
+    """Return the load forecast by the method with the least back-test error.
+
+    `history` holds the load of each known bin, the latest last. `ahead` is the number of bins to forecast.
+    """
     return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
 
 
@@ -139,7 +143,10 @@ def plan(
     projection_age_s: float,
     expecting: Expecting = expected,
 ) -> list[Proposal]:
-    """Return a proposal for each model."""
+    """Return a proposal for each model. `expecting` forecasts the load.
+
+    If the state store is more than `stale_s` seconds behind the journal, every proposal is to change nothing.
+    """
     if projection_age_s > policy.stale_s:
         why = f"the state store is {projection_age_s:.0f} s behind"
         return [_proposal(view, view.provisioned, "hold", held=why) for view in models]
@@ -175,7 +182,7 @@ def _bounded(policy: PlannerPolicy, floor: int, workers: int) -> int:
 
 
 def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
-    """Return the reason why nothing can be planned for a model; None if a plan is possible."""
+    """Return why the traffic is too little known to plan for a model; None if it is known well enough."""
     last = view.minutes[-max(1, round(policy.unknown_s / BIN_S)) :]
     if not known(last):
         return f"no frontend reported traffic in the last {policy.unknown_s:.0f} s"
@@ -185,7 +192,7 @@ def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
 
 
 def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expected) -> _Needs:
-    """Return how many workers a model needs for the forecast, and also for the recent peak."""
+    """Return the workers that a model needs: soon, until the next change, and also for its recent peak."""
     minutes = known(view.minutes)
     history = [work(minute.traffic, view.profile) for minute in minutes]
     pressure = sustained_pressure(minutes, view.profile, view.objectives)
@@ -209,7 +216,10 @@ def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expecte
 def _stepped(
     policy: PlannerPolicy, view: ModelView, target: int, why: str, needed: _Needs | None, now: datetime
 ) -> Proposal:
-    """Return the next step to a target, or a hold if no step is allowed now."""
+    """Return a proposal with the next step towards `target`.
+
+    If a waiting time or a limit does not allow a change yet, the proposal keeps the present number.
+    """
     up = target > view.provisioned
     if (held := _too_soon(policy, view, now, up=up, short=why == "floor")) is not None:
         return _proposal(view, view.provisioned, "hold", needed, held)
@@ -219,9 +229,9 @@ def _stepped(
 
 
 def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
-    """Return the reason why no change is allowed yet; None if a change is allowed.
+    """Return why no change is allowed yet; None if a change is allowed.
 
-    `short`: fewer workers than the minimum, which overrides the limit of changes per hour.
+    `short`: the model has fewer workers than its minimum. The limit of changes per hour then does not apply.
     """
     changes = [change for change in view.changes if now - change.at < HOUR]
     allowed = policy.changes_per_hour - (0 if up else policy.changes_for_up)
@@ -235,7 +245,10 @@ def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool
 
 
 def _reversals(changes: Sequence[Change]) -> int:
-    """Return how often a reduction was soon reversed. Each time the wait before the next reduction doubles."""
+    """Return how many reductions were followed by an increase within MISTAKEN.
+
+    Each of these doubles the wait before the next reduction.
+    """
     return sum(
         one.after < one.before and other.after > other.before and other.at - one.at <= MISTAKEN
         for one, other in pairwise(changes)
@@ -255,7 +268,10 @@ def _proposal(
 def _within_budget(
     policy: PlannerPolicy, models: Sequence[ModelView], proposals: Sequence[Proposal]
 ) -> list[Proposal]:
-    """Limit the proposals to `gpus_max` for all models together. The model that lacks most gets the next worker."""
+    """Limit the proposals to `gpus_max` GPUs for all models together.
+
+    Each additional worker is granted to the model with the largest ratio of proposed to granted workers.
+    """
     if policy.gpus_max is None:
         return list(proposals)
     gpus = {view.model: view.gpus for view in models}

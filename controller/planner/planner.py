@@ -1,9 +1,9 @@
-"""The planner's state and the facts it has to publish. It performs no I/O.
+"""Computes the planner's proposals and capacity reports from events and rows, without I/O.
 
-The process that runs it reads the state store and the journal for it, and publishes what it returns.
+The process around it reads the journal and the state store, passes events and rows, and publishes the returned facts.
 
     events, rows ─▶ histories, workers ─▶ views ─▶ plan ─▶ CapacityReported, ScaleProposed
-                                                    ▲ age of the projection: the journal's end against the store's position
+                                                    ▲ age of the state store's data (`ProjectionAge`)
 """
 
 from collections import deque
@@ -36,21 +36,21 @@ RATIO_CHANGE = 0.02  # change of a model's capacity ratio that is reported at on
 
 
 class ProjectionAge:
-    """Compares the journal's end at each observation with the store's position. Times are of a monotonic clock.
+    """Measures how old the state store's data is, by comparing its position with the journal's end over time.
 
-    A new planner cannot tell how long the unread events have been there. Until the store has reached an observed end of the
-    journal, `before_s` is added.
+    Times are seconds of a monotonic clock. At the start, it is unknown how old the events are that the store does not contain
+    yet. Therefore `before_s` is added to the age until the store has reached a recorded end of the journal.
     """
 
     def __init__(self, before_s: float) -> None:
-        """Start without observations. `before_s`: assumed age of what was unread at the start."""
+        """Create a measurement without data. `before_s` is the assumed age in seconds at the start."""
         self._before_s = before_s
         self._reached = False  # the store has reached an observed end of the journal
         # time, and the journal's last sequence
         self._ends: deque[tuple[float, int]] = deque(maxlen=LOOKS_MAX)
 
     def seen(self, now: float, last: int) -> None:
-        """Record the journal's end."""
+        """Record that the journal ended at sequence `last` at time `now`."""
         if not self._ends or last > self._ends[-1][1]:
             self._ends.append((now, last))
 
@@ -63,14 +63,14 @@ class ProjectionAge:
         return now - self._ends[0][0] + before_s if self._ends else 0.0
 
     def forget(self) -> None:
-        """Reset: the journal was replaced."""
+        """Discard the measurement, because the journal was replaced."""
         self._ends.clear()
         self._reached = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerDuties:
-    """Settings of a planner besides its policy."""
+    """Settings of a planner process, besides the policy for its proposals."""
 
     proposes: bool = True  # False: it only reports capacities
     by: str = ""  # name of the process that applies proposals; empty: none
@@ -80,7 +80,7 @@ class PlannerDuties:
 
 @dataclass(frozen=True, slots=True)
 class PlannerOutlook:
-    """The data read at one time, and the proposals computed from it."""
+    """The data that a planner read at one time, and the proposals computed from this data."""
 
     at: datetime
     position: int  # sequence up to which the state store was read
@@ -91,7 +91,7 @@ class PlannerOutlook:
 
 
 class Planner:
-    """The state of one planner."""
+    """The state of one planner. It absorbs events and rows, and returns the facts to publish."""
 
     def __init__(
         self, name: str, policy: PlannerPolicy, duties: PlannerDuties, expecting: Expecting = expected
@@ -108,13 +108,13 @@ class Planner:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Reset: the journal was replaced or recreated."""
+        """Discard all events, because the journal was replaced or recreated."""
         self.read = 0
         self._histories.clear()
         self.age.forget()
 
     def take(self, events: Iterable[Recorded]) -> None:
-        """Absorb planning events in the journal's order. An event that was absorbed before changes nothing."""
+        """Absorb planning events in the journal's order. Repeated events change nothing."""
         for event in events:
             if isinstance(event.fact, PolicyAdopted):
                 with suppress(ValueError):  # another version may allow values that are invalid here
@@ -136,7 +136,10 @@ class Planner:
     def look(
         self, rows: Sequence[WorkerRow], position: int, now: datetime, monotonic: float
     ) -> PlannerOutlook:
-        """Return the data from the workers' rows as of `position`. `monotonic`: seconds of a monotonic clock."""
+        """Return the planner's data from the workers' rows, which show the state at sequence `position`.
+
+        `monotonic` is the current time in seconds of a monotonic clock.
+        """
         age_s = self.age.of(position, monotonic)
         by_model = self._workers.by_model(rows, monotonic)
         return PlannerOutlook(now, position, age_s, by_model, self._views(by_model, now))
@@ -153,20 +156,26 @@ class Planner:
         return views
 
     def decide(self, seen: PlannerOutlook) -> list[Proposal]:
-        """Return a proposal per model. It may take a second to fit a season, so it can run in another thread."""
+        """Return a proposal for each model.
+
+        Fitting a seasonal forecast may take a second, so callers can run this method in another thread.
+        """
         return plan(self.policy, [*seen.views.values()], seen.at, seen.projection_age_s, self._expecting)
 
     # --- facts to publish -----------------------------------------------------------------------------------------------------
 
     def capacities(self, seen: PlannerOutlook) -> dict[str, ModelCapacity]:
-        """Return the capacity of each model's workers; empty if the projection is stale."""
+        """Return the capacity of each model's workers; empty if the state store's data is stale."""
         if seen.projection_age_s > self.policy.stale_s:
             return {}
         late_s, by_model = self._duties.lost_after_s, seen.workers.items()
         return {model: capacity_of(workers, self._slo(model), late_s) for model, workers in by_model}
 
     def tells(self, model: str, found: ModelCapacity, seen: PlannerOutlook) -> CapacityReported | None:
-        """Return the capacity fact to publish for a model: when it differs from the last one, and once a minute."""
+        """Return the capacity report to publish for a model; None if no report is due.
+
+        A report is due every CAPACITY_EVERY, and at once if the capacity has changed.
+        """
         history = self._history(model)
         last = history.last_capacity if history is not None else None
         if last is not None and seen.at - last.at < CAPACITY_EVERY and not _differs(last, found):
@@ -177,11 +186,14 @@ class Planner:
         )  # fmt: skip
 
     def due(self, seen: PlannerOutlook) -> list[tuple[Proposal, ScaleProposed]]:
-        """Return the proposals to publish, each with its fact."""
+        """Return the proposals that must be published, each with its fact."""
         return [(one, self._fact(one, seen.position)) for one in seen.proposals if self._is_due(one, seen.at)]
 
     def _is_due(self, proposal: Proposal, now: datetime) -> bool:
-        """Return whether a proposal must be published: it changes something, and is not already known."""
+        """Return whether a proposal must be published.
+
+        It must change the number of workers. A proposal equal to the last one is repeated only after a waiting time.
+        """
         if not self._duties.proposes or proposal.after == proposal.before:
             return False
         history, by = self._histories[proposal.model], self._duties.by
@@ -197,7 +209,7 @@ class Planner:
         return now - last.at >= timedelta(seconds=wait_s)
 
     def last_proposed(self, model: str) -> int:
-        """Return the sequence of the last proposal about a model, from any planner; 0 if there is none."""
+        """Return the sequence of the last proposal about a model by any planner; 0 if there is none."""
         last = self._histories[model].last_proposal
         return last.seq if last is not None else 0
 

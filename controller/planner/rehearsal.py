@@ -1,7 +1,7 @@
-"""Rehearses the planner on a recorded day: its changes, their cost, and the late requests.
+"""Simulates a recorded day with the planner, and reports the changes, the cost and the late requests.
 
-For comparison: a fleet of a fixed size, and perfect knowledge. The latter knows the traffic of each five minutes in advance,
-and its fleet is the smallest that misses no more than the planner may.
+Two other fleets are simulated for comparison. One has a fixed size. The other has perfect knowledge: it knows the traffic of
+each five minutes in advance, and is the smallest fleet with no more late requests than the planner's policy allows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ Scale = Callable[[float, Sequence[Minute]], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a day."""
+    """One request of a day, with its sizes in tokens."""
 
     at: float  # seconds
     prompt: int
@@ -36,7 +36,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedFleet:
-    """The fleet on which a day is rehearsed."""
+    """The workers' profile, the objectives and the policy of a simulated day."""
 
     profile: Profile
     objectives: Objectives
@@ -44,7 +44,10 @@ class RehearsedFleet:
 
 
 def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
-    """Return a trace with `factor` times as many requests. Copies of a request are spread over half a minute."""
+    """Return the requests of a trace, multiplied in number by `factor`.
+
+    The copies of one request are spread over SPREAD_S seconds.
+    """
     found = []
     for number, row in enumerate(rows):
         copies = int(factor) + ((number * GOLDEN) % 1.0 < factor % 1.0)
@@ -55,12 +58,12 @@ def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
 
 
 def most_needed(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> int:
-    """Return how many workers the busiest minute needs."""
+    """Return the number of workers that the traffic of the busiest minute needs."""
     return max((needed(minute, fleet.profile, fleet.objectives) for minute in by_minute(arrivals)), default=0)
 
 
 def scale_for(fleet: RehearsedFleet, rows: Sequence[TraceRow], workers: int) -> float:
-    """Return the scale of the trace at which the busiest minute needs `workers`."""
+    """Return the largest factor for `scaled` at which the busiest minute needs at most `workers` workers."""
     minutes = by_minute(scaled(rows, 1.0))
     low, high = 0.0, 1.0
     while high < SCALE_MAX and _most(fleet, minutes, high) <= workers:
@@ -81,7 +84,7 @@ def _most(fleet: RehearsedFleet, minutes: Sequence[Traffic], factor: float) -> i
 
 
 def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
-    """Return the traffic of each minute."""
+    """Return the traffic of each minute, from the first minute of the day to the last arrival."""
     if not arrivals:
         return []
     bins: list[list[tuple[int, int]]] = [[] for _ in range(int(arrivals[-1].at // BIN_S) + 1)]
@@ -91,9 +94,10 @@ def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
 
 
 def simulate_day(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
-    """Simulate a day that begins with `first` workers.
+    """Simulate a day with a fleet of `first` workers at its beginning, and return the results.
 
-    `scale` is called each minute with the seconds and the minutes so far, and returns the number of workers to have.
+    At the start of each minute, `scale` gets the time in seconds and the traffic of the minutes so far. It returns the wanted
+    number of workers, or None for no change.
     """
     minutes = by_minute(arrivals)
     model = FleetModel(fleet.profile, fleet.objectives, first, fleet.policy.start_s)
@@ -115,7 +119,7 @@ def simulate_day(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int,
 def with_planner(
     fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int
 ) -> tuple[DayFigures, list[Change]]:
-    """Return the results of a day with the planner, and its changes. `first`: workers at the beginning."""
+    """Return the results of a day that begins with `first` workers, and the changes that the planner made."""
     changes: list[Change] = []
     there = first
 
@@ -145,7 +149,11 @@ def with_fixed(fleet: RehearsedFleet, arrivals: Sequence[Arrival], workers: int)
 
 
 def with_perfect_knowledge(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> DayFigures:
-    """Return the results of a day with the fewest sufficient workers for each five minutes, known in advance."""
+    """Return the results of a day with the smallest sufficient fleet in each five minutes.
+
+    The traffic is known in advance. The fleet is sufficient if it misses no more than the policy allows. If even the largest
+    margin does not suffice, the results with that margin are returned.
+    """
     minutes = by_minute(arrivals)
     each = [needed(minute, fleet.profile, fleet.objectives) for minute in minutes]
     steps = [max(each[n : n + STEP_BINS]) for n in range(0, len(each), STEP_BINS)]

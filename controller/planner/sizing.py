@@ -1,11 +1,12 @@
-"""The number of workers that traffic needs for its answers to start and continue in time.
+"""Computes the number of workers with which given traffic meets the latency objectives.
 
-    reading   N workers read prompts, each one after another. A prompt waits longer than it may with the probability
-              C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)): Erlang's C for r = rate * s / N, with the tail by Allen and Cunneen
-              for prompts of different lengths (c2: their squared coefficient of variation)
-    decoding  a step takes longer while prompts are read: tpot / (1 - r'), where r' is the 99th percentile of r over ten
-              seconds. Sequences run for as long as their answers take (Little), and must fit into batches and KV caches,
-              with some room for their fluctuation (2.33 times the square root: the 99th percentile)
+    reading   N workers read (prefill) prompts, each worker one prompt after another. A prompt waits longer than t seconds with
+              the probability C(N, r) exp(-2 N (1 - r) t / ((1 + c2) s)). Here s is the mean prefill time in seconds,
+              r = requests/s * s / N is the share of time spent on prefill, C is Erlang's C formula, and c2 is the squared
+              coefficient of variation of the prompt lengths (the tail is by Allen and Cunneen)
+    decoding  a step takes longer while the worker prefills: tpot / (1 - r'), where r' is the 99th percentile of r over ten
+              seconds. The number of running sequences follows from the length of answers (Little's law). The sequences must
+              fit into batches and KV caches at the 99th percentile (mean + 2.33 times the square root)
 
 The result is the smallest N for which both meet the objectives.
 """
@@ -24,7 +25,7 @@ BIN_S = 60.0
 
 
 class Traffic(NamedTuple):
-    """The requests that arrived within some time, served or not."""
+    """The requests that arrived in a period, whether they were served or not."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -33,23 +34,23 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[tuple[int, int]]) -> "Traffic":
-        """Sum up requests, given as (prompt tokens, answer tokens)."""
+        """Return the traffic of requests, given as pairs of prompt tokens and answer tokens."""
         prompts = [float(prompt) for prompt, _ in requests]
         squared, output = sum(prompt * prompt for prompt in prompts), sum(answer for _, answer in requests)
         return cls(float(len(requests)), sum(prompts), squared, float(output))
 
     def plus(self, other: "Traffic") -> "Traffic":
-        """Return the traffic of both."""
+        """Return the sum of this traffic and `other`."""
         return Traffic(*map(add, self, other))
 
     def times(self, factor: float) -> "Traffic":
-        """Return the traffic scaled by `factor`."""
+        """Return this traffic with each number multiplied by `factor`."""
         return Traffic(*(each * factor for each in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Minute:
-    """One minute of one model."""
+    """The traffic, late answers and serving workers of one model in one minute."""
 
     traffic: Traffic
     late: float = 0.0  # answers found within this minute to be late
@@ -60,7 +61,7 @@ Seen = Minute | None  # None: unknown
 
 
 def known(minutes: Sequence[Seen]) -> list[Minute]:
-    """Return the known minutes."""
+    """Return the minutes that are not None."""
     return [minute for minute in minutes if minute is not None]
 
 
@@ -70,7 +71,10 @@ def total(minutes: Iterable[Minute]) -> Traffic:
 
 
 def work(traffic: Traffic, profile: Profile) -> float:
-    """Return the seconds of one worker that the traffic costs: reading the prompts, and each token's share of a full batch."""
+    """Return the seconds for which the traffic occupies one worker.
+
+    These are the seconds of prefill, plus for each output token its share of a step with a full batch.
+    """
     rate, batch = profile.prefill_tokens_per_s, max(1, profile.max_batch)
     reading = traffic.prompt_tokens / rate if rate > 0 else 0.0
     share_ms = tpot_ms(profile, batch) / batch
@@ -94,22 +98,22 @@ class Objectives:
     missed: float = 0.01  # share of answers that may be late
 
     def ttft_of_s(self, reading_s: float) -> float:
-        """Return the limit of the time to first token of a prompt with this reading time."""
+        """Return the limit of the time to first token, in seconds, of a prompt with this prefill time in seconds."""
         return max(self.ttft_ms / 1000, 2 * reading_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The number of workers needed, and the bound that prevents fewer."""
+    """The number of workers needed, and the objective or limit that fewer workers would violate."""
 
     workers: int
     bound: str  # first_token, token_time, batch, kv; empty: no traffic
 
 
 def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> Sizing:
-    """Return how many workers this traffic of `seconds` needs, at most WORKERS_MAX.
+    """Return how many workers the traffic of `seconds` seconds needs, at most WORKERS_MAX.
 
-    A time per token that no worker could meet even alone is ignored.
+    The TPOT objective is ignored if even a worker with a single request could not meet it.
     """
     if traffic.requests <= 0 or seconds <= 0:
         return Sizing(0, "")
@@ -131,7 +135,7 @@ def size(traffic: Traffic, seconds: float, profile: Profile, objectives: Objecti
 
 
 def _too_few(workers: int, traffic: Traffic, seconds: float, profile: Profile, objectives: Objectives) -> str:
-    """Return the first bound that `workers` do not meet; empty if they meet all."""
+    """Return the first bound that this number of workers violates; empty if it meets all bounds."""
     rate, requests_per_s = profile.prefill_tokens_per_s, traffic.requests / seconds
     mean = traffic.prompt_tokens / traffic.requests
     reading_s = mean / rate if rate > 0 else inf
@@ -155,9 +159,9 @@ def _decoding(
     profile: Profile,
     objectives: Objectives,
 ) -> str:
-    """Return the decoding bound that `workers` do not meet; empty if they meet all.
+    """Return the first decoding bound that this number of workers violates; empty if it meets all of these bounds.
 
-    `reading`: the share of its time that a worker reads, and its standard deviation.
+    `reading` holds the mean share of its time that a worker prefills, and the standard deviation of this share.
     """
     prompt, answer = traffic.prompt_tokens / traffic.requests, traffic.output_tokens / traffic.requests
     fits = max(1.0, profile.kv_blocks * max(1, profile.block_tokens) / max(1.0, prompt + answer))
@@ -181,7 +185,11 @@ def _decoding(
 
 
 def _waits_longer(may_wait_s: float, workers: int, busy: float, reading_s: float, varies: float) -> float:
-    """Return the probability that a prompt waits longer than `may_wait_s` for workers that read nothing else."""
+    """Return the probability that a prompt waits longer than `may_wait_s` seconds for its prefill.
+
+    `busy` is the share of time spent on prefill, `reading_s` the mean prefill time in seconds, and `varies` the squared
+    coefficient of variation of the prompt lengths.
+    """
     offered = busy * workers
     blocked = 1.0  # Erlang's B, by its recursion
     for n in range(1, workers + 1):
@@ -199,12 +207,15 @@ MINUTES_LEAST = 4  # minutes at a pressure beyond 1 before it is trusted
 
 @lru_cache(maxsize=4096)
 def needed(traffic: Traffic, profile: Profile, objectives: Objectives) -> int:
-    """Return how many workers a minute's traffic needed according to the model."""
+    """Return how many workers one minute's traffic needs according to this model."""
     return size(traffic, BIN_S, profile, objectives).workers
 
 
 def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: Objectives) -> float:
-    """Return the highest pressure at which no more answers than allowed were late: LEAST to MOST."""
+    """Return the highest pressure at which no more answers than allowed were late, between LEAST and MOST.
+
+    Pressure is the number of workers that the model computes for a minute, divided by the number that served in that minute.
+    """
     seen = [
         (needed(minute.traffic, profile, objectives) / minute.workers, minute.late, minute.traffic.requests)
         for minute in minutes[-MINUTES:]
@@ -223,7 +234,7 @@ def sustained_pressure(minutes: Sequence[Minute], profile: Profile, objectives: 
 
 
 def _borne_beyond(seen: Sequence[tuple[float, float, float]], objectives: Objectives) -> float:
-    """Return the highest pressure beyond 1 that workers have sustained for some minutes; 1 if none."""
+    """Return the highest pressure above 1 that workers have sustained for some minutes; 1 if there is none."""
     upper = MOST
     while upper > 1.0:
         above = [(late, requests) for pressure, late, requests in seen if pressure > upper - BEYOND]

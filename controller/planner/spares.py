@@ -1,9 +1,10 @@
-"""The number of spares that a fleet needs, and the shortage that remains with a given number.
+"""Computes how many spares a fleet needs, and which shortage remains with a given number of spares.
 
-Failures of many independent units are a Poisson process, and each unit is away until it is repaired. The number of units
-away at one moment is Poisson distributed with mean rate times mean time to repair, whatever the distribution of these times
-(M/G/∞). Its quantile gives the spares that suffice for that share of the time. Percentages do not scale: for 99.9 % 128
-nodes need 7.8 %, 1,250 need 3.8 %.
+Failures of many independent units are a Poisson process, and a failed unit is away until it is repaired. The number of
+units that are away at one time is Poisson distributed, with the mean (failures per unit of time) * (mean time to repair).
+This holds for any distribution of the repair times (M/G/∞). The 99 % quantile of this number is the number of spares that
+suffices for 99 % of the time. The needed share of spares falls with the size of the fleet: for 99.9 % of the time, 128 nodes
+need 7.8 % spares, and 1,250 nodes need 3.8 %.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from controller.deciders.validation import STRICT, at_least, demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparePolicy:
-    """The number of spares of each model, by its number of workers or groups."""
+    """Settings for the number of spares of a model with a given number of workers or groups."""
 
     spares: int | None = None  # fixed number; None: computed from the failure rate
     spare_threshold: int = 16  # minimum workers for any spares, if the number is not fixed
@@ -36,10 +37,10 @@ class SparePolicy:
 
 
 def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:
-    """Return the least number of spares that suffices for a share `target` of the time: a quantile of the nodes away.
+    """Return the smallest number of spares that suffices for a share `target` of the time.
 
-    `rate`: failures of one node per unit of time; `mttr`: mean time to repair, in the same unit. Raise ValueError for an
-    invalid share or a negative number.
+    `rate` is the number of failures of one node per unit of time, and `mttr` the mean time to repair in the same unit. Raise
+    ValueError for an invalid share or a negative number.
     """
     if not 0 <= target < 1 or min(n_nodes, rate, mttr) < 0:
         raise ValueError(
@@ -58,7 +59,7 @@ def spares_needed(n_nodes: int, rate: float, mttr: float, target: float) -> int:
 
 
 def spares_for(policy: SparePolicy, workers: int) -> int:
-    """Return how many spares a model with this many workers has."""
+    """Return the number of spares for a model with `workers` workers."""
     if policy.spares is not None:
         return policy.spares
     if workers < policy.spare_threshold:
@@ -70,7 +71,7 @@ def spares_for(policy: SparePolicy, workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The outage of one unit, active or spare. Any unit of time."""
+    """The period in which one unit, active or spare, is away. Any unit of time can be used."""
 
     begin: float
     end: float
@@ -78,7 +79,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A fleet's shortage, in units × time."""
+    """The shortage of a fleet over a period, where a slot is the task of one active unit."""
 
     unit_time: float  # of active slots without a unit
     worst: int  # largest number of units at one moment
@@ -87,10 +88,11 @@ class Missing:
 
 
 def missing(outages: Sequence[Outage], spares: int, activation: float, until: float) -> Missing:
-    """Return the shortage of a fleet with this many spares over `until`, if a spare replaces a unit within `activation`.
+    """Return the shortage of a fleet with `spares` spares in the period from 0 to `until`.
 
-    A spare that is away cannot replace another unit. A slot is empty for the activation time, and for as long as more units
-    are away than there are spares. A returning unit fills an empty slot as fast as a spare does, or becomes a spare.
+    A spare replaces a failed unit after the time `activation`. A spare that is itself away replaces no unit. A slot is empty
+    during an activation, and while more units are away than there are spares. A repaired unit fills an empty slot, or becomes
+    a spare.
     """
     ends: list[float] = []
     away = worst = replaced = 0
