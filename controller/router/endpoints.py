@@ -151,7 +151,9 @@ class Endpoint:
     # --- this frontend's requests on the worker: only these methods write its counters
 
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Reserve room for one request until `release`: prompt tokens to prefill, and KV blocks."""
+        """Reserve capacity for one request until `release`: the prompt tokens to prefill, and the KV blocks that it
+        needs.
+        """
         self.kept.requests += 1
         self.kept.tokens += tokens
         self.kept.blocks += blocks

@@ -86,10 +86,11 @@ class RoomFinder:
         beyond: float = 0.0,
         without: Collection[Key] = (),
     ) -> Endpoint:
-        """Return an endpoint of the model with the room `wanted`: of the given lineage, or of any lineage if it is None.
+        """Return an endpoint of the model with room for the request, of this lineage, or of any lineage if `lineage` is
+        None.
 
-        Endpoints in `without` are excluded. `beyond` is the share of its batch size by which a full endpoint may be
-        exceeded. Raise NoWorker if no endpoint has room.
+        `wanted` is the room that the request needs. Endpoints in `without` are excluded. `beyond` is the share of its
+        batch size by which a full endpoint may be exceeded. Raise NoWorker if no endpoint has room.
         """
         try:
             monitor = self.routing.monitor

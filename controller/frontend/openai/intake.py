@@ -294,9 +294,8 @@ def _rendered(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
-    """Refuse a text that certainly exceeds the context, because tokenizing takes a second per megabyte.
-
-    Raise ApiError (400).
+    """Refuse a text that certainly exceeds the context with ApiError (400), because tokenizing takes a second per
+    megabyte.
     """
     if len(text) < context:  # the common case: a token has at least one character
         return

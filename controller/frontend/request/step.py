@@ -337,9 +337,9 @@ def worker_unhealthy(
 def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     """Apply the setting `on_corruption` to an answer with tokens that may be wrong.
 
-    `continue`: keep the accepted tokens if the client has received a suspect token, otherwise generate the suspect tokens again.
-    `restart`: generate the suspect tokens again, or end with an error if the client has received one of them.
-    `error`: always end with an error.
+    With `continue`, the suspect tokens are kept if the client has received one of them, and generated again
+    otherwise. With `restart`, they are generated again, or the request ends with an error if the client has received
+    one of them. With `error`, the request always ends with an error.
     """
     setting, first, answer = state.terms.on_corruption, event.first, event.answer
     shown = answer.reached > first

@@ -206,8 +206,8 @@ class KvIndex:
     def store(
         self, holder: WorkerRank, parent: int | None, blocks: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> None:
-        """Record that a holder has these blocks, the first of them right after `parent`, or at the start of prompts if
-        it is None.
+        """Record that a holder has these blocks. The first block comes right after `parent`, or at the start of prompts
+        if None.
 
         Blocks that the holder already has change nothing. Raise ParentNotHeld, without a change, if the holder does
         not have the parent. Raise Misplaced if a block contradicts its known depth; the blocks before that one have
@@ -357,7 +357,10 @@ class KvIndex:
         return group
 
     def _after(self, bit: int, parent: int | None) -> tuple[BlockRun, int]:
-        """Return the run that contains the block `parent`, and the depth right after that block. Raise ParentNotHeld."""
+        """Return the run that contains the block `parent`, and the depth right after that block.
+
+        Raise ParentNotHeld if the holder does not have the block.
+        """
         if parent is None:
             return self._root, 0
         run = self._runs.get(parent)

@@ -141,9 +141,10 @@ async def ready_tokens(name: str) -> Tokens:
 
 
 def load_tokens(name: str) -> Tokens:
-    """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing.
+    """Return the tokenizer of a folder, or of "builtin:sim", with its chat template.
 
-    Only one thread loads at a time, because parallel loads would starve the event loop.
+    Raise TokenizerMissing if it cannot be loaded. Only one thread loads at a time, because parallel loads would
+    starve the event loop.
     """
     if name not in _loaded:
         with _reading:
