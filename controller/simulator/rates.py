@@ -1,13 +1,14 @@
-"""Accelerator failure rates from field studies, and what they cost a fleet.
+"""Accelerator failure rates from field studies, and the GPU-hours that a fleet loses through them.
 
-Two figures that are easily confused are kept apart:
+Two figures are easily confused:
 
-- *failure events per day* depends on the number of devices alone. Grouping devices into tensor-parallel groups does
-  not change it;
-- *GPU-hours lost per day* = events × tp × time to repair: a failing device takes its whole group out of service.
+- *Failure events per day* depends only on the number of devices, and not on the size `tp` of the tensor-parallel groups.
+- *GPU-hours lost per day* = events per day × `tp` × hours to repair, because a failed device takes its whole group out of
+  service.
 
-No preset assumes "one failure a day". A preset is a rate per GPU-day or per node-day with its source, and `mtbf_hours`
-follows from the size of the fleet. A 3 % annual failure rate at 1,000 GPUs is one failure in 12 days; one a day needs 36.5 %.
+Each preset is a failure rate per GPU-day or node-day, with its source. The mean time between failures (`mtbf_hours`)
+follows from the rate and the size of the fleet. For example, an annual failure rate of 3 % at 1,000 GPUs is one failure in
+12 days. One failure per day at 1,000 GPUs is an annual rate of 36.5 %.
 """
 
 from collections.abc import Mapping
@@ -23,11 +24,11 @@ FAULTS = ("crash", "hang", "device", "error", "corrupt", "slow", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The failure rate and fault mix that one field study measured.
+    """The failure rate and the kinds of failures that one field study measured.
 
-    `per_gpu_day` counts failures of any cause per GPU and day. `mix` distributes the failures over the fault kinds of
-    the simulator; its shares add up to 1. `gpu_share` is the share caused by the GPU itself, None if the source does
-    not report it. `mttr_hours` is the mean time until the capacity is restored.
+    `per_gpu_day` counts failures of any cause per GPU and day. `mix` distributes the failures over the simulator's kinds of
+    faults, with shares that add up to 1. `gpu_share` is the share caused by the GPU itself, or None if the source does not
+    report this share. `mttr_hours` is the mean time until the capacity is restored.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Rates:
 
     @property
     def afr(self) -> float:
-        """The annual failure rate of one GPU (0.03 is 3 % a year), all causes."""
+        """The annual failure rate of one GPU, for all causes. For example, 0.03 is 3 % a year."""
         return self.per_gpu_day * DAYS_PER_YEAR
 
 
@@ -129,7 +130,7 @@ PRESETS: Mapping[str, Rates] = {
 class Forecast:
     """The failures that a preset predicts for a fleet.
 
-    The failures per day and the GPU-hours lost per day are never added up: they are different quantities.
+    `failures_per_day` and `gpu_hours_lost_per_day` are different quantities, and must not be added.
     """
 
     rates: Rates
@@ -138,15 +139,15 @@ class Forecast:
 
     @property
     def failures_per_day(self) -> float:
-        """Failure events per day, independent of tp."""
+        """Failure events per day of the whole fleet. The number does not depend on `tp`."""
         return self.rates.per_gpu_day * self.gpus
 
     @property
     def gpu_hours_lost_per_day(self) -> float:
-        """Events × tp × time to repair: each event stops its whole group of `tp` GPUs."""
+        """Events per day × tp × hours to repair, because each event stops a group of `tp` GPUs."""
         return self.failures_per_day * self.tp * self.rates.mttr_hours
 
     @property
     def mtbf_hours(self) -> float:
-        """Hours between failure events of the whole fleet."""
+        """The mean hours between failure events of the whole fleet."""
         return mtbf_hours(self.gpus, self.rates.afr)

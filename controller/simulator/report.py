@@ -13,7 +13,7 @@ SCENARIO = ("seed", "workers", "minutes", "models", "controllers", "frontends", 
 
 
 def output(args: argparse.Namespace, result: Result) -> str:
-    """Return a run as `args` asks for: JSON, one line of several runs, or text."""
+    """Return the output for a run in the form that `args` selects: JSON, one line (with `--runs`), or text."""
     seed, live = result.scenario.seed, args.live_requests
     again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
     forecast = None
@@ -29,7 +29,7 @@ def output(args: argparse.Namespace, result: Result) -> str:
 def command(
     seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
 ) -> str:
-    """Return the command line that runs a seed again."""
+    """Return the command line that repeats a run."""
     flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
     # All digits: a rounded duration would give another history.
     exact = int(minutes) if minutes == int(minutes) else minutes
@@ -37,7 +37,7 @@ def command(
 
 
 def line(result: Result) -> str:
-    """Return one line about a run in which every invariant held."""
+    """Return one line of text about a run without violations."""
     return (
         f"seed {result.scenario.seed}: {result.events} events, {result.decisions} decisions, "
         f"{sum(result.faults.values())} faults, {result.speed:,.0f} x real time: all invariants held"
@@ -45,7 +45,7 @@ def line(result: Result) -> str:
 
 
 def text(result: Result, again: str, expected: Forecast | None) -> str:
-    """Return a run as readable text."""
+    """Return the result of a run as text. `again` is the command that repeats the run."""
     parts = [_head(result), _happened(result), _clients(result), _checked(result)]
     if expected is not None:
         parts.append(_expected(expected))
@@ -60,7 +60,7 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
 
 
 def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, object]:
-    """Return a run as plain JSON values."""
+    """Return the result of a run as plain JSON values. `again` is the command that repeats the run."""
     scenario, violation = result.scenario, result.violation
     planning, crowd = scenario.planning, scenario.crowd
     return {
@@ -95,7 +95,7 @@ def _head(result: Result) -> str:
 
 
 def _besides(scenario: Scenario) -> str:
-    """Return the scenario's spares, planners and request slots as text."""
+    """Return a phrase with the scenario's spares, planners and request limits; empty if it has none of these."""
     planning, crowd = scenario.planning, scenario.crowd
     found = [f"{scenario.spares} spares"] if scenario.spares else []
     if planning is not None:

@@ -1,4 +1,4 @@
-"""One simulation run: a simulated world around the real deciders, checked at every step."""
+"""Runs one simulation: a simulated world around the production deciders, checked at every step."""
 
 import contextlib
 import gc
@@ -51,7 +51,7 @@ ALL_INVARIANTS = INVARIANTS | invariants_of(requests)  # with --live-requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one run. `violation` is None if every invariant held."""
+    """The result of one run. `violation` is None if no invariant was violated."""
 
     scenario: Scenario
     violation: Violation | None
@@ -70,17 +70,17 @@ class Result:
 
     @property
     def speed(self) -> float:
-        """Virtual seconds per second."""
+        """Virtual seconds per second of real time."""
         return self.scenario.minutes * 60 / self.wall_s if self.wall_s else 0.0
 
 
 class Simulation(SimulatedWorld):
-    """The simulated world of one seed. `run` plays it to the end or to the first violated invariant."""
+    """The simulated world of one scenario. `run` simulates it to the end or to the first violated invariant."""
 
     def __init__(
         self, scenario: Scenario, seams: Seams | None = None, *, live_requests: bool = False
     ) -> None:
-        """Build the world; with `live_requests`, simulate each request token by token."""
+        """Create the world. With `live_requests`, each request is simulated token by token."""
         self.scenario = scenario
         seams = seams or Seams()
         self.seams = replace(seams, evolve=Remembered(seams.evolve))
@@ -106,7 +106,7 @@ class Simulation(SimulatedWorld):
         self.faults = FaultInjector(self)
 
     def run(self) -> Result:
-        """Play the scenario to its end or to the first violated invariant, which is then in the result."""
+        """Run the scenario to its end or to the first violated invariant, which the result then names."""
         began = time.perf_counter()
         violation = None
         try:
@@ -121,18 +121,18 @@ class Simulation(SimulatedWorld):
         return self._result(violation, time.perf_counter() - began)
 
     def policy(self) -> FleetPolicy:
-        """Return the policy that a controller started now would use."""
+        """Return the policy that a controller uses if it starts now."""
         return self.scenario.policies[-1 if self.kernel.now >= self.scenario.change_at else 0]
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader has folded it; without a leader, the fold of the whole journal."""
+        """Return the fleet that the leader has folded. Without a running leader, return the fold of the whole journal."""
         for controller in self.controllers:
             if controller.up and controller.leading and not controller.paused:
                 return controller.replica.fleet
         return self.watch.reference.shown
 
     def stored(self) -> Stored | None:
-        """Return what the state store contains."""
+        """Return the contents of the state store; None if nothing has been stored."""
         return self.projector.stored
 
     def linking(self) -> list[SimulatedFrontend]:
@@ -162,7 +162,7 @@ class Simulation(SimulatedWorld):
         self.notes.append((self.broker.last_seq, line))
 
     def add_machine(self, model: str) -> Machine:
-        """Add one more worker of a model, and return its machine."""
+        """Add a machine for one more worker of a model, and return it. No process is started yet."""
         models, index = self.scenario.models, len(self.machines)
         while models[index % len(models)] != model:
             index += 1
@@ -184,7 +184,7 @@ class Simulation(SimulatedWorld):
         return Machine(name, model, *host, profile=profile_of(crowd), spare=spare, waiting=waiting)
 
     def begin(self) -> None:
-        """Schedule the start of every process and of the faults."""
+        """Schedule the start of all processes, and the first faults."""
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
             kernel.after(int(chance.random() * self.scenario.late), machine.start)
@@ -238,13 +238,13 @@ class Simulation(SimulatedWorld):
 
 
 def numbered(name: str, count: int) -> list[str]:
-    """Return this many names, numbered from 1."""
+    """Return `count` names that consist of `name` and a number from 1 up."""
     return [f"{name}{number + 1}" for number in range(count)]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the production code's logs: a virtual hour would write too many."""
+    """Suppress the log messages of the production code, which would be too many for a virtual hour."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -255,7 +255,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the garbage collector during a run. A run creates few cycles, and is freed as a whole afterwards."""
+    """Disable the garbage collector within the context, and restore it afterwards.
+
+    A run creates few reference cycles, so the collector would cost time and free little memory.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -275,10 +278,10 @@ def simulate(
     seams: Seams | None = None,
     live_requests: bool = False,
 ) -> Result:
-    """Run one seed for `minutes` virtual minutes and return the result, including a violated invariant.
+    """Simulate `minutes` virtual minutes of a seed's scenario, and return the result.
 
-    With `rates`, a preset's name, the workers' faults follow the mix of that field study. Raise KeyError for an unknown
-    preset.
+    If an invariant is violated, the run ends and the result contains the violation. With `rates`, the name of a preset, the
+    faults of workers are distributed as in that field study. Raise KeyError for an unknown preset.
     """
     with uncollected():
         return Simulation(draw(seed, workers, minutes, rates), seams, live_requests=live_requests).run()
@@ -305,7 +308,7 @@ class SweepRun:
 
 
 def play(run: SweepRun) -> Result:
-    """Run one seed. An exception carries a note that names the run."""
+    """Simulate one run of a sweep. An exception gets a note that names the run."""
     try:
         return simulate(run.seed, run.workers, run.minutes, rates=run.rates, live_requests=run.live_requests)
     except Exception as error:
@@ -314,7 +317,7 @@ def play(run: SweepRun) -> Result:
 
 
 def sweep(runs: Iterable[SweepRun], processes: int) -> Iterator[Result]:
-    """Yield the results of all runs, in the order of the runs."""
+    """Yield the result of each run, in the order of `runs`. The runs are distributed over `processes` processes."""
     if processes == 1:
         yield from map(play, runs)
         return

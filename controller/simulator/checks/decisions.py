@@ -1,4 +1,4 @@
-"""Invariants of decisions: checked against the ledger, against the policy, and by deciding again."""
+"""Invariants of decisions: checked against the ledger, the policy and a repeated settle."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -47,9 +47,9 @@ def decisions_gapless(watch: InvariantWatch, event: Recorded, fact: Decision) ->
 
 @invariant("before")
 def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
-    """A deciding controller has read every earlier decision.
+    """A controller that decides has read every earlier decision.
 
-    Decisions appended in the same batch are exempt.
+    Decisions that were appended together are exempt.
     """
     before = watch.decided
     if before is None or event.through >= before.seq:
@@ -61,9 +61,9 @@ def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | 
 
 @invariant("before", decided.WorkerDecision)
 def cause_is_real(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
-    """A decision's cause precedes it and concerns the same instance of the worker.
+    """The cause of a decision precedes the decision, and its controller had read the cause.
 
-    The cause must be an event that the controller had read. `own_instance` checks the instance.
+    `own_instance` checks that the cause concerns the same worker instance.
     """
     if not fact.cause:
         return None
@@ -78,7 +78,7 @@ def cause_is_real(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDe
 
 @invariant("appended")
 def batch_is_whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """One append holds exactly the decisions that were due at its controller's read position."""
+    """One append contains exactly the decisions that were due at the position up to which its controller had read."""
     decisions = [e.fact for e in run if isinstance(e.fact, Decision)]
     if isinstance(decisions[0], decided.Absorbed):
         return None if len(decisions) == 1 else "Absorbed is followed by other decisions in its batch"
@@ -104,13 +104,13 @@ def _kinds(decisions: Sequence[Decision]) -> str:
 
 @invariant("before", decided.HealthChanged | BreakerMoved | decided.DrainStarted)
 def dead_stays_dead(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
-    """No decision concerns a dead instance; only a new instance of the worker serves again."""
+    """No health, breaker or drain decision concerns a dead instance; only a new instance of the worker serves again."""
     return f"{fact.kind()} for {fact.instance}, which is dead" if fact.instance in watch.ledger.dead else None
 
 
 @invariant("before", decided.HealthChanged)
 def legal_transition(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
-    """Health changes follow the transition table, start at the current status and carry a weight that fits."""
+    """Each health change is in the transition table, starts at the current status, and carries a valid weight."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     move = f"{fact.instance}: {fact.before} to {fact.after} ({fact.reason}) at weight {fact.weight}"
     if (fact.before, fact.after) not in LEGAL:
@@ -127,7 +127,7 @@ def legal_transition(watch: InvariantWatch, event: Recorded, fact: decided.Healt
 
 @invariant("before", decided.HealthChanged)
 def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
-    """No decision sets a worker's weight above what its devices allow, as far as its controller has read."""
+    """No decision sets a worker's weight above the device limits that its controller had read."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     left = entry.limit(event.through) if entry is not None else 1.0
     return (
@@ -146,7 +146,7 @@ def breaker_moves(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDe
 
 @invariant("before", decided.BreakerOpened | decided.BreakerClosed)
 def no_straggler(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
-    """No outcome of a request sent before a breaker's last move changes the breaker."""
+    """No outcome of a request sent before a breaker's last transition changes the breaker."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     match watch.ledger.observation(fact.cause)[1]:
         case seen.CanaryResult(sent_under=under):
@@ -162,9 +162,9 @@ def no_straggler(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDec
 
 @invariant("before", decided.BreakerOpened)
 def in_a_row(watch: InvariantWatch, event: Recorded, fact: decided.BreakerOpened) -> str | None:
-    """Only consecutive failures open a breaker: a success in between resets the count.
+    """Only consecutive failures open a breaker, because a success resets the count.
 
-    The check counts the facts that the controller had read. A repeated fact counts once.
+    Only the facts that the controller had read are counted. A repeated fact counts once.
     """
     entry, least = watch.ledger.of(fact.worker, fact.instance), watch.policy.breaker.failures_max
     if entry is None or fact.reason.startswith(("unhealthy", "trial_failed")):
@@ -180,7 +180,7 @@ def in_a_row(watch: InvariantWatch, event: Recorded, fact: decided.BreakerOpened
 
 @invariant("before", decided.WorkerDecision)
 def own_instance(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDecision) -> str | None:
-    """A fact about one instance of a worker causes no decision about another."""
+    """A fact about one worker instance causes no decision about another instance."""
     _, found = watch.ledger.observation(fact.cause)
     if found is None or (found.worker, found.instance) == (fact.worker, fact.instance):
         return None
@@ -193,9 +193,9 @@ def own_instance(watch: InvariantWatch, event: Recorded, fact: decided.WorkerDec
 
 @invariant("before", decided.PolicyAdopted)
 def policy_kept(watch: InvariantWatch, event: Recorded, fact: decided.PolicyAdopted) -> str | None:
-    """An adopted policy, read back from the journal, equals the policy that was adopted.
+    """An adopted policy is the same after it was written to the journal and read again.
 
-    It must be a policy that some controller was started with.
+    The policy must be one with which some controller was started.
     """
     written = codec.decode_body(fact.kind(), codec.encode_body(fact))
     assert isinstance(written, decided.PolicyAdopted)
@@ -232,7 +232,10 @@ def all_knobs(watch: InvariantWatch, event: Recorded, fact: decided.DegradationC
 
 @invariant("before", decided.DegradationChanged)
 def hysteresis(watch: InvariantWatch, event: Recorded, fact: decided.DegradationChanged) -> str | None:
-    """A level is left only after the dwell, at its entry ratio plus the margin or at full provisioned capacity."""
+    """A degradation level is left only after the dwell and at a sufficient ratio.
+
+    The ratio must reach the entry ratio plus the margin, or the ratio of all provisioned workers if that is lower.
+    """
     policy = watch.policy.degradation
     if policy.slo(fact.model) is None:  # the degradation ladder was switched off
         return f"level {fact.after} without an SLO" if fact.after else None
@@ -250,7 +253,7 @@ def hysteresis(watch: InvariantWatch, event: Recorded, fact: decided.Degradation
 
 
 def _reachable(watch: InvariantWatch, fact: decided.DegradationChanged) -> float:
-    """Return the ratio of a model's capacity to its objective that it would have with all expected workers at full weight."""
+    """Return the ratio of capacity to SLO that a model would have with all expected workers at full weight."""
     ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
     slo = ladder.slo(fact.model)
     serving = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
@@ -262,7 +265,10 @@ def _reachable(watch: InvariantWatch, fact: decided.DegradationChanged) -> float
 
 @invariant("before", decided.HealthChanged)
 def just_conviction(watch: InvariantWatch, event: Recorded, fact: decided.HealthChanged) -> str | None:
-    """A worker is convicted of corruption only if it was corrupt when probed, or when it proposed its unconfirmed golden."""
+    """A worker is convicted of corruption only if it was corrupt.
+
+    An unconfirmed golden of the worker's own corrupt instance, and a golden of other weights, may convict it too.
+    """
     if fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
     if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact) or _updated(watch, fact):
@@ -271,9 +277,9 @@ def just_conviction(watch: InvariantWatch, event: Recorded, fact: decided.Health
 
 
 def _updated(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
-    """Return whether the convicting answer is correct for weights that the worker has or had.
+    """Return whether the convicting answer is right for weights that the worker has loaded.
 
-    If so, the golden belongs to other weights.
+    If so, the golden that convicts the worker belongs to other weights.
     """
     machines = watch.world.machines
     machine = machines[fact.worker]
@@ -297,7 +303,7 @@ def _updated(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
 
 
 def _own_past(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
-    """Return whether the conviction rests on an unconfirmed golden that a corrupt instance of this worker proposed.
+    """Return whether an unconfirmed golden, proposed by a corrupt instance of this worker, convicts it.
 
     Such a golden convicts every later instance of the worker, because no vote has decided which of the two answers is wrong.
     """
@@ -312,7 +318,7 @@ def _own_past(watch: InvariantWatch, fact: decided.HealthChanged) -> bool:
 
 @invariant("appended")
 def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Doubt takes no more workers of a model out of service than the ejection budget allows."""
+    """Suspicion alone takes no more workers of a model out of service than the ejection budget allows."""
     settled, share = watch.reference.settled, watch.policy.budget.max_ejection_share
     for model in watch.world.scenario.models:
         of_model = [worker for worker in settled.workers.values() if worker.joined.model == model]

@@ -1,4 +1,4 @@
-"""Invariants checked at the end of a run: nothing is lost, and the fleet has recovered."""
+"""Invariants at the end of a run: no fact is lost, and the fleet has recovered from all faults."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ LATE_AT_MOST = 20  # events still in transit when the run ends
 
 @invariant("end")
 def replay_equals_live(watch: InvariantWatch) -> str | None:
-    """Folding the journal from the beginning gives the live fold."""
+    """A fold of the journal from its beginning equals the fold that was computed during the run."""
     again: Order[Fleet] = Order(watch.seams.evolve, Fleet())
     stored = watch.world.projector.stored
     number = stored[1].number if stored is not None else -1
@@ -27,7 +27,7 @@ def replay_equals_live(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
-    """The state store contains the fold of the journal up to the store's position."""
+    """The state store contains the fold of the journal up to the stored position."""
     stored = watch.world.projector.stored
     if stored is None:
         return "nothing was ever stored"
@@ -71,9 +71,9 @@ def once_in_the_audit(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def processes_caught_up(watch: InvariantWatch) -> str | None:
-    """Every process ends at the end of the journal with an empty outbox.
+    """Every process has read the whole journal, and has published all of its facts.
 
-    The last few events may still be in transit.
+    The last LATE_AT_MOST events may still be in transit.
     """
     world, last = watch.world, watch.world.broker.last_seq
     for replica in world.replicas():
@@ -87,9 +87,9 @@ def processes_caught_up(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def all_well(watch: InvariantWatch) -> str | None:
-    """After every fault is healed, every worker is healthy again at full weight.
+    """After every fault is healed, every worker becomes healthy again at full weight.
 
-    Checked only in scenarios that leave enough time.
+    This is checked only if the time after the faults suffices (`Scenario.settles`).
     """
     if not watch.world.scenario.settles:
         return None
@@ -111,7 +111,7 @@ def all_well(watch: InvariantWatch) -> str | None:
 def incidents_closed(watch: InvariantWatch) -> str | None:
     """After every fault is healed, every incident is closed and every model is at level 0.
 
-    Checked only in scenarios that leave enough time.
+    This is checked only if the time after the faults suffices (`Scenario.settles`).
     """
     if not watch.world.scenario.settles:
         return None

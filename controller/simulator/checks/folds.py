@@ -1,4 +1,4 @@
-"""Invariants of folds: compared with each other and with the ledger."""
+"""Invariants of folds, which are compared with one another and with the check ledger."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from events.fact import Fact, Recorded
 
 @invariant("absorbed")
 def folds_agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorded]) -> str | None:
-    """All folds at the same position are equal."""
+    """All processes that have read the journal to the same position have equal folds."""
     seq = replica.seq
     if seq < replica.order.position.decided:  # it has yet to read events that its snapshot had absorbed
         return None
@@ -28,9 +28,9 @@ def folds_agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorde
 
 
 def differs(actual: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name: str) -> str | None:
-    """Describe the first difference of two fleets; None if they are equal.
+    """Return a description of the first difference between two fleets; None if they are equal.
 
-    Parts that are the same objects as in `known` were compared before and are skipped.
+    `known` is a pair of fleets that were compared before. A part that is still the same object in both is skipped.
     """
     heads = [(fleet.number, fleet.policy, fleet.workers.keys()) for fleet in (actual, true)]
     if heads[0] != heads[1]:
@@ -53,7 +53,7 @@ def differs(actual: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name:
 
 @invariant("recorded")
 def fold_keeps_decisions(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """A fold shows each worker in the state that was last decided."""
+    """A fold shows each worker in the state of the last decision about it."""
     ledger = watch.ledger
     entry = ledger.entries.get(getattr(fact, "worker", ""))
     if entry is None:

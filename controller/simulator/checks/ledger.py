@@ -1,7 +1,7 @@
-"""The check ledger: a second, simple fold of the journal that records only the contents of decisions.
+"""The check ledger: a second, simple fold of the journal, with which invariants compare the fleet.
 
-It shares no code with the deciders. It records decision by decision, and so reveals a fold that has diverged from the
-decisions.
+The ledger shares no code with the deciders. It records the contents of each decision, so that a comparison shows if a fold
+has diverged from the decisions.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from events.fact import Decision, Recorded
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """The last decisions about one instance of a worker."""
+    """The last decisions about one worker instance, and the evidence against it."""
 
     worker: str
     instance: str
@@ -50,7 +50,10 @@ class LedgerEntry:
 
     @property
     def out_by_lateness(self) -> bool:
-        """Whether the instance was taken out of service on evidence of lateness alone."""
+        """Whether evidence of lateness alone has taken the instance out of service.
+
+        Lateness means slow answers, or timeouts while the engine still makes progress.
+        """
         if (
             self.status in (None, decided.HealthStatus.DRAINING, decided.HealthStatus.DEAD)
             or self.draining_until is not None
@@ -59,7 +62,7 @@ class LedgerEntry:
         return self.has_served and not (self.share or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
-        """Return the weight that the worker's devices allow, as known to a reader that has read up to `through`."""
+        """Return the weight that the worker's devices allow, by the facts up to sequence `through`."""
         standing: dict[str, float] = {}
         for seq, device, weight in self.limits:
             if seq > through:
@@ -72,7 +75,7 @@ class LedgerEntry:
 
     @property
     def share(self) -> float:
-        """The share of the worker's capacity that the decisions allow."""
+        """The share of the worker's capacity that the decisions allow, 0 to 1."""
         if self.position != "closed" and self.cap is None:
             return 0.0
         return max(self.weight, self.cap or 0.0)
@@ -86,7 +89,7 @@ class LedgerEntry:
             self.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
 
     def weigh(self, fact: seen.WorkerObservation) -> None:
-        """Record whether the evidence against the worker is more than lateness."""
+        """Record whether a fact is evidence against the worker other than lateness."""
         match fact:
             case seen.CanaryPassed() | seen.CanarySlow() | seen.CanaryFailed(reason="latency_spike"):
                 self.failed_canary = False
@@ -108,7 +111,7 @@ class LedgerEntry:
                 self.hard = True
 
     def note_limit(self, event: Recorded, fact: seen.WorkerObservation) -> None:
-        """Record the weight that a device allows, or that a resume lifted all limits."""
+        """Record that a device limits the worker's weight, or that a resume lifted all limits."""
         match fact:
             case seen.DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
@@ -146,7 +149,7 @@ class LedgerEntry:
 
 @dataclass(slots=True)
 class CheckLedger:
-    """All entries by worker, and the state of models and incidents."""
+    """The ledger's entry for each worker, and its records of models, incidents and proposals."""
 
     number: int = 0
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
@@ -165,7 +168,7 @@ class CheckLedger:
     proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
 
     def write(self, event: Recorded) -> None:
-        """Record one event."""
+        """Record one event of the journal."""
         fact, news = event.fact, self._is_news(event)
         match fact:
             case Decision():
@@ -183,16 +186,19 @@ class CheckLedger:
                 self.proposals.setdefault(fact.model, []).append(event)
 
     def of(self, worker: str, instance: str) -> LedgerEntry | None:
-        """Return an instance's entry if it is the worker's current instance, else None."""
+        """Return the worker's entry if it is about this instance; None otherwise."""
         entry = self.entries.get(worker)
         return entry if entry is not None and entry.instance == instance else None
 
     def observation(self, id: str) -> tuple[int, seen.WorkerObservation | None]:
-        """Return the sequence and fact of the first observation with this id; (0, None) if there is none."""
+        """Return the sequence and the fact of the first observation with this id, or (0, None)."""
         return self.observed.get(id, (0, None))
 
     def _is_news(self, event: Recorded) -> bool:
-        """Return whether the event is new. A repetition has a number that does not exceed its source's last."""
+        """Return whether an event is not a repetition.
+
+        The fact of a repetition has a number that is not above the last number of its source.
+        """
         last = self.numbers.get(event.source, 0)
         self.numbers[event.source] = max(last, event.source_number)
         return not event.source_number or event.source_number > last
@@ -229,7 +235,7 @@ def _life(instance: str) -> int:
 
 @dataclass(slots=True)
 class RequestLedger:
-    """The recorded history of one request."""
+    """The history of one request, recorded from the events and effects of its state machine."""
 
     before: RequestState
     ends: int = 0
@@ -246,7 +252,7 @@ class RequestLedger:
     could_resume_since: int | None = None
 
     def write(self, step: "MachineStep", now: float) -> None:
-        """Record an event and its effects."""
+        """Record one event of the request and its effects. `now` is in seconds of virtual time."""
         _, request, event, effects = step
         self.ends += sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
         for effect in effects:
@@ -304,7 +310,10 @@ class RequestLedger:
 
 
 class MachineStep(NamedTuple):
-    """One step of the state machine: the ledger before the step, the request after it, the event and its effects."""
+    """One step of a request's state machine.
+
+    `ledger` shows the history before the step, and `request` has the state after it.
+    """
 
     ledger: RequestLedger
     request: SimulatedRequest

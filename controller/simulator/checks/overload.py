@@ -1,4 +1,4 @@
-"""Invariants of overload: admission by tier and in time, and rejections that are not failures."""
+"""Invariants of overload: requests are admitted by tier and in time, and a rejection is no failure."""
 
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
@@ -12,9 +12,9 @@ IDLE = 3 * SECOND  # a worker's next report, and the tick that follows
 
 @invariant("tick")
 def room_is_used(watch: InvariantWatch) -> str | None:
-    """No worker has room while a request that it could serve is waiting.
+    """No worker has a free slot while a request that it could serve is waiting, except for a moment.
 
-    Both may hold briefly: until the worker's next report, and the tick that follows.
+    The moment lasts until the worker's next report and the frontend's next tick.
     """
     steady, machines = watch.steadiness, watch.world.machines
     for frontend in watch.world.frontends:
@@ -34,9 +34,9 @@ def room_is_used(watch: InvariantWatch) -> str | None:
 def tiers_ordered(
     watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
 ) -> str | None:
-    """No request is admitted while one of a better tier is queued.
+    """No request is admitted while a request of a better tier is queued.
 
-    A request that was admitted before takes precedence over all that were not.
+    A request that was admitted before, and is sent again, has precedence over all new ones.
     """
     best = frontend.underway.best_waiting(request.model)
     if request.sent_times or best is None or best >= request.rank:
@@ -62,7 +62,7 @@ def refusal_is_no_fault(
     before: object,
     after: object,
 ) -> str | None:
-    """A rejection by a full worker moves no breaker."""
+    """The rejection of a request by a full worker does not change the frontend's breaker of this worker."""
     if (request.request, request.attempt, request.instance) in frontend.refused:
         return (
             f"{frontend.name} counts as a failure that {request.instance} had no room for {request.request}"

@@ -1,4 +1,4 @@
-"""Invariants of planner proposals: freshness, operator settings, order, cool-down and minimum."""
+"""Invariants of planner proposals, for example that a proposal is based on recent data."""
 
 from datetime import timedelta
 
@@ -31,9 +31,9 @@ def planner_floor(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
 
 @invariant("proposed")
 def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """No planner makes a proposal from a stale state store.
+    """No planner makes a proposal from outdated contents of the state store.
 
-    It is stale if the journal has held the event after its position for too long.
+    The contents are outdated if the next event has been on the journal for longer than the policy's `stale_s`.
     """
     events = watch.world.broker.events
     if fact.position >= len(events):
@@ -47,7 +47,7 @@ def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
 
 @invariant("proposed")
 def planner_needs_traffic(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """No planner takes missing traffic reports for low traffic."""
+    """No planner changes a fleet because of traffic that was not reported for a long time."""
     if fact.why not in ("up", "down"):
         return None
     ledger = watch.ledger
@@ -60,9 +60,9 @@ def planner_needs_traffic(watch: InvariantWatch, fact: ScaleProposed) -> str | N
 
 @invariant("proposed")
 def planner_obeys_operator(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """A size set by an operator holds until the operator releases it.
+    """A number of workers that an operator has set applies until the operator releases it.
 
-    The size applies as soon as the planner has read it.
+    The number applies as soon as the planner has read the operator's command.
     """
     ledger = watch.ledger
     known = [n for seq, n in ledger.scales_set.get(fact.model, ()) if seq <= fact.position]
@@ -76,7 +76,7 @@ def planner_obeys_operator(watch: InvariantWatch, fact: ScaleProposed) -> str | 
 
 @invariant("recorded", ScaleProposed)
 def planner_in_turn(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
-    """A proposing planner has read the previous proposal."""
+    """A planner that makes a proposal has read the previous proposal for the model."""
     before = watch.ledger.proposals[fact.model][-2:-1]
     if not before or fact.position >= before[0].seq:
         return None
@@ -85,7 +85,7 @@ def planner_in_turn(watch: InvariantWatch, event: Recorded, fact: ScaleProposed)
 
 @invariant("recorded", ScaleProposed)
 def planner_steady(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
-    """Proposals respect the cool-down and the hourly limit."""
+    """Proposals respect the waiting times between changes, and the limit of changes per hour."""
     if fact.why == "operator":
         return None
     policy = _policy(watch)

@@ -22,7 +22,7 @@ GIVEN_UP = ("budget_exhausted", "no_worker", "all_workers_failed", "over_cap", "
 
 @invariant("stepped")
 def request_ends(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """Every request ends exactly once, and has no effects afterwards."""
+    """Every request ends exactly once, and has no effects after its end."""
     ledger, request, event, effects = step
     ends = sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
     if ledger.ends and effects:
@@ -35,7 +35,7 @@ def request_ends(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_budget(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A request uses no more than its migration budget."""
+    """No request is sent more often than its migration budget allows."""
     ledger, request, event, effects = step
     limit = request.state.terms.migration_limit
     if isinstance(event, on.Sent) and not ledger.free and ledger.paid > limit:
@@ -47,7 +47,7 @@ def request_budget(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_excluded(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """No request is sent again to a worker that failed it."""
+    """No request is sent again to a worker at which it failed before."""
     ledger, request, event, effects = step
     if isinstance(event, on.Sent) and event.server.key in ledger.failed:
         return f"{request.request} is sent to {event.server.key[1]}, which failed it before"
@@ -59,7 +59,7 @@ def request_excluded(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_first_failure(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A client receives the first failure since its last token."""
+    """A request that is given up reports to its client the first failure since the last token."""
     ledger, request, _, effects = step
     if ledger.first is None or not any(do.ReportAbandoned(reason) in effects for reason in GIVEN_UP):
         return None
@@ -71,7 +71,7 @@ def request_first_failure(watch: InvariantWatch, step: MachineStep) -> str | Non
 
 @invariant("stepped")
 def request_outages(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """An outage ends exactly once: with a token or with the request."""
+    """Each outage of a request ends exactly once, with the next token or with the request."""
     ledger, request, event, effects = step
     outage = ledger.outage
     for effect in effects:
@@ -85,7 +85,7 @@ def request_outages(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_reports(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A migration that produced a token is reported exactly once."""
+    """Each migration after which a token arrived is reported exactly once."""
     ledger, request, event, effects = step
     reports = sum(isinstance(one, do.ReportMigrated) for one in effects)
     if isinstance(event, on.FirstToken) and reports != ledger.moving:
@@ -97,7 +97,7 @@ def request_reports(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_policy(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """Possibly wrong tokens are handled by the request's corruption policy."""
+    """Tokens that may be wrong are handled according to the request's corruption policy."""
     ledger, request, event, effects = step
     if not isinstance(event, on.Exposed) or ledger.ends:
         return None
@@ -150,7 +150,7 @@ def request_tokens(
 def request_reads(
     watch: InvariantWatch, request: LiveSimulatedRequest, stream: SimulatedStream
 ) -> str | None:
-    """No token is read from an abandoned attempt."""
+    """The frontend accepts no token from an attempt that the request has left."""
     if request.state.phase == "done" or stream is not request.stream:
         return f"{stream.key[1]} sends a token of {request.request}, which has left it"
     return None
@@ -158,7 +158,7 @@ def request_reads(
 
 @invariant("ended")
 def request_whole(watch: InvariantWatch, request: LiveSimulatedRequest, frontend: LiveRequests) -> str | None:
-    """A complete answer has all its tokens, and no ended request remains at a worker."""
+    """An answer that ends as complete has all its tokens, and no ended request is still at a worker."""
     state, shown = request.state, request.shown
     if request in frontend.requests or any(stream.open for stream in request.streams):
         return f"{request.request} has ended, but is still at {request.instance}"
@@ -172,7 +172,7 @@ def request_whole(watch: InvariantWatch, request: LiveSimulatedRequest, frontend
 
 @invariant("tick")
 def request_resumes(watch: InvariantWatch) -> str | None:
-    """A parked request resumes as soon as a worker can serve it."""
+    """A parked request continues as soon as a worker can serve it."""
     now, machines = watch.kernel.now, watch.world.machines
     for underway, request, ledger in _live(watch):
         state = request.state
@@ -195,7 +195,7 @@ def request_resumes(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def request_waits(watch: InvariantWatch) -> str | None:
-    """No request waits longer than its limit for a worker or for its first token."""
+    """No request waits for a worker, or for its first token, longer than its time limit."""
     now = watch.kernel.now / SECOND
     for _, request, ledger in _live(watch):
         state, since = request.state, ledger.waits_since

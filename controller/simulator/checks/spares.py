@@ -1,4 +1,4 @@
-"""Invariants of spares: they wait, replace lost workers, and keep the number of workers constant."""
+"""Invariants of spares: a spare gets no requests, and replaces a lost worker without adding one."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from events.observations import WorkerJoined
 
 @invariant("before", SpareActivated | SpareReleased)
 def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> str | None:
-    """Only a ready spare fills a slot, and only the slot of a lost worker.
+    """Only a ready spare replaces a worker, and only a lost worker is replaced.
 
-    Readiness and loss are judged by the events that the controller had read.
+    Whether a spare is ready and a worker is lost follows from the events that the controller had read.
     """
     workers = _read(watch, event)
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
@@ -39,7 +39,10 @@ def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | Sp
 
 
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
-    """Return the workers as the deciding controller knew them: from the events it had read and its own batch up to this event."""
+    """Return the workers as the deciding controller knew them.
+
+    The controller knew the events it had read, and the earlier decisions of the same append.
+    """
     unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
     batch = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
     return reduce(watch.seams.evolve, reversed(batch), watch.shown[event.through]).workers
@@ -58,7 +61,7 @@ def _gone(worker: Worker) -> bool:
 
 @invariant("recorded", SpareActivated | SpareReleased | WorkerJoined)
 def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """No slot is filled twice, and the number of slots does not grow."""
+    """No worker is replaced by two spares at once, and the number of serving workers does not grow."""
     fleet = watch.shown[-1]
     known = {**fleet.departed, **fleet.workers}
     taken = Counter(worker.spare.place or name for name, worker in known.items() if not worker.spare.kept)
@@ -75,7 +78,7 @@ def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | Non
 
 @invariant("routed")
 def spares_wait(watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest) -> str | None:
-    """No request goes to a worker that its frontend knows to be a spare."""
+    """No frontend sends a request to a worker that it knows to be a spare."""
     replica = frontend.replica
     worker = watch.shown[replica.known].workers.get(request.worker)
     if worker is None or not replica.whole or worker.joined.instance != request.instance:
@@ -87,7 +90,7 @@ def spares_wait(watch: InvariantWatch, frontend: SimulatedFrontend, request: Sim
 
 @invariant("tick")
 def places_filled(watch: InvariantWatch) -> str | None:
-    """No slot stays empty while a spare is ready and a leader is up."""
+    """No lost worker remains without a replacement while a spare is ready and a leader is up."""
     steady, workers = watch.steadiness, watch.shown[-1].workers
     ready = [one for one in workers.values() if one.spare.kept and _ready(one) and not one.drain.active]
     for name in watch.world.machines:
@@ -100,7 +103,7 @@ def places_filled(watch: InvariantWatch) -> str | None:
 
 
 def _empty(lost: Worker) -> bool:
-    """Return whether a spare must fill a worker's slot."""
+    """Return whether a worker is lost, so that a spare must replace it."""
     health = lost.health
     dead = health.status is HealthStatus.DEAD and not health.exit.draining
     fallen = dead and health.exit.left != "left: graceful"

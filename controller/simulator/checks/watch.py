@@ -1,7 +1,8 @@
-"""The invariant watch of a run: the true fold, a simple ledger of the decisions, and the ground truth.
+"""Checks the invariants of a run whenever the simulated world changes.
 
-The watch has a hook at every point where an invariant can be violated, and checks the hook's invariants there. The first
-violated invariant ends the run.
+The watch has a hook for each kind of change, for example a recorded event, and each invariant names its hook. Invariants
+compare the processes with a correct fold of the journal, with the check ledger, and with the true state of the machines.
+The first violated invariant ends the run.
 """
 
 from bisect import bisect_right
@@ -31,7 +32,10 @@ SLACK = 8 * SECOND  # time for a tick, an append with its retries, and reading
 
 
 class Steadiness:
-    """The conditions that are currently true, and since when, in microseconds of virtual time. Updated once a second."""
+    """Records since when certain conditions have been true without interruption.
+
+    Times are in microseconds of virtual time. The record is updated once a second.
+    """
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.since = 0  # since when both the leader and the broker have run without faults
@@ -43,7 +47,10 @@ class Steadiness:
         self._since: dict[tuple[str, ...], int] = {}
 
     def lasts_since(self, *what: str, so: bool) -> int:
-        """Return since when a condition has been true at every tick; the current time if `so` is false."""
+        """Return since when the condition named by `what` has been true at every tick.
+
+        `so` is whether the condition is true now. If not, the current time is returned.
+        """
         now = self._world.kernel.now
         if so:
             return self._since.setdefault(what, now)
@@ -51,7 +58,10 @@ class Steadiness:
         return now
 
     def overdue(self, due: int) -> bool:
-        """Return whether the leader has run long enough without faults to act on what was due at `due`."""
+        """Return whether the leader should have acted on something that was due at time `due`.
+
+        This is true if the leader has run without faults for long enough since then.
+        """
         world = self._world
         clocks = 2 * world.scenario.skew
         return (
@@ -59,7 +69,7 @@ class Steadiness:
         )
 
     def look(self) -> None:
-        """Update the leader and the workers that it can probe."""
+        """Update since when the leader has run without faults, and since when it could send canaries to each worker."""
         world, now, leader = self._world, self._world.kernel.now, self._undisturbed_leader()
         if leader is None or leader is not self.leader:
             self.leader, self.since = leader, now
@@ -71,7 +81,7 @@ class Steadiness:
                 self.probed_since[machine.name] = now
 
     def _undisturbed_leader(self) -> SimulatedController | None:
-        """Return the only leader, if no fault disturbs it or the broker."""
+        """Return the only leader; None if there is not exactly one, or if a fault affects it or the broker."""
         broker = self._world.broker
         leaders = [c for c in self._world.controllers if c.up and c.leading and not c.paused]
         calm = broker.up and not broker.network.loss and not broker.network.slow
@@ -87,7 +97,7 @@ Check = Callable[..., str | None]
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One sentence that must be true of every history, and its check."""
+    """A sentence that must be true of every run, with the function that checks it."""
 
     name: str
     on: On
@@ -97,9 +107,9 @@ class Invariant:
 
 
 def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
-    """Turn a check into an invariant. Its name is the function's name, its sentence the first paragraph of the docstring.
+    """Turn a check function into an invariant, with the function's name and the first paragraph of its docstring.
 
-    `hook` is when the check runs:
+    `hook` determines when the check runs:
 
     - "before": before a decision is written into the ledger
     - "recorded": after an event is recorded
@@ -115,7 +125,7 @@ def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Chec
     - "tick": once a second
     - "end": at the end of the run
 
-    A check returns a description of the violation if the sentence is false, and None if it is true.
+    A check returns None if the docstring's sentence is true, and otherwise a description of the violation.
     """
 
     def of(check: Check) -> Invariant:
@@ -127,7 +137,10 @@ def invariant(hook: On, about: type | UnionType | None = None) -> Callable[[Chec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A violated invariant: its name, the virtual time in seconds, the last event's sequence, and what was found."""
+    """The first violated invariant of a run.
+
+    `at_s` is the virtual time in seconds, `seq` the sequence of the last event, and `detail` a description of what was wrong.
+    """
 
     invariant: str
     sentence: str
@@ -145,7 +158,10 @@ class Violated(Exception):
 
 
 class InvariantWatch:
-    """The omniscient observer of one run. Its attributes are read by the invariants."""
+    """The observer of one run, which knows the state of all processes and machines.
+
+    The invariants read its attributes.
+    """
 
     def __init__(self, world: SimulatedWorld, seams: Seams, invariants: Mapping[str, Invariant]) -> None:
         self.world = world
@@ -179,13 +195,13 @@ class InvariantWatch:
 
     @property
     def checks(self) -> dict[str, int]:
-        """How often each invariant was checked."""
+        """The number of checks of each invariant."""
         return {name: self._reached[found.on] for name, found in self._invariants.items()}
 
     # --- hooks ---------------------------------------------------------------------------------------
 
     def recorded(self, event: Recorded) -> None:
-        """Handle an event that the journal has stored."""
+        """Update the ledger and the fold by an event that the journal has stored, and check the invariants."""
         fact = event.fact
         if isinstance(fact, Decision):
             self.notify("before", event, fact)
@@ -208,7 +224,7 @@ class InvariantWatch:
         self.notify("recorded", event, fact)
 
     def appended(self, source: str) -> None:
-        """Handle an append that reached the broker, whether it was stored or rejected."""
+        """Check the decisions that `source` has just appended. A rejected append has none."""
         run = self.world.broker.events[self.run_began :]
         while run and not (run[0].source == source and isinstance(run[0].fact, Decision)):
             run = run[1:]
@@ -217,29 +233,29 @@ class InvariantWatch:
             self.notify("appended", run)
 
     def stepped(self, request: SimulatedRequest, event: on.Event, effects: Effects) -> None:
-        """Handle an event that the request machine has applied; its effects are applied next."""
+        """Check one step of a request's state machine, before its effects are applied."""
         ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
         step = MachineStep(ledger, request, event, effects)
         self.notify("stepped", step)
         ledger.write(step, self.kernel.now / SECOND)
 
     def tick(self) -> None:
-        """Handle the passing of a second."""
+        """Check the invariants of the hook "tick". This runs once a second."""
         self.kernel.after(SECOND, self.tick)
         self.steadiness.look()
         self.notify("tick")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
-        """Return the violation for a journal that a fold rejected because its decision numbers are not consecutive."""
+        """Return the violation for decision numbers that are not consecutive, which a fold has rejected."""
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
 
     def entries(self) -> Iterable[LedgerEntry]:
-        """Return the ledger's entry of each worker's current instance."""
+        """Return the ledger's entries of the workers' current instances."""
         return self.ledger.entries.values()
 
     def status_at(self, instance: str, seq: int) -> decided.HealthStatus | None:
-        """Return the health last decided for an instance among the events up to `seq`; None if there is none."""
+        """Return the last decided health of an instance in the events up to `seq`; None if none was decided."""
         verdicts = self.verdicts.get(instance, [])
         at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])
         return verdicts[at - 1][1] if at else None
@@ -247,7 +263,10 @@ class InvariantWatch:
     # --- internal -------------------------------------------------------------------------------------------------
 
     def notify(self, hook: On, *args: object) -> None:
-        """Check the invariants of a hook with its arguments; the last one is the fact, if there is one."""
+        """Check all invariants of a hook. Raise Violated for the first violated one.
+
+        `args` are passed to the checks. The last argument is the fact, if the hook has one.
+        """
         self._reached[hook] += 1
         for found in self._by_hook[hook]:
             if found.about is not None and not isinstance(args[-1], found.about):

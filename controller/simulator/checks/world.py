@@ -1,4 +1,4 @@
-"""Invariants of routing, and of how fast the fleet must react to the true state of its workers."""
+"""Invariants of routing, and of the time in which the fleet reacts to the true state of its workers."""
 
 from controller.deciders.breaker import Breaker
 from controller.deciders.capacity import fleet_capacity
@@ -21,9 +21,9 @@ AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 def verdict_obeyed(
     watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
 ) -> str | None:
-    """A request goes to a worker known to be unhealthy, draining or dead only if it is the model's last.
+    """A request goes to an unhealthy, draining or dead worker only if the ejection budget keeps the worker in service.
 
-    "Known" means by what its frontend had read.
+    The worker's health is what the frontend had read from the journal.
     """
     seq = frontend.replica.known
     status, worker = watch.status_at(request.instance, seq), watch.shown[seq].workers.get(request.worker)
@@ -35,7 +35,7 @@ def verdict_obeyed(
 
 
 def _kept(worker: Worker) -> bool:
-    """Return whether the ejection budget keeps a worker in service that is in doubt, or suspect and the last of its model."""
+    """Return whether the ejection budget keeps a worker in service that would otherwise be out of service."""
     return worker.budget.kept is not None and (worker.in_doubt or worker.serves_suspect)
 
 
@@ -43,9 +43,9 @@ def _kept(worker: Worker) -> bool:
 def shedding_obeyed(
     watch: InvariantWatch, frontend: SimulatedFrontend, request: SimulatedRequest
 ) -> str | None:
-    """No new request of a model is sent while its level accepts none.
+    """No new request of a model is sent while the model's degradation level accepts none.
 
-    A request that was admitted before may be sent.
+    A request that was admitted before that level may be sent.
     """
     if request.since < watch.kernel.now:
         return None
@@ -63,7 +63,10 @@ def own_breaker(
     before: Breaker,
     after: Breaker,
 ) -> str | None:
-    """No outcome of a request sent before a frontend's own breaker moved changes that breaker."""
+    """An outcome changes a frontend's breaker only if its request was sent after the breaker's last transition.
+
+    A transition to half-open needs no outcome.
+    """
     by_time = before.position == "open" and after.position == "half_open" and not after.trial
     if request.sent >= before.moved_by or after == before or by_time:
         return None
@@ -72,7 +75,7 @@ def own_breaker(
 
 @invariant("accused")
 def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None:
-    """No worker is reported silent while it sends heartbeats or is connected to a frontend."""
+    """No worker is reported silent while its heartbeats arrive or a frontend is connected to it."""
     if machine.instance != instance:
         return None
     linked = any(frontend.linked(machine) for frontend in watch.world.frontends)
@@ -82,8 +85,10 @@ def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) 
 
 @invariant("tick")
 def corruption_fenced(watch: InvariantWatch) -> str | None:
-    """A corrupt worker is out of service within canaries × interval, retries and slack, unless no other worker of its model
-    serves."""
+    """A corrupt worker is taken out of service in time, unless no other worker of its model serves.
+
+    The time limit is one round of all canaries, with retries and some slack.
+    """
     machines, steady = watch.world.machines, watch.steadiness
     bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
     for machine in machines.values():
@@ -108,7 +113,7 @@ def corruption_fenced(watch: InvariantWatch) -> str | None:
 
 
 def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
-    """Return whether every canary that the machine answers wrongly has had an agreed golden since `since`."""
+    """Return whether each canary that a machine answers wrongly has had an agreed golden since time `since`."""
     goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
     return watch.goldens_moved.get(key, 0) <= since and all(
@@ -118,7 +123,7 @@ def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
 
 @invariant("tick")
 def canaries_leave_one(watch: InvariantWatch) -> str | None:
-    """No model is left without a serving worker because of canaries alone, or of a new lineage alone."""
+    """Failed canaries and new lineages alone never leave a model without a serving worker."""
     steady, workers = watch.steadiness, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
         of_model = [worker for worker in workers if worker.joined.model == model]
@@ -134,7 +139,7 @@ def canaries_leave_one(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def acquitted_are_tried(watch: InvariantWatch) -> str | None:
-    """A worker is tried again at once when the goldens that convicted it are outvoted, while a leader is up."""
+    """A worker gets a trial at once when the goldens that convicted it are outvoted, while a leader is up."""
     steady = watch.steadiness
     for worker in watch.shown[-1].workers.values():
         instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
@@ -151,7 +156,7 @@ def acquitted_are_tried(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def trials_end(watch: InvariantWatch) -> str | None:
-    """An open or half-open breaker moves when it is due, while a leader is up."""
+    """The transition of an open or half-open breaker happens when it is due, while a leader is up."""
     for entry in watch.entries():
         if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
             continue
@@ -175,7 +180,7 @@ def limits_decided(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def full_capacity(watch: InvariantWatch) -> str | None:
-    """No level lasts beyond the dwell while all workers of a model have full share and meet the objective."""
+    """No degradation level lasts beyond the dwell while all workers of a model serve fully and meet the SLO."""
     steady, policy, workers = watch.steadiness, watch.policy.degradation, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
         level, slo = watch.ledger.levels[model], policy.slo(model)
@@ -198,7 +203,7 @@ def full_capacity(watch: InvariantWatch) -> str | None:
 
 @invariant("tick")
 def drains_end(watch: InvariantWatch) -> str | None:
-    """A drain ends by its deadline, while a leader is up."""
+    """Every drain ends by its deadline, while a leader is up."""
     margin = micros(watch.policy.drain.margin)
     for entry in watch.entries():
         until = entry.draining_until

@@ -1,1 +1,1 @@
-"""Fixed scenarios, which are run to print a transcript."""
+"""Fixed scenarios that `holdfast simulate --scenario` runs to print a transcript."""

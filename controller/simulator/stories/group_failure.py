@@ -1,9 +1,9 @@
-"""The group-failure scenario: one GPU of one tensor-parallel group of eight fails.
+"""Simulates the failure of one GPU in a tensor-parallel group, and prints a transcript.
 
-The scenario is that of the project's first document, with corrected times. Sixteen groups serve a 70B model. GPU 47 raises
-Xid 48, and its group, g6, is lost with all its KV cache (each GPU holds one of eight heads). The other fifteen groups
-compute 23 requests of 2,048 tokens again. The controllers, the fold and the frontend's director are production code; the
-groups, the request plane and time are simulated.
+The scenario is from the project's first document, but with simulated times. Sixteen groups of eight GPUs serve a 70B model.
+GPU 47 raises Xid 48, and its group, g6, is lost with its whole KV cache, because each GPU holds one of eight heads. The
+other fifteen groups re-prefill 23 requests of 2,048 tokens. The controllers, the fold and the frontend's director are
+production code. The groups, the request plane and time are simulated.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ FIRST, SPAN = 259, 1700  # token ids that are not special tokens of the simulate
 
 
 def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
-    """Return `requests` requests of `tokens` tokens each. No two share a prefix, and none ends early."""
+    """Return `requests` requests with prompts of `tokens` tokens, which share no prefix and do not end early."""
     answers = []
     for n in range(requests):
         prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
@@ -57,7 +57,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
 
 
 def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
-    """Return the number of tokens that each worker must compute again for the requests that continue there."""
+    """Return, by worker, the tokens to re-prefill for the requests that continue at the worker."""
     load: Counter[str] = Counter()
     for live in requests:
         assert live.endpoint is not None
@@ -66,7 +66,7 @@ def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
 
 
 def most_over_even(load: Counter[str], workers: int) -> float:
-    """Return the highest load of one worker as a multiple of the even load over `workers` workers."""
+    """Return the highest load of one worker, divided by the load of an even distribution over `workers` workers."""
     return max(load.values()) * workers / load.total()
 
 
@@ -90,7 +90,10 @@ SEVENTY_B = observations.Profile(
 
 
 class SimulatedRequestPlane(ConnectedWorkers):
-    """The simulated request plane of one frontend and the engines behind it. Prompts are computed one after another."""
+    """The simulated request plane of one frontend, with the engines of all workers.
+
+    Each worker prefills its prompts one after another.
+    """
 
     def __init__(self, kernel: Kernel, machines: dict[str, Machine]) -> None:
         self._kernel = kernel
@@ -135,7 +138,7 @@ class SimulatedRequestPlane(ConnectedWorkers):
             self._kernel.after(STEP, self.emit, stream)
 
     def broken(self, worker: str) -> None:
-        """Report the loss of a worker to every stream on it."""
+        """Report to every stream of a worker that the connection to the worker is lost."""
         cause: LostCause = "disconnected"
         gone = [stream for stream, (at, _) in self._streams.items() if at == worker]
         for _, sink in [self._streams.pop(stream) for stream in gone]:
@@ -143,7 +146,7 @@ class SimulatedRequestPlane(ConnectedWorkers):
 
 
 class GroupFailure(Simulation):
-    """The fleet, the director of one frontend, and the fault that strikes the fleet."""
+    """The simulated fleet, the director of one frontend, and the failure of one group."""
 
     def __init__(self, provisioned: float, spares: int = 0) -> None:
         super().__init__(_scenario(provisioned, spares))
@@ -190,7 +193,7 @@ class GroupFailure(Simulation):
 
     @property
     def most_over_even(self) -> float:
-        """The highest load of one group as a multiple of the even load."""
+        """The highest load of one group, divided by the load of an even distribution."""
         return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
     async def play(self) -> str:
@@ -210,13 +213,19 @@ class GroupFailure(Simulation):
         return "\n".join([*lines, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
-        """Advance virtual time. The director resends requests that lost their worker at the end of an event-loop iteration."""
+        """Advance virtual time to `until` in steps of `step` microseconds.
+
+        After each step the event loop runs once, because the director then sends lost requests to other workers.
+        """
         while self.kernel.now < until:
             self.kernel.run(min(until, self.kernel.now + step))
             await asyncio.sleep(0)
 
     def _start_requests(self) -> None:
-        """Start the requests at the group that will fail. Each has received at least one token when the group fails."""
+        """Start the requests at the group that will fail.
+
+        Each request receives at least one token before the failure.
+        """
         endpoints, driver = self.director.table.endpoints, self.director.driver
         endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
         for answer in crowd(REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage):
@@ -248,7 +257,7 @@ class GroupFailure(Simulation):
     # --- the transcript
 
     def first(self, kind: type[WorkerDecision], about: str) -> int:
-        """Return when the first decision of this kind about a worker was appended, in microseconds after the failure.
+        """Return the time of the first decision of this kind about a worker, in microseconds after the failure.
 
         Raise LookupError if no such decision was made.
         """
@@ -305,7 +314,10 @@ class GroupFailure(Simulation):
 
 
 def transcript(provisioned: float, spares: int = 0) -> str:
-    """Return the transcript for a fleet provisioned at this multiple of its SLO, with `spares` spare groups."""
+    """Return the transcript of the scenario.
+
+    `provisioned` is the fleet's capacity as a multiple of its SLO, and `spares` the number of spare groups.
+    """
     return asyncio.run(GroupFailure(provisioned, spares).play())
 
 
