@@ -1,9 +1,11 @@
-"""The canaries of one worker instance on a course: as recorded, or at another interval.
+"""Computes when each canary is sent to a worker instance on a what-if course, and with which result.
 
-As recorded, each canary keeps its result. Where none was sent for a long time, but would be on this course, the result is
-derived from the spells (`spells.py`). At another interval, all results are. `place` is the position within its gap at which
-each spell begins and ends, and determines when the next canary follows: 0 is the earliest possible detection, 1 the latest,
-0.5 halfway.
+If the course keeps the recorded canary interval, each recorded canary keeps its result. The course may need a canary at a time
+when none was recorded; that result is derived from the spells (`spells.py`), the periods in which the worker answered
+wrongly. At another canary interval, every result except those of join canaries is derived from the spells.
+
+A spell begins and ends somewhere between two recorded canaries. `place` says where this is assumed, and when the next canary
+follows: 0 gives the earliest possible detection, 1 the latest, and 0.5 the middle.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,31 +20,36 @@ from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanaryResult, CanarySlow, CheckType
 
 TRIAL, JOIN = CHECKS.index("trial"), CHECKS.index("join")
-GAP = 3.0  # intervals without a canary after which probing is considered paused
-JITTER = 0.1  # share of an interval, either way
-NEAR_S = 2.0  # a recorded trial this long before a trial counts as the same one
-SOON_S = 6.0  # and so does one this long after it
-JOIN_AGAIN_S = 2.0  # seconds until a failed join canary is sent again
-LOOK_S = 1.0  # seconds after a recorded trial; by then it is known whether this course has that trial as well
-NOTHING = 255  # pseudo-result: no canary is sent yet; check again
+GAP = 3.0  # probing counts as paused after this many recorded intervals without a canary
+JITTER = 0.1  # an interval may be longer or shorter by this share
+NEAR_S = 2.0  # a recorded trial up to this many seconds before a trial of the course counts as the same trial
+SOON_S = 6.0  # a recorded trial up to this many seconds after a trial of the course counts as the same trial
+JOIN_AGAIN_S = 2.0  # seconds after which a failed join canary is sent again
+LOOK_S = (
+    1.0  # seconds after a recorded trial until it is certain whether this course has sent that trial as well
+)
+NOTHING = 255  # pseudo-result: no canary was sent; the schedule must be computed again at this time
 INFINITY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One canary in flight."""
+    """One canary that is sent to a worker on the course, with its result. Times are seconds since 1970."""
 
     sent: float
-    at: float  # when its result reaches the journal
-    canary: int
-    said: int
-    fact: CanaryFailed | CanarySlow | None  # its result; None: the canary passed
+    at: float  # when the result reaches the journal
+    canary: int  # index in `RecordedCanaries.names`
+    said: int  # the result: GOOD, SLOW, WRONG, MUTE or NOTHING
+    fact: CanaryFailed | CanarySlow | None  # the result as a fact; None: the canary passed
     check: CheckType
-    guessed: bool  # no canary was recorded at that time
+    guessed: bool  # the result is estimated, because no canary was recorded at that time
 
 
 class Asker:
-    """The canaries of one worker instance on one course."""
+    """Computes the canaries that one worker instance receives on one course, one after the other.
+
+    `start` is when the instance joins on the course. `recorded_s` is the recorded canary interval in seconds, and `interval_s`
+    the interval of the course; None means the recorded one."""
 
     def __init__(
         self,
@@ -57,13 +64,17 @@ class Asker:
         self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
         self._gap = GAP * recorded_s
         self._interval_changed = interval_s is not None
-        self._free = self._interval_changed  # whether this instance's canaries deviate from the recorded ones
-        self._tried = set[int]()  # recorded trials that this course has as well
+        self._free = (
+            self._interval_changed
+        )  # whether canaries are computed by the interval instead of taken from the recording
+        self._tried = set[int]()  # indices of the recorded trials that this course has sent as well
         self._place = place
         self._edges = sorted({spell.began(place) for spell in self._found})
         self._bad = sorted(recorded.facts)
         joined = recorded.at[0] if len(recorded) and recorded.check[0] == JOIN else start
-        self._later = max(0.0, start - joined)  # seconds by which the instance joins later than recorded
+        self._later = max(
+            0.0, start - joined
+        )  # seconds by which the instance joins later than in the recording
         self._next = 0  # index of the next recorded canary
         early = JOIN_AGAIN_S if self._later else 0.0
         self._last = start - early  # when the last canary was sent, or could have been sent
@@ -73,9 +84,10 @@ class Asker:
     # --- timing -------------------------------------------------------------------------------------------------------
 
     def following(self, after: float, calm: bool, joining: bool) -> Question | None:
-        """Return the next canary that is sent after `after`; for a calm worker, skip those that simply pass.
+        """Return the next canary that is sent after the time `after`, or None if no further canary is sent.
 
-        `joining`: no canary has admitted the worker yet. The canary counts as sent only once `asked` is called."""
+        For a calm worker, canaries that pass are skipped because they change nothing. `joining` is true until a passed join
+        canary has admitted the worker. The canary counts as sent only after a call of `asked`."""
         before = (self._next, self._last, self._turn)
         self._free = self._interval_changed or (self._free and not calm)
         if joining and self._later:
@@ -93,7 +105,9 @@ class Asker:
         self._next, self._last, self._turn = self._then
 
     def _joining(self, after: float) -> Question | None:
-        """Return the next recorded join canary. Join canaries do not depend on the interval."""
+        """Return the next recorded join canary after `after`, or None if the next recorded canary is of another type.
+
+        Join canaries are used as recorded, because they do not depend on the interval."""
         recorded = self.told
         while self._next < len(recorded) and recorded.check[self._next] == JOIN:
             place, self._next = self._next, self._next + 1
@@ -104,7 +118,7 @@ class Asker:
         return None
 
     def _at_once(self, after: float) -> Question | None:
-        """Return a join canary for a worker that joins later than recorded."""
+        """Return the next join canary of a worker that joins later than recorded; None if the instance has ended by then."""
         sent = max(after, self._last + JOIN_AGAIN_S)
         if sent >= self.told.end + self._later:
             return None
@@ -116,7 +130,9 @@ class Asker:
         if after > last + every:
             last += int((after - last) / every) * every
         sent = max(last + every, after)
-        if calm and not self._active_at(last):  # when the next canary is sent is only known to an interval
+        # Canaries of a calm worker are skipped until its next spell. The time of the first canary within the spell is uncertain
+        # by one interval; `_place` says which time is assumed.
+        if calm and not self._active_at(last):
             edge = self._edge(last)
             if edge == INFINITY:
                 return None
@@ -132,7 +148,10 @@ class Asker:
         return self._edges[place] if place < len(self._edges) else INFINITY
 
     def _face(self, edge: float) -> None:
-        """Advance to the canary that is sent first when wrong answers begin."""
+        """Set which canary is sent first when the spell that begins at `edge` begins.
+
+        A spell of wrong answers covers only some canaries, so this choice determines how many canaries pass before one fails.
+        """
         spell = next((s for s in self._found if s.asked and s.began(self._place) == edge), None)
         if spell is None:
             return
@@ -162,7 +181,10 @@ class Asker:
         return self._recorded_at(place)
 
     def _untried(self, after: float, place: int) -> Question | None:
-        """Return the canary after a recorded trial that may be missing here: later recorded canaries would not have been sent."""
+        """Return the next canary after a recorded trial that this course has not sent.
+
+        Until LOOK_S after the recorded trial, the course may still send it, so the result is a pseudo-canary NOTHING. After
+        that time, the course deviates from the recording, and canaries follow at the interval."""
         look_at = self.told.sent[place] + LOOK_S
         if after < look_at:
             return Question(look_at, look_at, 0, NOTHING, None, "scheduled", False)
@@ -170,7 +192,7 @@ class Asker:
         return self._slot(after, False)
 
     def _unasked(self, after: float, place: int) -> Question | None:
-        """Return an estimated canary for a long time in which none was recorded."""
+        """Return an estimated canary if none was recorded for a long time before the one at index `place`, else None."""
         recorded = self.told
         before = recorded.sent[place - 1] if place else self._last
         until = recorded.sent[place] if place < len(recorded) else recorded.end
@@ -185,7 +207,7 @@ class Asker:
     # --- results -------------------------------------------------------------------------------------------------------
 
     def trial(self, at: float) -> Question:
-        """Return the trial requested at a time: the recorded one, or an estimated one."""
+        """Return the trial canary that is sent at a time: a recorded trial if one is close, otherwise an estimated one."""
         recorded = self.told
         near = bisect_left(recorded.sent, at - NEAR_S)
         while near < len(recorded) and recorded.sent[near] <= at + SOON_S:
@@ -200,7 +222,10 @@ class Asker:
         return self._ask(at, "trial")
 
     def _chosen(self, at: float) -> int:
-        """Return the canary before the one that a trial sends; `place` selects it if only some are answered wrongly."""
+        """Return the index of the canary that precedes the trial's canary.
+
+        If only some canaries are answered wrongly at that time, `place` 0 selects a trial canary outside the spell, and
+        `place` 1 one within it. Otherwise the trial sends the next canary in order."""
         some = {canary for s in self._active_at(at) for canary in s.asked}
         rest = set(range(len(self.told.names))) - some
         of = {0.0: rest, 1.0: some}.get(self._place, set())
@@ -241,7 +266,9 @@ class Asker:
 
 
 def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_under: int) -> CanaryResult:
-    """Return the fact that reports a canary's result."""
+    """Return the canary result as the fact that a prober would report.
+
+    `sent_under` is the number of the last decision when the canary was sent."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
     like = question.fact or recorded.good
     if like is None:  # no canary of this instance was recorded as passed
@@ -259,7 +286,7 @@ def result(worker: Worker, recorded: RecordedCanaries, question: Question, sent_
 
 
 def calm(worker: Worker) -> bool:
-    """Return whether passed canaries change nothing about a worker, and time alone changes nothing either."""
+    """Return whether a worker is fully in service and free of doubt, so that a passed canary would change nothing."""
     health, state = worker.health, worker.breaker
     quiet = not (
         health.canaries.failures or health.slowness.reports or health.disputed or health.charges.convictions
@@ -276,5 +303,5 @@ def calm(worker: Worker) -> bool:
 
 
 def is_asked(worker: Worker) -> bool:
-    """Return whether canaries are sent to a worker: a draining worker gets them only after a resume request."""
+    """Return whether canaries are sent to a worker. A draining worker gets canaries only after a resume request."""
     return worker.health.status is not HealthStatus.DRAINING or worker.health.exit.resumed

@@ -1,8 +1,10 @@
-"""Compares recorded history, the same history decided again, and history under another policy.
+"""Compares recorded history with the history that a policy change would have led to.
 
-Decided again under the policy that was in force, history is nearly as recorded; the differences show the limits of the method.
-Under another policy, a time that had to be estimated is a range. The range comes from one course per value in `PLACES`, from
-the shortest fault that agrees with the observations to the longest.
+There are three histories. `recorded` is history as recorded. `again` is decided again under the recorded policy; its
+differences from `recorded` show the limits of the method. `would` is decided again under the changed policy.
+
+A figure of `would` that had to be estimated is a range. For the range, one course is run per value in `PLACES`, from the
+shortest faults that agree with the observations to the longest.
 """
 
 from collections import Counter
@@ -20,7 +22,7 @@ from controller.replay.whatif.weights import Weights
 from events import decisions as d
 from events.fact import Decision
 
-PLACES = (0.0, 0.5, 1.0)  # the middle one is the likely one
+PLACES = (0.0, 0.5, 1.0)  # values of `CourseTerms.place`; the middle one gives the likely estimate
 LIKELY = len(PLACES) // 2
 MEASURES = ("noticed", "fenced", "recovered")
 INFINITY = float("inf")
@@ -28,7 +30,10 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a figure. Infinity: not reached before the recording ends or the worker's next fault begins."""
+    """The lowest, the likely and the highest estimate of a figure.
+
+    If the figure is the time to a phase of a fault, infinity means that the phase was not reached. A phase must be reached
+    before the worker's next fault begins and before the recording ends."""
 
     low: float
     likely: float
@@ -36,13 +41,13 @@ class Estimate:
 
     @property
     def exact(self) -> bool:
-        """Whether the figure is exact: nothing had to be estimated."""
+        """Whether all courses agree on the figure, so that it is not a range."""
         return self.low == self.high
 
 
 @dataclass(frozen=True, slots=True)
 class FaultCompared:
-    """One fault, and the seconds from its estimated beginning to each phase."""
+    """One fault, and the seconds from its estimated beginning to each phase, as recorded and on the courses."""
 
     fault: FaultSeen
     recorded: dict[str, float]
@@ -52,7 +57,7 @@ class FaultCompared:
 
 @dataclass(frozen=True, slots=True)
 class TotalCompared:
-    """One figure over the whole recording."""
+    """One figure over the whole recording, such as the number of ejections, in each of the three histories."""
 
     name: str
     unit: str
@@ -63,7 +68,7 @@ class TotalCompared:
 
 @dataclass(frozen=True, slots=True)
 class DecisionsCompared:
-    """How often one decision about one subject is made when decided again, and under the other policy."""
+    """How often a decision about one worker or model is made in `again` and in `would`."""
 
     kind: str
     subject: str
@@ -74,18 +79,18 @@ class DecisionsCompared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answer to a what-if question."""
+    """The answer to a what-if question: what a policy change would have changed."""
 
     recording: Recording
     asked: PolicyChange
     changed: list[tuple[str, Any, Any]]  # setting, recorded value, changed value
     faults: list[FaultCompared]
     totals: list[TotalCompared]
-    decisions: list[DecisionsCompared]  # decisions that are made more or less often
+    decisions: list[DecisionsCompared]  # decisions that `would` makes more or less often than `again`
     limits: list[str]
 
     def as_json(self) -> object:
-        """Return plain JSON. Fault times are seconds since 1970; phases are seconds since the fault began."""
+        """Return the comparison as plain JSON. Fault times are seconds since 1970; phases are seconds since the fault began."""
         return finite({
             "from": self.recording.start, "to": self.recording.end, "events": self.recording.events,
             "asked": [{"setting": name, "was": was, "asked": now} for name, was, now in self.changed],
@@ -112,7 +117,10 @@ def finite(value: object) -> object:
 
 
 def compare(recording: Recording, asked: PolicyChange, *, incident: str = "") -> Comparison:
-    """Compare the recording with the other policy. With `incident`, show only the fault for which it was opened, if known."""
+    """Compare the recording with its course under the policy change `asked`. Raise HelperGone.
+
+    If `incident` is given, the result contains only the fault for which that incident was opened. If no such fault is found,
+    the result contains all faults."""
     found = faults(recording)
     shown = [one for one in found if one.incident == incident] if incident else found
     again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
@@ -153,7 +161,7 @@ def _seconds(fault: FaultSeen, what: FaultPhases) -> dict[str, float]:
 
 
 def estimate(figures: Sequence[float]) -> Estimate:
-    """Return the estimate from one figure per course."""
+    """Combine the figures of the courses, one per value in `PLACES`, into one estimate."""
     return Estimate(min(figures), figures[len(figures) // 2], max(figures))
 
 
@@ -167,7 +175,7 @@ def totals(
     again: CourseTaken,
     courses: Sequence[CourseTaken],
 ) -> list[TotalCompared]:
-    """Return the figures over the whole recording."""
+    """Return the figures over the whole recording. `courses` holds one course per value in `PLACES`."""
     start, end = recording.start, recording.end
     ways = (recording.weights, again.weights, *(one.weights for one in courses))
     figures = [
@@ -186,8 +194,9 @@ def totals(
 def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
     """Return the estimated number of wrong answers that workers began before they were fenced.
 
-    The rate is that of the exposed answers found in the recording, or else the worker's usual rate. A worker that was
-    never fenced began such answers until it recovered.
+    The weights are those of one history. For the recorded history, the result is the number of exposed answers on the journal.
+    For a course, it is a rate times the seconds from the beginning of each fault to the fence. If a worker is not
+    fenced, its seconds end when the fault ends.
     """
     total = 0.0
     for fault in found:
@@ -226,14 +235,16 @@ def _canaries(recording: Recording, asked: PolicyChange, courses: int) -> list[f
 
 
 def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
-    """Return the decisions that would be made more or less often."""
+    """Return the decisions that are made more or less often in `would` than in `again`."""
     ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
     differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
     return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]
 
 
 def _essence(decision: Decision) -> tuple[str, str, str] | None:
-    """Return the subject and effect of a decision, without its time."""
+    """Return the kind, subject and effect of a decision, so that decisions can be counted regardless of their time.
+
+    Return None for a decision that the comparison leaves out."""
     if isinstance(decision, d.Absorbed | d.IncidentClosed | d.GoldenAgreed | d.GoldenRetired):
         return None
     subject = (
@@ -261,7 +272,7 @@ def _essence(decision: Decision) -> tuple[str, str, str] | None:
 def limits(
     recording: Recording, asked: PolicyChange, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
-    """Return the limitations of the answer, as sentences."""
+    """Return the sentences that tell the user what the answer does not account for."""
     guessed = sorted({name for one in courses for name in one.guessed})
     names = ", ".join(guessed[:4]) + (" and others" if len(guessed) > 4 else "")
     silence, version = asked.values.get(SILENCE), recording.fleet.deciders_version or DECIDERS_VERSION
@@ -287,11 +298,11 @@ def limits(
     return [note for applies, note in notes if applies]
 
 
-SOONER = 3.0  # this many times the recorded number of canaries
+SOONER = 3.0  # how many times more often than recorded the first of the usual questions sends canaries
 
 
 def usual(recording: Recording) -> list[PolicyChange]:
-    """Return the questions that would change the policy that was in force."""
+    """Return the policy changes that a report of an incident asks about; a change that would have no effect is left out."""
     was = load(recording.policy)
     found = [PolicyChange({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
     if was.health.failures_max > 1:
@@ -302,7 +313,9 @@ def usual(recording: Recording) -> list[PolicyChange]:
 
 
 def answers(recording: Recording, incident: str) -> list[object]:
-    """Return the answers as plain JSON; none if the fault for which the incident was opened is unknown."""
+    """Return the answers to the usual questions about an incident as plain JSON.
+
+    The list is empty if the recording contains no fault for which the incident was opened."""
     found: list[object] = []
     for question in usual(recording):
         answer = compare(recording, question, incident=incident)

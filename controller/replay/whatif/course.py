@@ -1,7 +1,7 @@
-"""One course: recorded observations, decided again by the deciders under a policy.
+"""Runs one what-if course: the deciders decide the recorded observations again under a policy.
 
-The recorded decisions are left out. Their consequences are simulated from the new decisions instead: a trial canary is sent
-when a breaker half-opens here, a draining worker reports when it is empty, and no request fails at a worker that gets none.
+The recorded decisions are left out, and the consequences of the new decisions are simulated. For example, a trial canary is
+sent when a breaker half-opens on the course, and a worker that drains on the course reports when it is empty.
 """
 
 import gc
@@ -36,16 +36,20 @@ from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
 from events.versions import InForce
 
-EMPTY_S = 2.0  # seconds until a draining worker is empty, if not recorded
-SENT_S = 1.0  # seconds between sending a request and its failure
-ABOUT_GOLDENS = (o.GoldenProposed, o.GoldenDisputed, *GIVEN)  # facts that concern many workers
+EMPTY_S = 2.0  # assumed seconds until a draining worker is empty, if the recording holds no such drain
+SENT_S = 1.0  # assumed seconds between sending a request and its failure
+ABOUT_GOLDENS = (
+    o.GoldenProposed,
+    o.GoldenDisputed,
+    *GIVEN,
+)  # facts that may make decisions about any worker due
 FAR = (
     d.HealthChanged,
     d.SpareActivated,
     d.SpareReleased,
     d.GoldenRetired,
     d.GoldenAgreed,
-)  # decisions that may change other workers
+)  # decisions that may change workers other than the one they are about
 ROUTINE = (o.CanaryResult, o.RequestsServed, o.RequestFailed)
 
 PolicyOf = Callable[[Mapping[str, object]], FleetPolicy]
@@ -53,56 +57,63 @@ PolicyOf = Callable[[Mapping[str, object]], FleetPolicy]
 
 @dataclass(frozen=True, slots=True)
 class CourseTerms:
-    """The parameters of a course. `place` is the position of every unobserved time within its gap.
+    """The parameters of a course.
 
-    0 gives the shortest fault, 1 the longest, 0.5 the middle."""
+    The recording shows some times, such as the beginning of a fault, only as lying between two events. `place` says where
+    between these two events every such time is assumed: 0 gives the shortest fault, 1 the longest, 0.5 the middle."""
 
-    policy: PolicyOf = load  # maps the adopted policy to the policy of the course
-    interval_s: float | None = None  # seconds between canaries of a worker; None: as recorded
-    silence_s: float | None = None  # seconds until a worker counts as silent; None: as recorded
+    policy: PolicyOf = (
+        load  # maps a policy that was adopted in the recording to the policy used on the course
+    )
+    interval_s: float | None = (
+        None  # seconds between two canaries of a worker; None keeps the recorded canaries
+    )
+    silence_s: float | None = (
+        None  # seconds without messages until a worker counts as silent; None: as recorded
+    )
     place: float = 0.5
 
 
 @dataclass(slots=True)
 class CourseTaken:
-    """The result of a course."""
+    """The result of a course: its decisions, and the workers' traffic weights over time."""
 
     decided: list[Decision]
     weights: Weights
-    guessed: set[str] = field(default_factory=set)  # workers for which something had to be estimated
+    guessed: set[str] = field(default_factory=set)  # workers for which an event had to be estimated
 
 
 def take(recording: Recording, terms: CourseTerms) -> CourseTaken:
-    """Replay a recording with other parameters, and return the resulting decisions."""
+    """Decide a recording again with the parameters `terms`, and return the resulting decisions and weights."""
     course = _Course(recording, terms)
     course.run()
     return CourseTaken(course.decided, course.weights, course.guessed)
 
 
 class Agenda:
-    """The queue of a course's scheduled actions."""
+    """The queue of a course's scheduled actions, ordered by time in seconds since 1970."""
 
     def __init__(self) -> None:
-        self.numbers = count()  # order of actions due at the same time
+        self.numbers = count()  # actions scheduled for the same time run in this order
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
 
     @property
     def next_at(self) -> float:
-        """The time of the next action; infinity if there is none."""
+        """The time of the next action, in seconds since 1970. Infinity means that no action is scheduled."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def add(self, at: float, act: Callable[[float], None]) -> None:
-        """Schedule an action at a time."""
+        """Schedule an action at a time in seconds since 1970. The action is called with that time."""
         heappush(self._queue, (at, next(self.numbers), act))
 
     def act(self) -> None:
-        """Run the next action."""
+        """Remove the next action from the queue and run it."""
         at, _, act = heappop(self._queue)
         act(at)
 
 
 class _Course:
-    """The state of one course while it runs."""
+    """Runs one course, and holds its fleet state, scheduled actions and decisions."""
 
     def __init__(self, recording: Recording, terms: CourseTerms) -> None:
         self.decided: list[Decision] = []
@@ -115,21 +126,25 @@ class _Course:
         self._moved: tuple[list[float], list[int]] = (
             [float("-inf")],
             [recording.fleet.number],
-        )  # times and numbers of the decisions on this course
+        )  # times and numbers of the decisions made on this course
         self._said = (
             [at for at, _ in recording.numbers],
             [number for _, number in recording.numbers],
         )  # times and numbers of the recorded decisions
-        self._changed = set[str]()  # workers changed since the last decision
-        # workers out of service only because of doubt, or kept in service by the ejection budget
+        self._changed = set[str]()  # workers that changed since the last call of `_settle`
+        # workers that are out of service only because of doubt, or kept in service by the ejection budget
         self._doubted = set[str]()
-        self._dues: list[tuple[datetime, str]] = []  # when time alone may make a worker's decision due
+        self._dues: list[
+            tuple[datetime, str]
+        ] = []  # heap: times at which a decision about a worker becomes due without a fact
         self._shares = Shares()
         self._askers: dict[tuple[str, str], Asker] = {}
         self._agenda = Agenda()
-        # by worker: its instance and the number of its next canary
+        # by worker: its instance and the agenda number of its next canary, which identifies a canary that was rescheduled
         self._awaited: dict[str, tuple[str, int]] = {}
-        self._trials: dict[str, int] = {}  # by worker: the half-opening for which a trial was sent last
+        self._trials: dict[
+            str, int
+        ] = {}  # by worker: number of the last half-opening decision for which a trial was sent
         self._emptied = emptied(recording)
         self._successions: Successions = {}
         self._due: datetime | None = None
@@ -137,7 +152,7 @@ class _Course:
     # --- main loop -------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the whole course."""
+        """Apply all recorded facts and scheduled actions in order of time, and make each decision when it is due."""
         recording = self._recording
         moved, end = list(shifted(recording, self._terms.silence_s)), recording.end
         facts, self._successions = successions(recording, moved)
@@ -160,14 +175,16 @@ class _Course:
                 place += 1
 
     def _concerned(self, now: datetime) -> set[str]:
-        """Return the workers that may have decisions due: changed, timed out, or in doubt."""
+        """Return the workers about which a decision may be due at `now`.
+
+        These are the workers that have changed, that have reached a due time, or that are in `_doubted`."""
         found = self._changed | self._doubted
         while self._dues and self._dues[0][0] <= now:
             found.add(heappop(self._dues)[1])
         return found & self._fleet.workers.keys()
 
     def _remember(self, name: str, now: datetime) -> None:
-        """Record when the next decision about a worker becomes due by time alone."""
+        """Record when a decision about a worker becomes due without another fact, and whether the worker is in doubt."""
         worker, policy = self._fleet.workers.get(name), self._policy
         if worker is None:
             self._doubted.discard(name)
@@ -187,7 +204,7 @@ class _Course:
             self._doubted.discard(name)
 
     def _next_due(self, now: datetime) -> datetime | None:
-        """Return when the next decision about a worker or model becomes due by time alone."""
+        """Return when the next decision becomes due without another fact. None means that no decision will."""
         levels = (level_due_at(self._policy.degradation, state) for state in self._fleet.models.values())
         times = [time for time in levels if time is not None and time > now]
         return min([*times, *(due for due, _ in self._dues[:1])], default=None)
@@ -195,7 +212,7 @@ class _Course:
     # --- observations --------------------------------------------------------------------------------------------------
 
     def _happens(self, happened: RecordedFact) -> None:
-        """Apply one recorded fact, adapted to this course."""
+        """Apply one recorded fact, after its decision numbers are mapped to the decisions of this course."""
         at, fact = happened.at, happened.fact
         if isinstance(fact, d.PolicyAdopted):
             self._policy = self._terms.policy(fact.policy)
@@ -208,7 +225,7 @@ class _Course:
             self._moved[0].append(at)
             self._moved[1].append(fact.number)
         elif isinstance(fact, o.DrainFinished):
-            return  # `_drains` reports this for each drain of the course
+            return  # `_drains` creates a DrainFinished for each drain of the course
         elif isinstance(fact, o.RequestFailed | o.RequestPoisonous | o.RequestsServed):
             fact = replace(fact, routed_under=self._number_here(fact.routed_under, at))
         self._absorb(at, fact, happened.id)
@@ -216,7 +233,10 @@ class _Course:
             self._ask(fact.worker, at)
 
     def _number_here(self, recorded_number: int, at: float) -> int:
-        """Map a recorded decision number to this course, for a request that fails at `at` and was routed under it."""
+        """Return the decision number of this course that corresponds to a recorded `routed_under`.
+
+        `at` is when the request failed or was served. The request is assumed to have been sent `SENT_S` seconds earlier,
+        or as close to that as the recorded decision and the one after it allow."""
         times, numbers = self._said
         place = bisect_right(numbers, recorded_number)
         known = times[place - 1] if place else float("-inf")
@@ -224,7 +244,7 @@ class _Course:
         return self._number(min(next_, max(known, at - SENT_S)))
 
     def _number(self, at: float) -> int:
-        """Return the number of the last decision before a time."""
+        """Return the number of the last decision that this course had made at a time."""
         return self._moved[1][bisect_right(self._moved[0], at) - 1]
 
     def _living(self, name: str, instance: str) -> Worker | None:
@@ -232,7 +252,7 @@ class _Course:
         return worker if worker is not None and worker.joined.instance == instance and worker.alive else None
 
     def _absorb(self, at: float, fact: Fact, id: str) -> None:
-        """Fold one fact, and make the decisions that it makes due."""
+        """Fold one fact, and make all due decisions if the fact can have made a decision due."""
         now = instant(at)
         before = self._fleet
         self._fleet = evolve(before, Recorded(seq=0, at=now, fact=fact, id=id))
@@ -248,10 +268,10 @@ class _Course:
         ):
             self._settle(now, self._concerned(now))
         if was is not None and worker is not None and calm(was) and not calm(worker):
-            self._ask(name, at)  # no canary was scheduled for this worker soon
+            self._ask(name, at)  # while the worker was calm, the schedule skipped canaries that it would pass
 
     def _speaks(self, worker: Worker, now: datetime) -> bool:
-        """Return whether a fact that concerns only this worker can make a decision due."""
+        """Return whether a decision about this worker may be due at `now`, after a canary or request fact about the worker."""
         policy = self._policy
         return bool(
             worker.budgeted
@@ -264,7 +284,8 @@ class _Course:
     def _settle(self, now: datetime, among: set[str] | None, force: InForce | None = None) -> None:
         """Make all due decisions and schedule their consequences.
 
-        `among` limits them to these workers; None means all. `force` is the new `InForce`; None leaves it unchanged.
+        `among` names the workers that the deciders look at; None means all workers. `force` replaces the fact kinds and the
+        deciders version in force; None leaves them unchanged.
         """
         before, at = self._fleet.workers, now.timestamp()
         decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
@@ -291,7 +312,7 @@ class _Course:
             self._due = self._next_due(now)
 
     def _decided(self, at: float, decision: Decision) -> None:
-        """Record a decision, and schedule its consequences."""
+        """Record a decision. If the decision starts a drain or declares a worker dead, schedule what follows from it."""
         self._moved[0].append(at)
         self._moved[1].append(decision.number)
         if not isinstance(decision, d.PolicyAdopted):
@@ -302,7 +323,10 @@ class _Course:
             self._succeeds(at, decision)
 
     def _drains(self, at: float, decision: d.DrainStarted) -> None:
-        """Schedule a draining worker's report that it is empty."""
+        """Schedule the DrainFinished of a drain that starts at `at`.
+
+        If the recording holds a drain of this instance that began within 1 s of `at`, the recorded time is used. Otherwise
+        the time is estimated, except that with `place` 1 the worker never reports."""
         recorded = self._emptied.get((decision.worker, decision.instance), [])
         was = next((done for started, done in recorded if abs(started - at) < 1.0 and done >= at), None)
         place = self._terms.place
@@ -315,7 +339,9 @@ class _Course:
         self._agenda.add(empty, lambda when: self._absorb(when, fact, ""))
 
     def _succeeds(self, at: float, decision: d.HealthChanged) -> None:
-        """Schedule the end of a dead instance's process and its successor, with the recorded delays."""
+        """Schedule the end of a dead instance's process and the start of its successor.
+
+        Both follow the DEAD decision of the course after the same delays as in the recording."""
         life = (decision.worker, decision.instance)
         for later, happened in self._successions.pop(life, ()):
             moved = replace(happened, at=at + later)
@@ -324,7 +350,7 @@ class _Course:
             self._agenda.add(moved.at, lambda _, moved=moved: self._happens(moved))  # type: ignore[misc]
 
     def _tries(self, at: float, worker: Worker) -> None:
-        """Send the trial canary of a half-open breaker."""
+        """Schedule the result of a trial canary if the worker's breaker is half-open and no trial was sent for it yet."""
         name, state = worker.joined.worker, worker.breaker
         if state.position != "half_open" or self._trials.get(name) == state.moved_by:
             return
@@ -345,7 +371,7 @@ class _Course:
         return known
 
     def _ask(self, name: str, at: float) -> None:
-        """Schedule a worker's next canary."""
+        """Schedule a worker's next canary, replacing the one scheduled before. A worker that gets no canaries is unscheduled."""
         worker = self._fleet.workers.get(name)
         if worker is None or not worker.alive or not is_asked(worker):
             self._awaited.pop(name, None)
@@ -359,7 +385,7 @@ class _Course:
 
     def _turn(self, name: str, turn: tuple[str, int], asker: Asker, question: Question) -> None:
         if self._awaited.get(name) != turn:
-            return  # this canary was replaced by a rescheduled one
+            return  # the worker's next canary was rescheduled, which cancels this one
         if question.said != NOTHING:
             asker.asked()
             self._answered(name, turn[0], question)
@@ -376,17 +402,21 @@ class _Course:
         self._absorb(question.at, result(worker, canaries, question, self._number(question.sent)), "")
 
 
-FORKED_FROM = 20_000  # events; a shorter recording takes less time than starting a process
-_task: tuple[Recording, Sequence[CourseTerms]] | None = None  # inherited by the forked processes
+FORKED_FROM = 20_000  # events; a course of a shorter recording takes less time than starting a process
+_task: tuple[Recording, Sequence[CourseTerms]] | None = (
+    None  # what the forked processes work on; they inherit it
+)
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
-    """Replay a recording with each of these parameters. Raise HelperGone."""
+    """Run one course for each element of `terms`, and return the results in the same order.
+
+    A long recording is processed in parallel, one process per core. Raise HelperGone."""
     if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
         return [take(recording, one) for one in terms]
     global _task
     _task = recording, terms
-    gc.freeze()  # keeps the children from copying memory that they only read
+    gc.freeze()  # otherwise a garbage collection in a child would copy the memory that it shares with the parent
     try:
         with helpers(min(cores(), len(terms))) as pool:
             return list(pool.map(_take, range(len(terms))))
@@ -401,12 +431,15 @@ def _take(place: int) -> CourseTaken:
     return take(recording, terms[place])
 
 
-# by instance: seconds after the DEAD decision, and the fact
+# by (worker, instance): the facts that follow the DEAD decision, each with its delay in seconds after that decision
 Successions = dict[tuple[str, str], list[tuple[float, RecordedFact]]]
 
 
 def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedFact]:
-    """Yield the observations in order, as they would occur with another silence timeout (in seconds)."""
+    """Yield the recorded facts in order of time, as they would have occurred with the silence timeout `silence_s` in seconds.
+
+    Reports of silence move by the difference of the timeouts. A report is dropped if the worker would have been heard or would
+    have left before it. With None, all facts are yielded as recorded."""
     if silence_s is None:
         yield from recording.happened
         return
@@ -431,14 +464,16 @@ def shifted(recording: Recording, silence_s: float | None) -> Iterator[RecordedF
 
 
 def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[RecordedFact], Successions]:
-    """Split off the facts that follow from an instance's DEAD decision.
+    """Split off the facts that follow from an instance's DEAD decision: shutdown, exit and the successor's join.
 
-    Return the other facts, and those by instance: the seconds after the decision at which its process began to end, was gone, and
-    its successor joined.
+    Return two results. The first is all other facts. The second maps each dead instance to the facts split off, each with
+    its delay in seconds after the DEAD decision.
     """
     rest: list[RecordedFact] = []
     found: Successions = {}
-    ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and has ended
+    ended: dict[
+        str, tuple[str, str]
+    ] = {}  # by worker: the instance that was declared DEAD, after its process has ended
     for one in facts:
         fact, life = one.fact, None
         if isinstance(fact, o.WorkerJoined):
@@ -456,7 +491,7 @@ def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[R
 
 
 def emptied(recording: Recording) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Return, for each instance, when its drains began and when each was finished."""
+    """Return the finished drains of each (worker, instance), as pairs of begin and end in seconds since 1970."""
     began: dict[tuple[str, str], list[float]] = {}
     for decision in recording.decided:
         if isinstance(decision, d.DrainStarted):

@@ -1,7 +1,7 @@
-"""The faults in a recording, and when each was noticed, fenced and recovered on a course.
+"""Finds the faults in a recording, and when each was noticed, fenced and recovered in one history.
 
-A fault is a series of evidence against one worker (canaries, requests, silence, devices) without a long pause. It is the same
-on every course; only the reactions differ.
+A fault is a series of evidence against one worker, without a long pause. Evidence is a failed canary or request, a silence, a
+device or engine fault, or an unplanned exit. The faults are the same on every course, but the decisions about them differ.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from controller.replay.whatif.spells import Spell, spells
 from controller.replay.whatif.weights import Weights
 
 APART_S, APART_CANARIES = 30.0, 4.0  # evidence after a pause of this length belongs to another fault
-BEFORE_S = 0.5  # seconds by which a reaction may be recorded before its evidence
+BEFORE_S = 0.5  # seconds by which a decision may be recorded before the evidence that caused it
 DOUBT_ONLY = "requests: "  # prefix of evidence that comes from requests alone
 
 
@@ -21,25 +21,27 @@ class FaultSeen:
     """One fault of one worker. Times are seconds since 1970."""
 
     worker: str
-    what: str  # the first evidence against it
+    what: str  # the first evidence against the worker, preferably other than a failed request
     began: tuple[float, float]  # earliest and latest beginning
     first: float  # time of the first evidence
     last: float  # time of the last evidence
     over: float  # latest end of the fault
     until: float  # beginning of this worker's next fault, or the end of the recording
-    wrong: bool  # the worker gave wrong answers
-    certain: bool  # some evidence was other than failed requests
-    incident: str  # the incident opened for it; empty if none
+    wrong: bool  # the worker answered canaries wrongly
+    certain: bool  # the evidence includes more than failed requests
+    incident: str  # id of the incident opened for the fault; empty if no incident was opened
 
     @property
     def likely(self) -> float:
-        """The estimated beginning."""
+        """The estimated beginning: halfway between the earliest and the latest possible one."""
         return (self.began[0] + self.began[1]) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPhases:
-    """The phases of a fault on a course, in seconds since 1970; None: not before the recording ends or the next fault begins."""
+    """When a fault reached each phase in one history, in seconds since 1970.
+
+    None means that the phase was not reached before the worker's next fault or the end of the recording."""
 
     noticed: float | None
     fenced: float | None
@@ -47,7 +49,7 @@ class FaultPhases:
 
 
 def faults(recording: Recording) -> list[FaultSeen]:
-    """Return all faults, by the time of their first evidence."""
+    """Return all faults of a recording, sorted by the time of their first evidence."""
     apart = max(APART_S, APART_CANARIES * recording.interval_s)
     found: list[FaultSeen] = []
     known: dict[str, list[Spell]] = {}
@@ -103,7 +105,7 @@ def _fault(
 
 
 def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
-    """Return the phases of a fault."""
+    """Return when a fault was noticed, fenced and recovered, given the workers' weights in one history."""
     start = fault.began[0] - BEFORE_S
     noticed = fenced = recovered = None
     for step in weights.since(fault.worker, start):
@@ -113,16 +115,18 @@ def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
         if not step.well:
             noticed = at if noticed is None else noticed
             fenced = at if fenced is None and step.fenced else fenced
-            recovered = None if at <= fault.over else recovered  # later changes do not belong to this fault
+            recovered = (
+                None if at <= fault.over else recovered
+            )  # after the end of the fault, a lower weight has another cause
         elif noticed is not None and recovered is None:
             recovered = at
     return FaultPhases(noticed, fenced, recovered)
 
 
 def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end: float) -> int:
-    """Return how often a worker was taken out of service without evidence other than failed requests.
+    """Return how often a worker was taken out of service without a fault, or for failed requests alone.
 
-    Other evidence is a canary, a device or silence.
+    Drains and deaths do not count, and neither does a worker that has no weight yet because it joins.
     """
     certain: dict[str, list[FaultSeen]] = {}
     for fault in found:
@@ -141,7 +145,7 @@ def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end:
 
 
 def ejections(weights: Weights, start: float, end: float) -> int:
-    """Return how often a serving worker was taken out of service."""
+    """Return how often the weight of a serving worker became 0 between two times in seconds since 1970."""
     count = 0
     for name in weights.steps:
         served = False

@@ -1,7 +1,7 @@
-"""A stretch of the journal: canary results as numbers, requests as counts, other events unchanged.
+"""Reads a stretch of the journal into a compact form: canary results as numbers, served requests as counts.
 
-Nearly all of a journal are passed canaries, which need no folding. Several processes can therefore each read a part (`reading`),
-and one process folds only the rest in order (`recording`).
+Nearly all events of a journal are passed canaries, which do not change the fleet state. Several processes can therefore read a
+stretch each (`reading`), while one process folds the remaining events in order (`recording`).
 """
 
 from array import array
@@ -12,10 +12,12 @@ from events import observations as o
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 
-EVENTS_MAX = 5_000_000  # maximum events of one what-if question
-SERVED_AFTER_S = 600.0  # seconds after a failed request in which served requests may matter
+EVENTS_MAX = 5_000_000  # maximum number of events that one what-if question covers
+SERVED_AFTER_S = (
+    600.0  # seconds after a worker's failed request in which its served requests may affect its breaker
+)
 
-GOOD, SLOW, WRONG, MUTE = range(4)  # result of a canary: correct, correct but slow, wrong, no answer
+GOOD, SLOW, WRONG, MUTE = range(4)  # results of a canary: correct, correct but slow, wrong, no answer
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
 OF_THE_WORLD = (
     o.DeviceFaulted, o.DeviceRecovered, o.DrainFinished, o.DrainRequested, o.EngineFaulted, o.GoldenDisputed, o.GoldenProposed,
@@ -31,28 +33,32 @@ class TooMuch(HoldfastError):
 
 @dataclass(slots=True)
 class RecordedCanaries:
-    """The canary results of one worker instance, oldest first."""
+    """The canary results of one worker instance, oldest first, as arrays with one element per result.
+
+    Times are seconds since 1970."""
 
     worker: str
     instance: str
-    at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal recorded it
-    # when it was sent, by the stream's clock
+    at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal recorded the result
+    # when the canary was sent: by the prober's clock, which `recording` corrects to the clock of the broker's stream
     sent: "array[float]" = field(default_factory=lambda: array("d"))
-    said: bytearray = field(default_factory=bytearray)
+    said: bytearray = field(default_factory=bytearray)  # the result: GOOD, SLOW, WRONG or MUTE
     check: bytearray = field(default_factory=bytearray)  # index in CHECKS
     asked: "array[int]" = field(default_factory=lambda: array("H"))  # index in `names`
     # names of the canaries, in the order in which they were first sent
     names: list[str] = field(default_factory=list)
-    # results other than passed, by index
+    # by index in the arrays: the facts of the canaries that failed or were slow
     facts: dict[int, o.CanaryFailed | o.CanarySlow] = field(default_factory=dict)
-    good: o.CanaryPassed | None = None  # one of the passed results
-    end: float = float("inf")  # end of this instance
+    good: o.CanaryPassed | None = (
+        None  # the first passed result, a template for estimated ones; None: no canary passed
+    )
+    end: float = float("inf")  # when the instance ended; infinity: not within the recording
 
     def __len__(self) -> int:
         return len(self.at)
 
     def add(self, later: "RecordedCanaries") -> None:
-        """Append later results of the same instance."""
+        """Append the results of the same instance from a later stretch."""
         place = len(self)
         self.names += [name for name in later.names if name not in self.names]
         indices = [self.names.index(name) for name in later.names]
@@ -70,7 +76,7 @@ CHECKS: tuple[o.CheckType, ...] = ("scheduled", "confirm", "trial", "join")
 
 @dataclass(slots=True)
 class Adverse:
-    """One observation that is evidence against a worker."""
+    """One observation that is evidence of a fault of a worker. `at` is in seconds since 1970."""
 
     at: float
     what: str
@@ -78,24 +84,34 @@ class Adverse:
 
 @dataclass(slots=True)
 class StretchRead:
-    """A stretch of the journal, in the stream's order, without the decisions up to the sequence `decided`."""
+    """The contents of a stretch of the journal, without the decisions up to the sequence number `decided`."""
 
     decided: int = 0
     events: int = 0
-    start: float | None = None  # seconds since 1970, by the stream
-    end: float = 0.0
+    start: float | None = (
+        None  # time of the first event in seconds since 1970, by the stream's clock; None: no event
+    )
+    end: float = 0.0  # time of the last event
     canaries: dict[tuple[str, str], RecordedCanaries] = field(default_factory=dict)  # by worker and instance
-    askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # the source of each canary result
-    # minimum offset of a prober's clock against the stream's
+    askers: dict[tuple[str, str], list[str]] = field(
+        default_factory=dict
+    )  # by worker and instance: the prober of each result
+    # by prober: seconds by which the stream's clock is ahead of the prober's clock, at most
     skew: dict[str, float] = field(default_factory=dict)
-    wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))  # by worker
-    exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # times, by worker
-    served: dict[str, tuple[int, float]] = field(default_factory=dict)  # answers and seconds, by worker
-    rest: list[Recorded] = field(default_factory=list)  # events to be folded in order
+    wrong: dict[str, list[Adverse]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by worker: failed canaries
+    exposed: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by worker: times of RequestExposed
+    served: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # by worker: answers served, seconds counted
+    rest: list[Recorded] = field(default_factory=list)  # events that must be folded in order
     _failed_at: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Recorded) -> None:
-        """Add one event. Raise TooMuch."""
+        """Add the next event of the journal. Raise TooMuch if the stretch becomes too long."""
         fact = event.fact
         if event.seq <= self.decided and isinstance(fact, Decision):
             return
@@ -108,7 +124,7 @@ class StretchRead:
         elif isinstance(fact, o.RequestsServed):
             count, seconds = self.served.get(fact.worker, (0, 0.0))
             self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
-            # one may have failed before the stretch: known when folding
+            # a request may have failed before this stretch, so its first seconds count as after a failure
             failed_at = self._failed_at.get(fact.worker, self.start)
             if at - failed_at < SERVED_AFTER_S:
                 self.rest.append(event)
@@ -149,7 +165,7 @@ class StretchRead:
         self.skew[source] = min(self.skew.get(source, late), late)
 
     def add(self, later: "StretchRead") -> None:
-        """Append the stretch that follows this one, except its `rest`, which the caller has folded. Raise TooMuch."""
+        """Append the contents of the next stretch, except its `rest`, which the caller folds. Raise TooMuch."""
         self._count(later.events)
         if later.start is not None:
             self.start, self.end = later.start if self.start is None else self.start, later.end

@@ -19,7 +19,10 @@ from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
 
 INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
-NOT_ASKED = ("golden", "incident")  # parts of the policy without effect on when a fault is noticed
+NOT_ASKED = (
+    "golden",
+    "incident",
+)  # parts of the policy that cannot be changed, because courses use them as recorded
 FILE_BYTES_MAX = 1_000_000
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -27,12 +30,12 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """The changed settings, by name: plain JSON values, durations in seconds."""
+    """The settings that a what-if question changes, by name. Values are plain JSON; a duration is a number of seconds."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def terms(self, place: float = 0.5) -> CourseTerms:
-        """Return the parameters of a course with these settings."""
+        """Return the parameters of a course under the changed settings. `CourseTerms` explains `place`."""
         own = {name: value for name, value in self.values.items() if name not in (INTERVAL, SILENCE)}
 
         def policy(adopted: Mapping[str, Any]) -> FleetPolicy:
@@ -41,7 +44,7 @@ class PolicyChange:
         return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
 
     def also(self, name: str, value: Any) -> "PolicyChange":
-        """Return the policy change with one more setting."""
+        """Return a policy change that changes one more setting, or replaces its value."""
         return PolicyChange({**self.values, name: value})
 
 
@@ -69,12 +72,12 @@ TIMES = _durations()
 
 
 def setting(name: str, value: Any) -> str:
-    """Format a setting's value for reading."""
+    """Format a setting's value as text, a duration with its unit."""
     return span(value) if name in TIMES and isinstance(value, int | float) else str(value)
 
 
 def known() -> dict[str, Any]:
-    """Return all settings that can be changed, by name, with their defaults; durations in seconds."""
+    """Return the defaults of all settings that a what-if question can change, by name. A duration is in seconds."""
     found: dict[str, Any] = {INTERVAL: 30.0, SILENCE: 3.0}
     for part, settings in dump(FleetPolicy()).items():
         if part not in NOT_ASKED:
@@ -85,7 +88,9 @@ def known() -> dict[str, Any]:
 
 
 def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
-    """Parse `--set NAME=VALUE` and `--policy FILE`; the former takes precedence. Raise UsageError."""
+    """Parse the values of `--set NAME=VALUE` and `--policy FILE` into a policy change. Raise UsageError.
+
+    A setting that both give takes the value of `--set`."""
     values = _file(Path(file)) if file else {}
     for one in sets:
         name, is_, value = one.partition("=")
@@ -96,7 +101,7 @@ def asked(sets: Sequence[str], file: str | None) -> PolicyChange:
 
 
 def checked(what: PolicyChange) -> PolicyChange:
-    """Return the policy change if its settings are valid. Raise UsageError."""
+    """Return the policy change unchanged if all its values are valid, or raise UsageError."""
     for name in (INTERVAL, SILENCE):
         value = what.values.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
@@ -113,7 +118,9 @@ def checked(what: PolicyChange) -> PolicyChange:
 
 
 def _name(given: str, where: str) -> str:
-    """Return the canonical name of a setting."""
+    """Return the canonical name of the setting that the user named `given`. Raise UsageError if no such setting exists.
+
+    The prefixes `controller.` and `policy.` and the suffix `_s` are optional. `where` names the flag or file in the error."""
     name, names = given.removeprefix("controller.").removeprefix("policy."), known()
     for one in (name, name.removesuffix("_s")):
         if one in names or one.startswith("degradation.slos."):
@@ -127,7 +134,7 @@ def _name(given: str, where: str) -> str:
 
 
 def value_of(text: str) -> Any:
-    """Parse a value to plain JSON, a duration to seconds."""
+    """Parse a setting's value to plain JSON. A duration such as `10s` becomes a number of seconds, `none` becomes None."""
     if duration := _DURATION.fullmatch(text):
         return float(duration[1]) * _UNITS[duration[2]]
     try:
@@ -137,7 +144,9 @@ def value_of(text: str) -> Any:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    """Read the settings of a JSON or TOML file, grouped by part, as `holdfast replay report -o json` prints a policy."""
+    """Read a policy from a JSON or TOML file, and return its settings by name. Raise UsageError.
+
+    The settings in the file are grouped by part, as `holdfast replay report -o json` prints a policy."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise UsageError(f"--policy {path}: larger than {FILE_BYTES_MAX:,} bytes")
@@ -156,7 +165,7 @@ def _file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, settings in written.items():
         if part in NOT_ASKED:
-            continue  # a policy copied from a report contains these parts, too
+            continue  # not an error, because a policy copied from a report contains these parts
         if not isinstance(settings, dict):
             raise UsageError(f"--policy {path}: {part} is {settings!r}, but must be an object of settings")
         for name, value in settings.items():

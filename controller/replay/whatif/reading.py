@@ -1,4 +1,4 @@
-"""Reads a long part of the journal in parallel, one process per core, each over its own connection."""
+"""Reads a long part of the journal in parallel, with one process and one broker connection per core."""
 
 import asyncio
 import os
@@ -15,17 +15,19 @@ from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 
-SHARED_FROM = 100_000  # events; a shorter part takes less time than starting a process
-STRETCHES = 3  # parts per core: the first parts are folded while the last are read
+SHARED_FROM = (
+    100_000  # minimum number of events that is read in parallel; fewer are read faster than processes start
+)
+STRETCHES = 3  # stretches per core, so that the first ones are folded while the last ones are still read
 
 
 async def stretches(
     journal: Journal, after: int, until: int, decided: int, processes: int | None = None
 ) -> AsyncIterator[StretchRead]:
-    """Yield the events in (after, until], stretch by stretch, without the decisions up to `decided`.
+    """Yield the events after sequence number `after`, up to and including `until`, as consecutive stretches.
 
-    `processes` processes read them; None means one per core if the part is long.
-    Raise TooMuch, JournalUnavailable, HelperGone.
+    Decisions up to the sequence number `decided` are left out. `processes` is the number of reading processes; None means one
+    per core if the part is long, else one. Raise TooMuch, JournalUnavailable, HelperGone.
     """
     reopen = journal.reopen()
     several = processes or (cores() if until - after >= SHARED_FROM else 1)
@@ -50,7 +52,9 @@ async def stretches(
 
 
 async def in_one(batches: AsyncIterator[Sequence[Recorded]], decided: int = 0) -> AsyncIterator[StretchRead]:
-    """Read these events as one stretch. Raise TooMuch."""
+    """Collect all events of `batches` into a single stretch, and yield it. Raise TooMuch.
+
+    Decisions up to the sequence number `decided` are left out."""
     found = StretchRead(decided)
     async for batch in batches:
         for event in batch:
@@ -78,7 +82,9 @@ def cores() -> int:
 
 @contextmanager
 def helpers(most: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of at most `most` processes, which are forked when work is submitted. Raise HelperGone."""
+    """Yield a pool of at most `most` processes, which are forked when work is submitted.
+
+    Raise HelperGone if a process of the pool is killed."""
     try:
         with ProcessPoolExecutor(most, get_context("fork")) as pool:
             yield pool

@@ -1,8 +1,9 @@
-"""A recorded part of history without its decisions, in a form that can be decided again repeatedly.
+"""Reads a part of the journal in a form that many what-if courses can decide again.
 
-Nearly all its events are passed canaries, which change nothing about a healthy worker. They are kept as numbers
-(`journal_stretch`) and turned into facts again when they are needed (`canary_schedule`). Of the recorded decisions, only the
-times and the weights are kept.
+Nearly all its events are passed canaries, which change nothing about a healthy worker. Canary results are therefore kept as
+numbers (`journal_stretch`) and turned into facts again when a course needs them (`canary_schedule`).
+
+The recorded decisions are kept for comparison. A course does not apply them, except decisions about goldens and policies.
 """
 
 from collections import defaultdict
@@ -35,18 +36,20 @@ from events.journal.port import Journal
 USUAL_INTERVAL_S, USUAL_SILENCE_S = (
     30.0,
     3.0,
-)  # used if they cannot be inferred from the recording
-LATE_S = 1.5  # seconds by which an observer's report may be late
-LEAST_GAPS = 8  # gaps between canaries needed to infer their interval
+)  # used if the recording has too few canaries or silences to infer the values
+LATE_S = 1.5  # seconds by which an observer's report of a silence may be late
+LEAST_GAPS = 8  # minimum number of gaps between canaries from which the interval is inferred
 
-BEFORE = timedelta(seconds=60)  # recorded time that is read before an incident
-AFTER = timedelta(minutes=10)  # and after it, because recovery may take longer under another policy
-GIVEN = (d.GoldenAgreed, d.GoldenRetired)  # goldens are used as recorded
+BEFORE = timedelta(seconds=60)  # how much of the journal is read before an incident
+AFTER = timedelta(
+    minutes=10
+)  # how much is read after an incident, because recovery may take longer under another policy
+GIVEN = (d.GoldenAgreed, d.GoldenRetired)  # decisions that a course applies as recorded
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedFact:
-    """One recorded fact that is fed to a course. Times are seconds since 1970, by the stream's clock."""
+    """One recorded fact that a course applies. `at` is in seconds since 1970, by the clock of the broker's stream."""
 
     at: float
     fact: Fact
@@ -55,30 +58,30 @@ class RecordedFact:
 
 @dataclass(slots=True)
 class Recording:
-    """A recorded part of history."""
+    """A part of the journal, as courses read it. Times are seconds since 1970."""
 
     fleet: Fleet  # the fleet before the first event
     start: float
     end: float
     events: int
-    happened: list[RecordedFact]  # in the stream's order
+    happened: list[RecordedFact]  # the facts that every course applies, in the order of the journal
     canaries: dict[tuple[str, str], RecordedCanaries]  # by worker and instance
     adverse: dict[str, list[Adverse]]  # by worker
     weights: Weights  # the recorded weights
     decided: list[Decision]
     numbers: list[tuple[float, int]]  # when each decision was recorded, and its number
-    incidents: dict[str, list[tuple[float, str]]]  # time and id of the incidents that opened, by worker
-    exposed: dict[str, list[float]]  # times at which answers were found to be exposed, by worker
-    # number of answers, and the seconds over which they were counted, by worker
+    incidents: dict[str, list[tuple[float, str]]]  # by worker: time and id of each incident that was opened
+    exposed: dict[str, list[float]]  # by worker: when each RequestExposed was recorded
+    # by worker: number of answers served, and the seconds over which they were counted
     served: dict[str, tuple[int, float]]
-    interval_s: float  # recorded interval between canaries of a worker
-    silence_s: float  # recorded silence timeout
-    dead: dict[tuple[str, str], float]  # when an instance was decided DEAD
-    late_s: float  # usual delay of decisions that became due by time alone
+    interval_s: float  # seconds between scheduled canaries of a worker, inferred from the recording
+    silence_s: float  # seconds of the silence timeout, inferred from the recording
+    dead: dict[tuple[str, str], float]  # by worker and instance: when the instance was declared DEAD
+    late_s: float  # usual seconds by which a decision follows the time at which a timer made it due
 
     @property
     def policy(self) -> Mapping[str, object]:
-        """The policy adopted at the beginning."""
+        """The policy in force at the beginning, or the first one adopted in the recording. Empty means the defaults."""
         if self.fleet.policy is not None:
             return self.fleet.policy
         adopted = (one.fact.policy for one in self.happened if isinstance(one.fact, d.PolicyAdopted))
@@ -86,9 +89,9 @@ class Recording:
 
 
 async def recorded(fleet: Fleet, parts: AsyncIterator[StretchRead]) -> Recording | None:
-    """Build a recording from consecutive stretches, starting with the fleet before the first; None if they have no events.
+    """Build a recording from consecutive stretches of the journal. Return None if they have no events.
 
-    Raise TooMuch.
+    `fleet` is the folded state before the first stretch. Raise TooMuch.
     """
     folding = _Folding(fleet)
     async for part in parts:
@@ -97,7 +100,7 @@ async def recorded(fleet: Fleet, parts: AsyncIterator[StretchRead]) -> Recording
 
 
 class _Folding:
-    """Collects the stretches read so far, and folds the fleet's state as recorded."""
+    """Collects consecutive stretches into one recording, and folds the recorded fleet state to find each change of weight."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = self._shown = fleet
@@ -110,12 +113,14 @@ class _Folding:
         self._failed_at: dict[str, float] = {}
         self._silences: list[float] = []
         self._dead: dict[tuple[str, str], float] = {}
-        self._ends: dict[tuple[str, str], float] = {}  # end of each instance
+        self._ends: dict[
+            tuple[str, str], float
+        ] = {}  # when an instance ended, if not because of a DEAD decision
         self._late = _Lateness()
         self._weights = Weights(fleet)
 
     def take(self, part: StretchRead) -> None:
-        """Add the next stretch."""
+        """Add the stretch that follows those already added. Raise TooMuch."""
         self._gathered.add(part)
         for event in part.rest:
             at, fact = event.at.timestamp(), event.fact
@@ -169,7 +174,9 @@ class _Folding:
                 pass
 
     def _fold(self, at: float, event: Recorded, fact: Fact) -> None:
-        """Fold an event and record changed weights. Weights change by decisions only, so canaries and requests are skipped."""
+        """Fold an event, and record the weights of the workers that it can change.
+
+        Canary results and requests never change a weight, because only a decision or a join does."""
         self._shown = evolve(self._shown, event)
         if isinstance(fact, d.SpareActivated | d.SpareReleased):
             for name, worker in self._shown.workers.items():
@@ -178,13 +185,15 @@ class _Folding:
             self._weights.note(at, fact.worker, self._shown.workers.get(fact.worker))
 
     def _over(self, worker: str, instance: str, at: float) -> None:
-        """Record an instance's end, unless it ended because of a DEAD decision: on another course it may run longer."""
+        """Record when an instance ended.
+
+        The end is ignored if a DEAD decision caused it, because the instance may live longer on a course."""
         life = (worker, instance)
         if life not in self._dead:
             self._ends[life] = min(self._ends.get(life, at), at)
 
     def whole(self) -> Recording | None:
-        """Return the recording; None if no event was read."""
+        """Return the recording of all added stretches, or None if they have no events."""
         found = self._gathered
         if found.start is None:
             return None
@@ -216,26 +225,29 @@ class _Folding:
 
 
 class _Lateness:
-    """The delay of decisions after they are due by time alone, measured on breakers, for which the due time is known."""
+    """Measures how late a decision follows the time at which a timer made it due.
+
+    The delay is measured on breakers, because a BreakerOpened decision carries the time at which the breaker may half-open.
+    """
 
     def __init__(self) -> None:
         self._retry_at: dict[str, float] = {}
         self._late: list[float] = []
 
     def decided(self, at: float, fact: Decision) -> None:
-        """Add a decision."""
+        """Take a decision into account that was recorded at a time in seconds since 1970."""
         if isinstance(fact, d.BreakerOpened):
             self._retry_at[fact.worker] = fact.retry_at.timestamp()
         elif isinstance(fact, d.BreakerHalfOpened) and fact.worker in self._retry_at:
             self._late.append(max(0.0, at - self._retry_at.pop(fact.worker)))
 
     def usual(self) -> float:
-        """Return the median delay in seconds."""
+        """Return the median delay in seconds, or 0 if no breaker half-opened."""
         return median(self._late) if self._late else 0.0
 
 
 def _interval(lives: Iterable[RecordedCanaries]) -> float:
-    """Return the usual time between scheduled canaries of a worker, in seconds."""
+    """Return the median time between scheduled canaries of a worker in seconds, or a default if too few were recorded."""
     gaps = [
         canaries.sent[n] - canaries.sent[n - 1]
         for canaries in lives
@@ -246,7 +258,10 @@ def _interval(lives: Iterable[RecordedCanaries]) -> float:
 
 
 def _silence(seconds: Sequence[float]) -> float:
-    """Return the silence timeout: the default if the shortest recorded silence is close to it, else that silence."""
+    """Return the silence timeout in seconds, inferred from the lengths of the recorded silences.
+
+    The result is the shortest silence. If the shortest silence is up to LATE_S longer than the default timeout, or no
+    silence was recorded, the result is the default."""
     least = min(seconds, default=USUAL_SILENCE_S)
     return USUAL_SILENCE_S if USUAL_SILENCE_S <= least < USUAL_SILENCE_S + LATE_S else least
 
@@ -262,7 +277,9 @@ def instant(at: float) -> datetime:
 async def of_incident(
     journal: Journal, store: StateStore | None, archive: Archive, story: Story
 ) -> Recording | None:
-    """Read the part around one incident. Raise TooMuch, NoLonger."""
+    """Read the part of the journal around one incident, or return None if that part has no events.
+
+    Raise TooMuch, NoLonger."""
     first, last = story.events[0].at, story.events[-1].at
     return await between(journal, store, archive, first - BEFORE, last + max(AFTER, 2 * (last - first)))
 
@@ -274,7 +291,9 @@ async def between(
     since: int | datetime,
     until: int | datetime | None,
 ) -> Recording | None:
-    """Read a part of the journal, both ends included; None if it has no events. Raise TooMuch, NoLonger, NotYet."""
+    """Read the part of the journal from `since` to `until`, both included, as sequence numbers or times.
+
+    `until` None means the end of the journal. Return None if the part has no events. Raise TooMuch, NoLonger, NotYet."""
     last = await journal.last_seq()
     first: int | None = since if isinstance(since, int) else None
     if isinstance(since, datetime):
@@ -284,7 +303,7 @@ async def between(
     if first is None or first > last:
         return None
     if isinstance(since, int) and 1 < first <= await journal.first_seq():
-        order = order_from(await oldest(journal, first - 1))  # earlier events were dropped
+        order = order_from(await oldest(journal, first - 1))  # the broker has dropped the earlier events
     else:
         order = await travel.order_at(journal, store, max(1, first) - 1)
     end = min(last, until) if isinstance(until, int) else last

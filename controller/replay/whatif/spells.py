@@ -1,10 +1,14 @@
-"""Spells: the times in which a worker answered canaries badly.
+"""Finds spells: the periods in which a worker answered canaries wrongly, slowly or not at all.
 
     good ✓         ✗ ✗ ✗        ✓ good
-           └─ began ─┘   └─ ended ─┘       each somewhere in its gap, at `place`: 0 is the earliest possible, 1 the latest
+           └─ began ─┘   └─ ended ─┘
 
-A spell of wrong answers covers one canary: others may be answered correctly at that time. A spell of missing or slow answers
-covers all canaries.
+✓ is a good answer, ✗ a bad one. A spell began at some time between the last good and the first bad answer, and ended at some
+time between the last bad and the next good answer. A `place` from 0 to 1 selects a time within such a gap: 0 is its
+beginning, and 1 its end.
+
+A spell of wrong answers covers only the canaries that were answered wrongly, because other canaries may be answered correctly
+at that time. A spell of missing or slow answers covers all canaries.
 """
 
 from dataclasses import dataclass, replace
@@ -15,25 +19,30 @@ from events.observations import CanaryFailed, CanarySlow
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """One time in which a worker answered badly. Times are seconds since 1970."""
+    """A period in which a worker answered canaries badly. Times are seconds since 1970."""
 
-    after: float  # last good answer before it, or the first canary
+    after: float  # when the last canary with a good answer before the spell was sent, or the first canary
     first: float  # when the first canary with a bad answer was sent
     last: float  # when the last canary with a bad answer was sent
-    before: float  # the next good answer; infinity: none before the instance ended
-    said: int  # SLOW, WRONG or MUTE
-    asked: frozenset[int]  # the canaries that were answered badly; empty: all
+    before: float  # when the next canary with a good answer was sent; infinity: there was none
+    said: int  # kind of the bad answers: SLOW, WRONG or MUTE
+    asked: frozenset[int]  # indices of the canaries that the spell covers; empty: all canaries
     fact: CanaryFailed | CanarySlow  # the first bad answer
-    took: float  # seconds from sending the canary until the journal recorded that answer
+    took: (
+        float  # seconds from sending the first canary with a bad answer until the journal recorded the answer
+    )
 
     def began(self, place: float) -> float:
-        """Return when the spell began, assumed at `place` (0 to 1) in its gap."""
+        """Return when the spell began, if it began at `place` in the gap between the last good and the first bad answer."""
         if self.momentary and place < 1:
             return self.first
         return self.after + (self.first - self.after) * place
 
     def ended(self, place: float) -> float:
-        """Return when the spell ended, assumed at `place` (0 to 1) in its gap. If unknown, it never ended, except at 0."""
+        """Return when the spell ended, if it ended at `place` in the gap between the last bad and the next good answer.
+
+        If no good answer followed, the spell never ended, which is infinity. With `place` 0 it then ended right after the last
+        bad answer."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):
@@ -42,11 +51,11 @@ class Spell:
 
     @property
     def momentary(self) -> bool:
-        """Whether the spell is a single slow answer among quick ones: then most likely no other answer was slow."""
+        """Whether the spell is a single slow answer, so that most likely no other answer at that time would have been slow."""
         return self.said == SLOW and self.first == self.last
 
     def tells(self, canary: int) -> bool:
-        """Return whether a canary is answered badly during the spell."""
+        """Return whether the spell covers a canary, given by its index in `RecordedCanaries.names`."""
         return not self.asked or canary in self.asked
 
 
@@ -65,7 +74,9 @@ def _wrong(recorded: RecordedCanaries, canary: int) -> list[Spell]:
 def _runs(
     recorded: RecordedCanaries, places: range | list[int], result: int, canaries: frozenset[int] = frozenset()
 ) -> list[Spell]:
-    """Return the spells of consecutive canaries with one kind of answer."""
+    """Return one spell for each run of consecutive canaries with the given result.
+
+    `places` are the indices of the results to look at. `canaries` becomes the spells' `asked`."""
     found: list[Spell] = []
     first: int | None = None
     well = recorded.sent[places[0]] if places else 0.0
@@ -101,7 +112,7 @@ def _spell(
 
 
 def _joined(wrong: list[Spell]) -> list[Spell]:
-    """Merge overlapping spells of several canaries into one: one cause makes all of them wrong."""
+    """Merge overlapping spells of different canaries, because most likely one cause made all these answers wrong."""
     found: list[Spell] = []
     for one in sorted(wrong, key=lambda one: one.first):
         if found and one.after < found[-1].before and one.first < found[-1].before:

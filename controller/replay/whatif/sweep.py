@@ -1,4 +1,4 @@
-"""Sweeps: one what-if question for many values of one setting."""
+"""Runs a sweep: answers the same what-if question for many values of one setting."""
 
 import re
 from collections.abc import Iterator
@@ -20,23 +20,25 @@ _RANGE = re.compile(r"([^=]+)=(.+?)\.\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A setting and the values to try."""
+    """The setting that a sweep varies, and its values in ascending order."""
 
     name: str
     values: list[float]
-    asked: PolicyChange  # other changed settings
+    asked: PolicyChange  # other settings, which are changed for every value
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """The figures for one value."""
+    """The figures of a sweep for one value of its setting."""
 
     value: float
     figures: dict[str, Estimate]  # figures over the whole recording, by name
 
 
 def swept(text: str, points: int, besides: PolicyChange) -> Swept:
-    """Parse `--sweep NAME=A..B`: values from A to B in a geometric progression. Raise UsageError."""
+    """Parse `--sweep NAME=A..B` into `points` values from A to B, each a constant factor above the last. Raise UsageError.
+
+    `besides` holds the other changed settings. If A and B are whole numbers, the values are rounded, which may leave fewer."""
     parts = _RANGE.fullmatch(text)
     if parts is None:
         raise UsageError(f"--sweep {text}: must be NAME=A..B, such as --sweep canary.interval=1s..60s")
@@ -55,7 +57,7 @@ def swept(text: str, points: int, besides: PolicyChange) -> Swept:
 
 
 def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], list[str]]:
-    """Return the figures for each value, and their limitations."""
+    """Return the figures for each value of the sweep, and sentences about what they do not account for. Raise HelperGone."""
     found = faults(recording)
     each = [asked_for.asked.also(asked_for.name, value) for value in asked_for.values]
     again, *all_ = take_all(
@@ -76,9 +78,10 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
 
 
 def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:
-    """Return the mean time from a fault's beginning to a phase, over the faults that were fenced in the recording.
+    """Return the mean seconds from a fault's beginning to the phase `name`, over the faults that were fenced in the recording.
 
-    A fault that did not reach the phase counts up to the worker's next fault or the end of the recording.
+    For a fault that did not reach the phase, the time ends at the worker's next fault or at the end of the recording. The
+    result is 0 if no fault was fenced.
     """
     times = []
     for fault in found:
@@ -90,7 +93,7 @@ def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str)
 
 
 def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
-    """Return the sweep as plain JSON."""
+    """Return the sweep as plain JSON types."""
     return {
         "setting": asked_for.name,
         "besides": dict(asked_for.asked.values),
@@ -101,7 +104,7 @@ def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
 
 
 def lines(asked_for: Swept, points: list[SweepPoint]) -> Iterator[str]:
-    """Yield the sweep as a table of 80 columns."""
+    """Yield the likely figures of a sweep as the lines of a table, at most 80 characters wide."""
     yield f"  {asked_for.name:>20}{'fenced':>11}{'recovered':>11}{'exposed':>9}{'GPU s':>11}{'canaries':>11}"
     yield f"  {'':>20}{'s':>11}{'s':>11}{'answers':>9}{'missing':>11}{'asked':>11}"
     for one in points:

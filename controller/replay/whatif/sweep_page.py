@@ -8,11 +8,16 @@ from controller.replay.whatif.sweep import SweepPoint, Swept
 
 Document = dict[str, Any]  # a sweep or its chart, as plain JSON types
 
-STYLE = ("controller.replay.report", "report.css")  # shared by all report pages
+STYLE = (
+    "controller.replay.report",
+    "report.css",
+)  # package and file of the style sheet that all report pages share
 
 
 def html(document: Document, picture: Document, asked: list[str]) -> str:
-    """Return the sweep as an HTML page. Raise NoPlotly."""
+    """Return a sweep and its chart as an HTML page. Raise NoPlotly.
+
+    `asked` holds the lines at the top of the page: the recorded period and the other changed settings."""
     return (
         environment(__package__, escape=True)
         .get_template("sweep.html.jinja")
@@ -40,7 +45,9 @@ COLUMNS = 2
 
 
 def figure(asked_for: Swept, points: list[SweepPoint]) -> Document:
-    """Return `data` and `layout` for Plotly: a panel per figure, with a band from the lowest to the highest estimate."""
+    """Return the chart of a sweep as Plotly's `data` and `layout`.
+
+    The chart has one panel per figure: a line for the likely estimate, and a band from the lowest to the highest."""
     data: list[Document] = []
     layout: Document = {
         "showlegend": False, "height": 900,

@@ -1,4 +1,4 @@
-"""The traffic weights of each worker over time, as recorded or on a course."""
+"""Keeps the traffic weight and health status of every worker over time, as recorded or on a what-if course."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -11,7 +11,7 @@ from events.decisions import HealthStatus
 
 
 class WeightStep(NamedTuple):
-    """The state of a worker from one time on."""
+    """The weight and status of a worker from the time `at` until its next step."""
 
     at: float  # seconds since 1970
     weight: float  # share of the traffic, 0 to 1
@@ -25,7 +25,7 @@ class WeightStep(NamedTuple):
 
     @property
     def fenced(self) -> bool:
-        """Whether the worker gets no requests; False for a healthy spare."""
+        """Whether the worker gets no requests. False for a healthy spare, which gets none because it waits."""
         return self.weight == 0.0 and not (self.spare and self.status is HealthStatus.HEALTHY)
 
 
@@ -33,7 +33,7 @@ AT = attrgetter("at")
 
 
 class Weights:
-    """The changes of every worker's weight and state, oldest first."""
+    """The weight and status of every worker over time, as steps, oldest first. Times are seconds since 1970."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.steps: dict[str, list[WeightStep]] = defaultdict(list)
@@ -42,7 +42,9 @@ class Weights:
             self.note(float("-inf"), name, worker)
 
     def note(self, at: float, name: str, worker: Worker | None) -> None:
-        """Record a worker's state from time `at` on; None: it is no longer part of the fleet."""
+        """Record the weight and status of a worker from the time `at` on, if they changed.
+
+        `worker` is None if the worker is no longer part of the fleet."""
         steps = self.steps[name]
         if worker is None:
             steps.append(WeightStep(at, 0.0, HealthStatus.DEAD, True))
@@ -54,18 +56,18 @@ class Weights:
             steps.append(step)
 
     def was(self, name: str, at: float) -> WeightStep | None:
-        """Return a worker's state at a time; None: it had not joined yet."""
+        """Return the step of a worker at a time, or None if the worker had not joined by then."""
         steps = self.steps.get(name, [])
         place = bisect_right(steps, at, key=AT)
         return steps[place - 1] if place else None
 
     def since(self, name: str, at: float) -> list[WeightStep]:
-        """Return a worker's state at a time, and all later states."""
+        """Return the step of a worker at a time, and all later steps. The list is empty if the worker never joined."""
         steps = self.steps.get(name, [])
         return steps[max(0, bisect_right(steps, at, key=AT) - 1) :]
 
     def stretches(self, name: str, start: float, end: float) -> Iterator[tuple[float, float, WeightStep]]:
-        """Yield a worker's states between two times, each with its beginning and end."""
+        """Yield the steps of a worker between two times, each as (begin, end, step), cut to the two times."""
         steps = self.steps.get(name, [])
         for place, step in enumerate(steps):
             until = steps[place + 1].at if place + 1 < len(steps) else end
@@ -74,7 +76,9 @@ class Weights:
                 yield first, last, step
 
     def missing(self, start: float, end: float) -> float:
-        """Return the GPU-seconds of missing service between two times. Dead workers count as having left."""
+        """Return the service missing between two times, in GPU-seconds: (1 - weight) times seconds times GPUs, over all workers.
+
+        Spares and dead workers do not count."""
         return sum(
             (last - first) * (1.0 - step.weight) * self.gpus[name]
             for name in self.steps

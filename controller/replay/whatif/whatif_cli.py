@@ -39,9 +39,9 @@ async def execute(
     now: datetime,
     echo: Callable[[str], None],
 ) -> None:
-    """Print or write the answer to one question.
+    """Answer the what-if question of the arguments, and print the answer with `echo` or write it to a file.
 
-    Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, and what `controller.replay.travel` raises."""
+    Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, HelperGone, NoLonger, NotYet."""
     what = asked(args.set, args.policy)
     sweep = sweeps.swept(args.sweep, args.points, what) if args.sweep else None
     if sweep is None and not what.values:
@@ -101,7 +101,9 @@ def _sweep(
 async def _recording(
     args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
 ) -> tuple[Recording, str]:
-    """Read the part of the journal that the arguments select. Also return the id of the selected incident, or ""."""
+    """Read the part of the journal that the arguments select. Raise UsageError, NothingToAsk.
+
+    The second result is the id of the selected incident, or "" if the arguments select a time range."""
     if args.incident and (args.since or args.until):
         raise UsageError("--incident selects its own part of history: omit --since and --until")
     incident, found = "", None
@@ -119,7 +121,7 @@ async def _recording(
 
 
 def _as_it_was(recording: Recording, given: Sequence[str]) -> None:
-    """Apply the recorded settings that the user gave with `--recorded`."""
+    """Set the canary interval or silence timeout of the recording to the values of `--recorded`. Raise UsageError."""
     for one in given:
         name, _, text = one.partition("=")
         value = value_of(text)
@@ -137,7 +139,7 @@ FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # `-o json` prints all of them
 
 
 def lines(answer: Comparison) -> Iterator[str]:
-    """Yield the answer, line by line."""
+    """Yield the lines of the text output."""
     for name, was, now in answer.changed:
         yield f"what if {name} had been {setting(name, now)} instead of {setting(name, was)}?"
     yield f"{count(len(answer.faults), 'fault')}, {period(answer.recording)}"
@@ -158,7 +160,7 @@ def lines(answer: Comparison) -> Iterator[str]:
 
 
 def period(recording: Recording) -> str:
-    """Describe the recorded period: number of events, duration, dates."""
+    """Return a description of the recorded period, with its number of events, its duration and its dates."""
     lasted = span(recording.end - recording.start)
     days = f"{instant(recording.start):%Y-%m-%d} {_time(recording.start)} to {_time(recording.end)} UTC"
     return f"{count(recording.events, 'event')} in {lasted}, {days}"
