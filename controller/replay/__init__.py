@@ -1,1 +1,1 @@
-"""`holdfast replay`: timelines, past states, causes, reports, what-if, verification and rebuilds."""
+"""Implements `holdfast replay`: timelines, past states, causes, reports, what-if, verify and rebuild."""

@@ -11,7 +11,9 @@ class CannotWrite(HoldfastError):
 
 
 def written(where: Path, text: str) -> str:
-    """Write a file atomically, and return its size as text. Raise CannotWrite."""
+    """Replace the file `where` atomically by one with this text, and return its size as text such as "1.2 MB".
+
+    Raise CannotWrite."""
     beside, data = where.with_name(f".{where.name}.{os.getpid()}"), text.encode()
     try:
         beside.write_bytes(data)

@@ -1,6 +1,6 @@
-"""The `holdfast replay` and `holdfast request` commands: they print text or JSON, or write a file.
+"""Runs `holdfast replay` and `holdfast request`, which print text or JSON, or write a file.
 
-The journal and the store are passed in: see `controller.commands.replay`.
+`controller.commands.replay` opens the journal and the store, and passes them in.
 """
 
 import argparse
@@ -38,7 +38,9 @@ class NeedsStore(HoldfastError):
 async def execute(
     args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo = print
 ) -> int:
-    """Run one replay command and return its exit code. Without a store, only the journal is read."""
+    """Run one replay command and return its exit code, which is FINDING if `verify` found a difference.
+
+    Without a store, only the journal is read. Raise NeedsStore if the command needs a store."""
     if args.output == "text":
         return await _COMMANDS[args.replay](_Replay(args, journal, store, lambda line: echo(fitted(line))))
     return await _COMMANDS[args.replay](_Replay(args, journal, store, echo))
@@ -46,7 +48,7 @@ async def execute(
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """One command, and what it reads."""
+    """Runs one replay command on a journal and a store. Each command is a method that returns the exit code."""
 
     args: argparse.Namespace
     journal: Journal
@@ -64,7 +66,7 @@ class _Replay:
         return self.store
 
     def say(self, document: object, lines: Iterable[str]) -> int:
-        """Print a result as JSON or as lines of text."""
+        """Print a result: `document` with `-o json`, else `lines`. Return exit code 0."""
         if self.args.output == "json":
             lines = [json.dumps(document, indent=1, default=str)]
         for line in lines:
@@ -132,7 +134,9 @@ class _Replay:
         return FINDING if report.difference else 0
 
     async def _since(self) -> int:
-        """Return the first sequence that `--since` includes."""
+        """Return the sequence number of the first event that `--since` includes; 0 without `--since`.
+
+        If all events are older, the result is the last sequence number."""
         if not self.args.since:
             return 0
         when, last = moment_parser.parse(self.args.since, _now()), await self.journal.last_seq()

@@ -1,4 +1,4 @@
-"""Finds an event by its sequence, its ce-id, or as `decision:N`."""
+"""Finds an event by its sequence number, its ce-id, or its decision number as `decision:N`."""
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
@@ -19,7 +19,9 @@ class NoSuchEvent(HoldfastError):
 
 
 async def find(journal: Journal, archive: Archive | None, reference: str) -> Recorded:
-    """Return the event that `reference` names. Raise NoSuchEvent if there is none."""
+    """Return the event that `reference` names: a sequence number, a ce-id or `decision:N`. Raise NoSuchEvent.
+
+    `archive` is an index of the events. If it is None, the journal is searched."""
     last = await journal.last_seq()
     seq = int(reference) if reference.isdecimal() else None
     if seq is None and archive is not None:
@@ -39,7 +41,9 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
-    """Search the journal from its beginning, for an event that the index does not contain (yet)."""
+    """Search the whole journal for an event, because the archive may not contain the newest events yet.
+
+    Return None if no event has this name."""
     async for batch in held(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
@@ -48,22 +52,24 @@ async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
 
 
 def name(event: Recorded) -> str:
-    """Return the name that other events use to refer to this one."""
+    """Return the name by which other events refer to an event as their cause: `decision:N` for a decision, else the ce-id."""
     return f"decision:{event.fact.number}" if isinstance(event.fact, Decision) else event.id
 
 
 def cause(event: Recorded) -> str:
-    """Return the name of this event's cause; "" if none is recorded."""
+    """Return the name of the event that caused an event, or "" if no cause is recorded."""
     if isinstance(event.fact, Decision) and event.fact.cause:
         return event.fact.cause
     return event.causation
 
 
-DEEP_MAX = 200
+DEEP_MAX = 200  # maximum length of a chain of causes
 
 
 async def why(journal: Journal, archive: Archive | None, reference: str) -> list[Recorded]:
-    """Return the event and its causes, the first cause last. Raise NoSuchEvent if there is no such event."""
+    """Return the event that `reference` names, followed by its cause, the cause of that cause, and so on.
+
+    The chain ends at an event without a recorded cause, or with a cause that is not on the journal. Raise NoSuchEvent."""
     chain = [await find(journal, archive, reference)]
     while (before := cause(chain[-1])) and len(chain) < DEEP_MAX:
         try:
@@ -71,13 +77,13 @@ async def why(journal: Journal, archive: Archive | None, reference: str) -> list
         except NoSuchEvent:
             break  # the cause never reached the journal
         if found.seq >= chain[-1].seq:
-            break  # a cause precedes its effect on the journal
+            break  # this reference is wrong, because a cause precedes its effect on the journal
         chain.append(found)
     return chain
 
 
 def lines(chain: Sequence[Recorded]) -> list[str]:
-    """Format a chain of causes as lines of text."""
+    """Format a chain of causes, as `why` returns it, as lines of text."""
     output = []
     for depth, event in enumerate(chain):
         lead = f"{'  ' * depth}because " if depth else ""
@@ -88,7 +94,7 @@ def lines(chain: Sequence[Recorded]) -> list[str]:
 
 
 def as_json(event: Recorded) -> dict[str, Any]:
-    """Return an event as plain JSON types, with its sentence."""
+    """Return an event as plain JSON types. The field `text` describes it in a sentence."""
     return {
         "seq": event.seq,
         "at": event.at.isoformat(),
@@ -104,13 +110,13 @@ def as_json(event: Recorded) -> dict[str, Any]:
 
 
 class JournalArchive:
-    """Finds events by reading the journal from its beginning."""
+    """An archive without a state store, which finds events by reading the journal from its beginning."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
+        """Return the sequence number of the event with this ce-id or name `decision:N`, or None if no such event exists."""
         async for batch in self._all(0):
             for event in batch:
                 if reference in (event.id, name(event)):
@@ -126,7 +132,7 @@ class JournalArchive:
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the matching events, in order, in batches."""
+        """Yield the events that match all given conditions, in order, in batches. A condition of None matches every event."""
         async for batch in self._all(after):
             found = [
                 event

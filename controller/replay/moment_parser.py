@@ -1,4 +1,4 @@
-"""Parses a position in the journal: a sequence, an instant, a time of day, or how long ago."""
+"""Parses a position in the journal: a sequence number, a date and time, a time of day, or an age."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -18,7 +18,9 @@ class BadMoment(HoldfastError):
 
 
 def parse(text: str, now: datetime) -> int | datetime:
-    """Return the sequence or the instant that `text` names. Raise BadMoment."""
+    """Return the sequence number or the time that `text` names. Raise BadMoment.
+
+    An age such as `10m` is subtracted from `now`. A date and time without a time zone is in UTC."""
     if text.isdecimal():
         return int(text)
     try:
@@ -33,6 +35,6 @@ def parse(text: str, now: datetime) -> int | datetime:
 
 
 def _time_of_day(text: str, now: datetime) -> datetime:
-    """Return the latest past instant with this time of day, in UTC."""
+    """Return the last time before `now` with this time of day in UTC, which is today or yesterday."""
     found = datetime.fromisoformat(f"{now.astimezone(UTC).date().isoformat()}T{text}").replace(tzinfo=UTC)
     return found if found <= now else found - timedelta(days=1)

@@ -1,4 +1,4 @@
-"""Shared parts of report pages: template environment, filters, assets and the Plotly script."""
+"""Provides what all report pages share: template environment, filters, assets and the Plotly script."""
 
 import re
 from datetime import datetime
@@ -11,13 +11,13 @@ from controller.terminal_text import escape_controls
 from events.errors import HoldfastError
 
 _markup = re.compile(r"([\\`*\[\]#|~!$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-# rendered as a link even without markup
+# Markdown renders these as a link even without markup
 _link = re.compile(r"(?i)\b(https?|ftp|mailto|xmpp)(?=:)|\bwww(?=\.)")
 _line_start = re.compile(r"^(\s*(?:\d{1,9}(?=[.)])|(?=[-+=>])))")
 
 
 def escaped(text: str) -> str:
-    """Return one line of Markdown that renders as this text, also within a table cell."""
+    """Escape a text for Markdown: return one line that renders as this text, also within a table cell."""
     line = _markup.sub(r"\\\1", escape_controls(" ".join(text.split())))
     line = _link.sub(lambda found: f"{found[0]}\\", line.replace("&", "&amp;").replace("<", "&lt;"))
     return _line_start.sub(r"\1\\", line)
@@ -31,7 +31,7 @@ class NoPlotly(HoldfastError):
 
 
 def environment(package: str, *, escape: bool) -> Environment:
-    """Return the template environment of a package; with `escape`, its output is escaped as HTML."""
+    """Return an environment that loads templates from a package. With `escape`, values in a template are escaped as HTML."""
     found = Environment(
         loader=PackageLoader(package, ""),
         autoescape=escape,
@@ -64,7 +64,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _clock(at: str) -> str:
-    """Return an instant's time of day with milliseconds."""
+    """Return the time of day of an ISO 8601 time, with milliseconds."""
     return f"{datetime.fromisoformat(at):%H:%M:%S.%f}"[:-3]
 
 
@@ -74,7 +74,7 @@ def asset(package: str, name: str) -> str:
 
 
 def plotly() -> str:
-    """Return Plotly's script. Raise NoPlotly if it is not installed."""
+    """Return the JavaScript of Plotly. Raise NoPlotly if the Python package `plotly` is not installed."""
     try:
         return (files(PLOTLY) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:

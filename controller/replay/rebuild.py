@@ -1,4 +1,4 @@
-"""Rebuilds the projection beside the old one, which serves until both are swapped in one transaction."""
+"""Projects the journal into a second set of tables, then replaces the store's tables with these."""
 
 import asyncio
 import contextlib
@@ -13,20 +13,22 @@ from controller.runtime.projection.projector import Projector
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
-NEAR = 1_000  # events left to project; few enough to stop the old projection meanwhile
-ROUNDS_MAX = 20  # attempts to get within NEAR
-LAST_BIT_S = 60.0
-DISCARD_S = 10.0
+NEAR = (
+    1_000  # if fewer events are left to project, the old projection can be stopped while they are projected
+)
+ROUNDS_MAX = 20  # maximum number of times that the end of the journal is approached
+LAST_BIT_S = 60.0  # timeout in seconds for projecting the last events, while the old projection is stopped
+DISCARD_S = 10.0  # timeout in seconds for dropping the new tables after a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The result of a rebuild."""
+    """The result of a rebuild: number of events projected, last sequence number projected, and duration."""
 
     events: int
     position: int
     seconds: float
-    foreign: bool  # whether the old projection belonged to another stream
+    foreign: bool  # whether the old projection belonged to a different stream than the journal's
 
 
 async def rebuild(
@@ -34,7 +36,8 @@ async def rebuild(
 ) -> Rebuilt:
     """Project the whole journal again, and replace the store's content with the result.
 
-    The store's records of events that the journal has dropped are kept.
+    The store's records of events that the journal has dropped are kept, unless they belong to a different stream. `written` is
+    called after each batch, with the last sequence number projected and the batch's number of events.
     """
     began = time.monotonic()
     foreign = await _is_foreign(journal, store)
@@ -58,14 +61,14 @@ async def rebuild(
 
 
 async def _discard(store: HistoryStore, fresh: HistoryStore) -> None:
-    """Drop the fresh projection after a failure. If dropping fails too, the next rebuild drops it."""
+    """Drop the new projection after a failure. An error of dropping is ignored, because the next rebuild drops the tables."""
     with contextlib.suppress(HoldfastError, TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             await store.discard(fresh)
 
 
 async def _come_near(journal: Journal, projector: Projector) -> None:
-    """Project nearly all events while the old projection still runs."""
+    """Project events until fewer than NEAR are left, while the old projection still runs."""
     for _ in range(ROUNDS_MAX):
         last = await journal.last_seq()
         await projector.catch_up(last)
@@ -78,7 +81,7 @@ async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:
         await refuse_foreign_stream(journal, await store.position())
     except StoreForbidden:
         raise
-    except StoreRefused:  # tables are missing, possibly all; the rebuild creates them
+    except StoreRefused:  # some or all tables are missing, and the rebuild creates them
         return False
     except (StoreAhead, JournalChanged):
         return True

@@ -1,4 +1,4 @@
-"""Recent events and current service rates of a fleet, for `holdfast top` and the console."""
+"""Keeps the recent events and current service rates of a fleet, for `holdfast top` and the console."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,22 @@ from controller.replay import sentences, timeline
 from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 
-TOLD_MAX = 200  # maximum number of events that are kept
-RATES_OVER = timedelta(seconds=10)
+TOLD_MAX = 200  # maximum number of recent events that are kept
+RATES_OVER = timedelta(seconds=10)  # service rates are averages over this time
 
 
 @dataclass(slots=True)
 class RecentEvent:
-    """An event, and the number of similar events about other requests that directly follow it."""
+    """An event, and the number of events directly after it that differ only in the request."""
 
     event: Recorded
-    alike: tuple[object, ...] | None  # the key that similar events share; None: the event is about no request
+    alike: (
+        tuple[object, ...] | None
+    )  # key that events share if they differ only in the request; None: about no request
     more: int = 0
 
     def line(self) -> str:
-        """Return the event as one line of text."""
+        """Return the event as one line of text, which starts with the number of similar events if there are several."""
         return (f"[{self.more + 1} times] " if self.more else "") + sentences.line(self.event)
 
 
@@ -40,27 +42,29 @@ def _alike(event: Recorded) -> tuple[object, ...] | None:
 
 
 class ServedRate(NamedTuple):
-    """Service rates per second over the last `RATES_OVER`."""
+    """Service rates per second, as averages over the last `RATES_OVER`."""
 
     answers: float = 0.0
     tokens: float = 0.0
-    ttft_ms: float | None = None  # mean time to first token in milliseconds; None: no answers in this time
+    ttft_ms: float | None = (
+        None  # mean time to first token in milliseconds; None: no answer within `RATES_OVER`
+    )
     refused: float = 0.0
 
 
 @dataclass(slots=True)
 class RecentEvents:
-    """The most recent events of a fleet, and its service rates."""
+    """Keeps the last `TOLD_MAX` non-routine events of a fleet, and the reports from which its service rates are computed."""
 
     told: "deque[RecentEvent]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
     rejected: deque[tuple[datetime, RequestsRejected]] = field(default_factory=deque)
-    now: datetime | None = None  # the stream's time of the last event
-    last: int = 0  # sequence of the last event
-    unknown: int = 0  # events of kinds unknown to this release
+    now: datetime | None = None  # time of the last event, by the stream's clock; None: no event yet
+    last: int = 0  # sequence number of the last event
+    unknown: int = 0  # number of events with a kind that this release does not know
 
     def take(self, events: Sequence[Recorded]) -> None:
-        """Add events, in order."""
+        """Add the next events of the journal, in order."""
         for event in events:
             self.now, self.last = event.at, event.seq
             match event.fact:
@@ -79,13 +83,15 @@ class RecentEvents:
             self.forget(self.now)
 
     def forget(self, now: datetime) -> None:
-        """Drop reports of served and rejected requests that are too old at `now` (the stream's clock) to count for rates."""
+        """Drop the reports of served and rejected requests that are older than `RATES_OVER` at the time `now`.
+
+        `now` is a time by the stream's clock."""
         for rates in (self.served, self.rejected):
             while rates and rates[0][0] < now - RATES_OVER:
                 rates.popleft()
 
     def _tell(self, event: Recorded) -> None:
-        """Append an event. If it differs from the last one only in the request, increase the last one's count instead."""
+        """Append an event, or count it on the last one if the two events differ only in the request."""
         alike = _alike(event)
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1
@@ -97,7 +103,7 @@ class RecentEvents:
         return _rate([fact for _, fact in self.served], [fact for _, fact in self.rejected])
 
     def rate_by_model(self, model_of: Mapping[str, str]) -> dict[str, ServedRate]:
-        """Return the service rates of each model with traffic; `model_of` maps workers to models."""
+        """Return the service rates by model. A model without traffic is left out. `model_of` maps worker names to models."""
         served: dict[str, list[RequestsServed]] = defaultdict(list)
         rejected: dict[str, list[RequestsRejected]] = defaultdict(list)
         for _, fact in self.served:

@@ -1,8 +1,10 @@
-"""The story of one request: its workers, its moves, the gaps its client saw, and suspect tokens.
+"""Tells the story of one request: its workers, its moves, the gaps its client saw, and suspect tokens.
 
-The journal records only requests to which something happened. A request leaves no event if its first worker answered it and was
-not convicted. Nor does the journal record that a migrated answer was completed, only that it could not be. But a frontend
-reports at least once a minute: if it sends no report for `QUIET`, it has ended and has cut off its open answers.
+A request leaves no event on the journal if its first worker answered it and was not convicted. The journal records when a
+migrated answer was lost, but not when it was completed.
+
+A frontend reports at least once a minute. If a frontend sends no report for `QUIET`, its process has ended, and the answers
+that it was streaming were cut off.
 """
 
 from collections.abc import Sequence
@@ -14,15 +16,15 @@ from controller.replay.sentences import count, span
 from events import observations as o
 from events.fact import Recorded
 
-# two missing traffic reports (a frontend sends one each minute), plus a margin
+# the time of two missing traffic reports, of which a frontend sends one each minute, plus a margin
 QUIET = timedelta(seconds=150)
-# a frontend that reported for this long after the last fact did not cut the request off
+# if a frontend still reports this long after the last fact about a request, it did not cut the request off
 ANSWERED_WITHIN = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The end of a frontend while it was answering a request, before the journal shows the request's end."""
+    """The end of the frontend that was streaming a request's answer. The answer was cut off unless it was complete by then."""
 
     frontend: str
     ended: datetime  # time of the frontend's last report
@@ -30,7 +32,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class ExposedSpan:
-    """Tokens from a worker that a canary convicted: 0-based positions in the answer, both included."""
+    """The tokens of an answer that come from a convicted worker, by their first and last position, counted from 0."""
 
     worker: str
     first: int
@@ -43,18 +45,20 @@ class RequestStory:
 
     request: str
     model: str = ""
-    workers: list[str] = field(default_factory=list)  # in order
-    gaps_ms: list[float] = field(default_factory=list)  # the gaps that the client saw, one per move
+    workers: list[str] = field(default_factory=list)  # in the order in which they served the request
+    gaps_ms: list[float] = field(
+        default_factory=list
+    )  # milliseconds without a token that the client saw, one per move
     put_off: int = 0  # number of preemptions
-    exact: bool = True  # no move made the answer approximate
+    exact: bool = True  # whether every move continued the answer exactly, token for token
     exposed: list[ExposedSpan] = field(default_factory=list)
-    lost: str = ""  # why the request could not be continued; empty: not reported as lost
-    lost_tokens: int = 0  # tokens that the client had received by then
+    lost: str = ""  # why the request could not be continued; empty: it was not lost
+    lost_tokens: int = 0  # number of answer tokens that the frontend had accepted before the request was lost
     cut: CutOff | None = None  # the frontend's end, if it ended before the request did
     events: list[Recorded] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return a summary in a few lines; none if the journal has no events about the request."""
+        """Return a summary of the story in a few lines. The list is empty if the journal has no events about the request."""
         if not self.events:
             return []
         summary = [f"request {self.request} ({self.model})"]
@@ -81,9 +85,9 @@ class RequestStory:
 
 
 async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | None:
-    """Return the end of the request's frontend if it ended after the last fact about the request, else None.
+    """Return when the request's frontend ended, if the end may have cut off the answer, else None.
 
-    `until` is the last sequence of the journal.
+    The frontend has ended if it sent no report for `QUIET`. `until` is the last sequence number of the journal.
     """
     facts = [event for event in story.events if getattr(event.fact, "frontend", "")]
     if not facts or story.lost or getattr(facts[-1].fact, "finished", False):
@@ -110,7 +114,7 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
 
 
 def story_of(request: str, events: Sequence[Recorded]) -> RequestStory:
-    """Build a request's story from its events on the journal, in order."""
+    """Build the story of a request from the events about it, in the order of the journal."""
     story = RequestStory(request, events=[*events])
     for event in events:
         match event.fact:

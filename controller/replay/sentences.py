@@ -1,4 +1,4 @@
-"""Describes each kind of fact in one English sentence. A test checks that every kind has one."""
+"""Describes each kind of fact in one English sentence. A test checks that no kind is missing."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,19 +10,19 @@ from events import decisions as d
 from events import observations as o
 from events.fact import Fact, Recorded, Skipped
 
-TOKENS_SHOWN = 8
-MOVES_SHOWN = 6
-SPAN_S_MAX = 1e9  # thirty years: longer durations are cut to this
+TOKENS_SHOWN = 8  # maximum number of tokens of an answer in a sentence
+MOVES_SHOWN = 6  # maximum number of breaker transitions in a sentence
+SPAN_S_MAX = 1e9  # longer durations are shown as this one, which is about 30 years
 
 
 def line(event: Recorded, *, date: bool = False) -> str:
-    """Format an event as one line: the stream's time, then its sentence."""
+    """Format an event as one line: its time by the stream's clock, with the date if `date` is set, then its sentence."""
     time = f"{event.at:%H:%M:%S.%f}"[:-3]
     return f"{f'{event.at:%Y-%m-%d} {time} UTC' if date else time} {sentence(event.fact)}"
 
 
 def sentence(fact: Fact) -> str:
-    """Return a fact as one sentence without a full stop."""
+    """Describe a fact in one sentence without a full stop, on one line and without control characters."""
     return escape_controls(_text(fact, SENTENCES.get(type(fact))).replace("\n", " "))
 
 
@@ -33,7 +33,7 @@ def _text(fact: Fact, template: "str | Callable[[Any], str] | None") -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a duration for reading: 850 ms, 4.2 s, 0:12:00."""
+    """Format a duration in seconds as text, such as "850 ms", "4.2 s" or "0:12:00"."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -42,17 +42,17 @@ def span(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """Return "1 token", "2 tokens"."""
+    """Format a number with a noun, such as "1 token" or "2 tokens"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def about(subject: str) -> str:
-    """Format an incident's subject for reading: worker w0."""
+    """Format an incident's subject as text, such as "worker w0" for the subject `worker:w0`."""
     return subject.replace(":", " ", 1)
 
 
 def _name(source: str) -> str:
-    """Return a source's process name, without the role and the instance."""
+    """Return the process name in an event source of the form `role:name:instance`."""
     return source.split(":")[1] if ":" in source else source
 
 
@@ -62,7 +62,7 @@ def _tokens(tokens: tuple[int, ...]) -> str:
 
 
 def _difference(expected: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """Describe where an answer deviates: the first position that differs, and a few tokens around it."""
+    """Describe where an answer differs from the expected one: the first differing position, and a few tokens from there."""
     first = next((n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
     if first is None:
         first = min(len(expected), len(got))
@@ -119,7 +119,7 @@ def _device_faulted(f: o.DeviceFaulted) -> str:
 
 
 def _fault(f: o.DeviceFaulted | o.DeviceRecovered) -> str:
-    """Format a device's fault for reading: Xid 48, throttle (thermal)."""
+    """Format the fault class of a device as text, such as "Xid 48" or "throttle (thermal)"."""
     if f.fault_class.startswith("xid"):
         return f"Xid {f.code}"
     return f.fault_class + (f" ({f.code})" if f.code else "")
@@ -133,7 +133,7 @@ def _chaos(f: o.ChaosInjected) -> str:
 
 
 def _probed(f: o.CanaryResult | o.GoldenDisputed) -> str:
-    """Return the name of the probed worker, or of its DP rank: w0, DP rank 3 of w0."""
+    """Return what a canary probed: a worker such as "w0", or one of its ranks such as "DP rank 3 of w0"."""
     return f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
 
 

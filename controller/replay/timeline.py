@@ -1,4 +1,4 @@
-"""Timelines: one incident from its first symptom to recovery, or all events about a worker or request."""
+"""Selects the events of a timeline: of one incident up to its recovery, or about a worker or request."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from events.decisions import Absorbed, IncidentClosed, IncidentOpened
 from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
 
-# an injected fault begins the story if it was injected within this time before the first symptom
+# a fault that was injected within this time before the first symptom belongs to the story
 CHAOS_BEFORE = timedelta(seconds=60)
-LED_WITHIN = 5_000  # number of events to search for a decision that an event caused
+LED_WITHIN = 5_000  # number of later events that are searched for a decision that an event caused
 # a migration within this time before the first symptom belongs to the story
 IMPACT_BEFORE = timedelta(seconds=5)
-# and so does one within this time after the end: a worker counts as dead before its streams continue
+# a migration within this time after the end belongs to it as well, because a dead worker's streams continue after its death
 IMPACT_AFTER = timedelta(seconds=5)
 _IMPACT = (o.RequestMigrated, o.RequestAbandoned, o.RequestExposed)
 _NEXT = (
@@ -28,7 +28,7 @@ _NEXT = (
     o.MoveRequested,
     o.RestartRequested,
     o.ShutdownBegan,
-)  # each of these facts begins another story
+)  # each of these facts begins the story of another incident or command
 _ROUTINE = (o.RequestsServed, o.TrafficReported, Absorbed)
 
 
@@ -45,9 +45,9 @@ class Story:
 
     @property
     def recovered_s(self) -> float | None:
-        """Seconds from the opening of the incident to its closing, by the stream's clock; None while it is open.
+        """Seconds from the opening of the incident to its closing, by the stream's clock. None while the incident is open.
 
-        It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration that is reported of an incident.
+        This is the phase `recovered` of a post-mortem (`report.phases`). It is reported as the incident's duration everywhere.
         """
         own = [e for e in self.events if getattr(e.fact, "incident", "") == self.incident]
         opened = [e.at for e in own if isinstance(e.fact, IncidentOpened)]
@@ -79,7 +79,7 @@ class Story:
 
 
 def is_routine(fact: Fact) -> bool:
-    """Return whether a fact only reports normal operation."""
+    """Return whether a fact only reports normal operation, so that a timeline omits it by default."""
     match fact:
         case o.CanaryPassed(check_type=check):
             return check == "scheduled"
@@ -97,7 +97,9 @@ async def events(
     since: int | datetime | None = None,
     routine: bool = False,
 ) -> AsyncIterator[Recorded]:
-    """Yield events in order; without routine ones unless `routine` is set."""
+    """Yield the events about a worker or request, or all events, in order.
+
+    `since` is a sequence number or a time, which is included. Routine events are left out unless `routine` is set."""
     after = since - 1 if isinstance(since, int) else 0
     start = since if isinstance(since, datetime) else None
     async for batch in archive.select(after=max(0, after), since=start, worker=worker, request=request):
@@ -107,7 +109,9 @@ async def events(
 
 
 async def story(journal: Journal, archive: Archive, incident: str) -> Story:
-    """Return one incident from its first symptom to its end. Raise NoSuchEvent if there is no such incident."""
+    """Return the events of one incident, from its first symptom to its end or to the last event so far.
+
+    Raise NoSuchEvent if the archive holds no incident with this id."""
     carried = [e async for batch in archive.select(incident=incident) for e in batch]
     opened = next(((e, e.fact) for e in carried if isinstance(e.fact, IncidentOpened)), None)
     if opened is None:
@@ -130,9 +134,10 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
 async def _scene(
     archive: Archive, subject: str, symptom: Recorded, closed: Recorded | None
 ) -> list[Recorded]:
-    """Return the events about an incident's subject, from shortly before the first symptom to the end.
+    """Return the events about an incident's worker or model, from shortly before the first symptom to the end.
 
-    User impact is included for a few more seconds, unless the subject's next incident or an operator's command begins.
+    For a worker, user impact after the end is included for IMPACT_AFTER. It is included only until the worker's next
+    incident begins or an operator gives a command.
     """
     kind, _, subject_name = subject.partition(":")
     worker = subject_name if kind == "worker" else None
@@ -150,7 +155,9 @@ async def _scene(
 
 
 def _came_from_another(fact: Fact, worker: str | None) -> bool:
-    """Return whether a request continued at this worker: that is the user impact of another worker's incident."""
+    """Return whether a fact says that a request moved from another worker to this one.
+
+    Such a move is the user impact of the other worker's incident."""
     return (
         isinstance(fact, o.RequestMigrated | o.RequestResumed)
         and worker is not None
@@ -159,7 +166,7 @@ def _came_from_another(fact: Fact, worker: str | None) -> bool:
 
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
-    """Return the user impact of an incident after its end."""
+    """Return the events after an incident's end that show its impact on users."""
     impact: list[Recorded] = []
     for event in after:
         if isinstance(event.fact, _NEXT) or event.at > end + IMPACT_AFTER:
@@ -169,10 +176,11 @@ def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
 
 
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
-    """Return the events before an incident's first symptom that belong to it.
+    """Return the events before an incident's first symptom that belong to the incident.
 
-    These are the last injected fault, if it was not healed long before, and the user impact after it: a frontend often notices a
-    failure first. Without an injected fault, they are the user impact shortly before the symptom.
+    If a fault was injected and not healed long before the symptom, these are the injection and the user impact after it. Without
+    an injected fault, they are the user impact shortly before the symptom. User impact can come before the symptom because a
+    frontend often notices a failure first.
     """
     injected: list[Recorded] = []
     for event in before:
@@ -189,7 +197,7 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
 
 
 def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
-    # this incident's opening and closing are found by its id; those of others belong to other stories
+    # the opening and closing of this incident are selected by its id, and those of other incidents belong to other stories
     if kind == "worker":
         return not isinstance(event.fact, IncidentOpened | IncidentClosed)
     return (
@@ -199,7 +207,10 @@ def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
 
 
 async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
-    """Return the id of an event's incident, given any name of the event; `reference` itself if it names no event."""
+    """Return the id of the incident to which an event belongs, given the event's sequence number, ce-id or `decision:N`.
+
+    If no event has this name, `reference` is taken as the id of an incident and returned. An empty result means that the event is
+    a decision without an incident."""
     try:
         event = await find(journal, archive, reference)
     except NoSuchEvent:
@@ -210,7 +221,9 @@ async def incident_of(archive: Archive, journal: Journal, reference: str) -> str
 
 
 async def _led_to(archive: Archive, before: Recorded) -> str:
-    """Return the incident of the first decision caused by an event; empty if no decision followed soon."""
+    """Return the incident of the first decision that an event caused.
+
+    Return "" if none of the next LED_WITHIN events is such a decision."""
     looked = 0
     async for batch in archive.select(after=before.seq):
         for event in batch:

@@ -1,4 +1,4 @@
-"""Time travel: the fleet at a past moment, from the last snapshot before it and the journal."""
+"""Restores the fleet state of a past moment from the last snapshot before the moment and the journal."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,33 +26,38 @@ class NoLonger(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The fleet as seen by a reader that had read up to `seq`."""
+    """The fleet state after all events up to the sequence number `seq`."""
 
     seq: int
-    at: datetime | None  # time of the event at `seq`, by the stream's clock
-    number: int  # number of the last decision at that time
+    at: (
+        datetime | None
+    )  # time of the event at `seq`, by the stream's clock; None: no event was folded after the snapshot
+    number: int  # number of the last decision up to `seq`
     fleet: Fleet
-    folded: int  # number of events folded to reach `seq`
+    folded: int  # number of events that were folded after the snapshot
 
 
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
-    """Return the fleet as of a sequence or an instant.
+    """Return the fleet state at a sequence number or a time. `store` None means that only the journal is read.
 
-    Raise NotYet if the journal ends before the sequence, NoLonger if neither the journal nor the store covers that time any more.
+    Raise NotYet if the journal ends before the sequence number. Raise NoLonger if the needed events were dropped from the
+    journal, and neither the store nor the journal has a snapshot from before `when`.
     """
     order, reached, folded = await _folded(journal, store, when)
     return Moment(order.last_seq, reached, order.position.number, order.shown, folded)
 
 
 async def order_at(journal: Journal, store: StateStore | None, seq: int) -> Order[Fleet]:
-    """Return the fold up to a sequence, to continue from. Raise NotYet or NoLonger, as `at` does."""
+    """Return the fold up to a sequence number, to which the caller can add the following events. Raise NotYet, NoLonger."""
     return (await _folded(journal, store, seq))[0]
 
 
 async def _folded(
     journal: Journal, store: StateStore | None, when: int | datetime
 ) -> tuple[Order[Fleet], datetime | None, int]:
-    """Return the fold up to a moment, the time of its last event, and the number of events folded."""
+    """Return the fold up to a moment, the time of the last event folded, and the number of events folded.
+
+    The time is None if no event was folded after the snapshot. Raise NotYet, NoLonger."""
     last = await journal.last_seq()
     if isinstance(when, int) and when > last:
         raise NotYet(f"the journal ends at {last}, before {when}. {NotYet.__doc__}")
@@ -67,7 +72,10 @@ async def _folded(
 
 
 async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
-    """Return the fold to continue from: the store's last snapshot before that time, or one from a journal that begins later."""
+    """Return the fold of the last snapshot before `when`, from which events can be folded up to `when`.
+
+    The snapshot comes from the store. If the journal has dropped events after that snapshot, the snapshot comes from the journal.
+    Without a snapshot, the fold is empty and begins with the journal's first event. Raise NoLonger."""
     order, first = order_from(await _before(store, when)), await journal.first_seq()
     if first <= order.last_seq + 1:
         return order
@@ -86,7 +94,7 @@ async def _order(journal: Journal, store: StateStore | None, when: int | datetim
 
 
 async def events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
-    """Yield every event above sequence `after`, up to `until`. Raise JournalUnavailable."""
+    """Yield the events after sequence number `after`, up to and including `until`. Raise JournalUnavailable."""
     async for batch in history(journal, after, until):
         for event in batch:
             yield event
@@ -99,7 +107,7 @@ async def _before(store: StateStore | None, when: int | datetime) -> Snapshot | 
 
 
 def describe(moment: Moment) -> dict[str, Any]:
-    """Return a moment as plain JSON types: the rows that the state store showed then."""
+    """Return a moment as plain JSON types, with the rows that the state store held at that moment."""
     fleet = moment.fleet
     rows = projection.state(fleet)
     tables = {
@@ -120,7 +128,7 @@ def describe(moment: Moment) -> dict[str, Any]:
 
 
 def lines(moment: Moment) -> list[str]:
-    """Format a moment as lines of text."""
+    """Format a moment as lines of text: one per worker, model and open incident."""
     fleet = moment.fleet
     when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
     output = [f"at {moment.seq}{when}, after decision {moment.number}"]

@@ -1,8 +1,10 @@
 """Verifies the store's rows and the controller's decisions against the journal.
 
-The journal is folded once more. At every decision the deciders run again on the state, policy and version that were in force:
-the result must be identical to the recorded decisions. At the store's position the store's rows must equal the fold's, and
-every event that it keeps must equal the journal's. Decisions of deciders older than `OLDEST` are folded but not decided again.
+The journal is folded again. For every recorded decision, the deciders run again on the state, policy and version that were in
+force, and must return the same decision. Decisions of deciders older than `OLDEST` are folded but not decided again.
+
+When the fold reaches the store's position, the store's rows must equal the rows of the fold. Every event in the store's audit
+table must equal the journal's event.
 """
 
 import json
@@ -47,46 +49,52 @@ SHOWN_CHARS_MAX = 600  # maximum characters of each side of a difference
 
 @dataclass(frozen=True, slots=True)
 class VerifyDifference:
-    """The first deviation from the journal: the expected and the actual value."""
+    """The first difference that was found: where, and the expected and the actual value."""
 
-    where: str  # a table's row, an event of the audit table, a decision
+    where: str  # a row of a table, an event of the audit table, or a decision
     seq: int
     expected: Any
     found: Any
 
     def text(self) -> str:
-        """Format the difference as text."""
+        """Format the difference as text, with long values shortened."""
         return f"{self.where} differs at {self.seq}:\n  expected {_brief(self.expected)}\n  found    {_brief(self.found)}"
 
     def remedy(self) -> str:
-        """Return how to repair the difference; "" if it cannot be repaired: a wrong decision stays on the journal."""
+        """Return how to repair the difference.
+
+        The result is "" for a wrong decision, which cannot be repaired because it stays on the journal."""
         if self.where.startswith("decision"):
             return ""
         return _NO_END if self.where == _END else _REPAIR
 
 
 def _brief(value: Any) -> str:
-    """Shorten a value for reading; `-o json` prints it in full."""
+    """Return a value as text of at most SHOWN_CHARS_MAX characters. `-o json` prints the full value."""
     text = str(value)
     return text if len(text) <= SHOWN_CHARS_MAX else f"{text[: SHOWN_CHARS_MAX - 1]}…"
 
 
 @dataclass
 class VerifyReport:
-    """What was verified, and the result."""
+    """How much was verified, and the first difference if one was found."""
 
-    begins: int = 1  # the journal's oldest event
-    since: int = 0  # sequence of the snapshot from which the fold began; 0: the journal's start
-    folded: int = 0  # events
-    decided: int = 0  # decisions that were decided again with the same result
-    foreign: int = 0  # messages that are not Holdfast events, or are quarantined: no reader folds them
-    forged: int = 0  # facts that claim a source other than their own
-    skipped: int = 0  # decisions of other deciders' versions, or before any policy was adopted
+    begins: int = 1  # sequence number of the journal's oldest event
+    since: int = 0  # sequence number of the snapshot from which the fold began; 0: the fold began at the journal's start
+    folded: int = 0  # number of events folded
+    decided: int = 0  # number of decisions for which the deciders returned the same decision again
+    foreign: int = (
+        0  # number of messages that no reader folds, because they are not Holdfast events or are quarantined
+    )
+    forged: int = 0  # number of facts that their source cannot have published
+    skipped: int = (
+        0  # number of decisions not decided again: unsupported deciders version, or no policy adopted yet
+    )
     skipped_versions: set[int] = field(default_factory=set)
-    rows: int = 0  # compared and equal
-    audited: int = 0  # stored events compared and equal
-    position: int = 0  # the store's position
-    lag: int = 0  # events that the store does not show yet
+    rows: int = 0  # number of rows that are equal
+    audited: int = 0  # number of stored events that are equal
+    position: int = 0  # sequence number up to which the store shows events
+    lag: int = 0  # number of events on the journal that the store does not show yet
     difference: VerifyDifference | None = None
 
     def as_json(self) -> dict[str, object]:
@@ -116,7 +124,7 @@ class VerifyReport:
 
 
 class Differs(Exception):
-    """Carries the first difference out of the fold."""
+    """Raised at the first difference, to end the fold."""
 
     def __init__(self, difference: VerifyDifference) -> None:
         super().__init__(difference.where)
@@ -124,10 +132,11 @@ class Differs(Exception):
 
 
 async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
-    """Verify everything from the last snapshot before `since` (0: from the start).
+    """Verify the store and the decisions against the journal, and stop at the first difference.
 
-    On a journal that has dropped its first events, start at its oldest snapshot. Stop at the first difference.
-    Raise JournalChanged if such a journal has no snapshot.
+    Verification starts at the store's last snapshot before the sequence number `since`; 0 means at the journal's start. If the
+    journal has dropped events after that point, verification starts at the journal's oldest snapshot.
+    Raise JournalChanged if the journal has dropped events and has no snapshot.
     """
     async with store.reading() as frozen:
         position = frozen.reading.position
@@ -155,12 +164,12 @@ class _Run:
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
         tables = ("migrations", "exposures", "incidents")
         self._history: dict[str, dict[object, projection.Row]] = {table: {} for table in tables}
-        self._batch: list[Recorded] = []  # decisions of one settle run
-        self._state: Fleet | None = None  # the state that they were decided on
+        self._batch: list[Recorded] = []  # the decisions of one settle run, collected until the run ends
+        self._state: Fleet | None = None  # the fleet state on which these decisions were made
         self.report = VerifyReport(since=self._order.last_seq)
 
     async def all(self, journal: Journal, last: int) -> None:
-        """Fold the journal up to `last`, and compare at each step."""
+        """Fold the journal up to sequence number `last`, and compare at each step. Raise Differs."""
         self._kept = await anext(self._audit, None)
         if self._position.seq <= self._order.last_seq:
             self._compare_rows()
@@ -187,11 +196,11 @@ class _Run:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _gather(self, event: Recorded) -> None:
-        """Collect the decisions of one settle run, and the state that they were decided on."""
+        """Collect a decision with the others of its settle run, and decide the previous run again if that one is complete."""
         if not isinstance(event.fact, Decision):
             return self._decide_again()
         if event.seq <= self._order.position.decided:
-            return  # the snapshot contains it
+            return  # the snapshot contains the effect of this decision
         if self._batch and _settle_of(event) != _settle_of(self._batch[0]):
             self._decide_again()
         if not self._batch:
@@ -199,7 +208,7 @@ class _Run:
         self._batch.append(event)
 
     def _as_read(self, through: int) -> Fleet:
-        """Return the state of a controller that had read up to `through`."""
+        """Return the fleet state of a controller that had read the journal up to sequence number `through`."""
         pending = self._order.pending
         if not pending or pending[-1].seq <= through:
             return self._order.shown
@@ -231,9 +240,14 @@ class _Run:
     def _policy(
         self, state: Fleet, first: Decision, decisions: int
     ) -> tuple[InForce | None, FleetPolicy | None]:
-        """Return the `InForce` of these decisions, and the policy; no policy if this release cannot decide them again."""
+        """Return the `InForce` and the policy under which a settle run was decided.
+
+        Both are None if this release cannot decide the run again, which is then counted as skipped. `first` is the first decision
+        of the run, and `decisions` is their number."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
-        if isinstance(first, PolicyAdopted):  # of a new leader: it applies to the rest of its batch
+        if isinstance(
+            first, PolicyAdopted
+        ):  # a new leader adopts its policy first, for the rest of the settle run
             adopted = first.policy
             force = InForce(first.kinds, first.deciders_version, first.allowed_by, first.command)
         version = force.deciders_version
@@ -256,7 +270,7 @@ class _Run:
             raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.kind(), list(row)))
         if row is None or row[0] > event.seq:
             if repeated or (await self._frozen.locate(event.id) or event.seq) < event.seq:
-                return  # a repeated event is stored at its first sequence
+                return  # a repeated event is stored only once, under its first sequence number
             raise Differs(VerifyDifference("fleet_events", event.seq, _shown(event.fact), None))
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS
         for n, (ours, theirs) in enumerate(zip(expected[:-1], row[:-1], strict=True)):
@@ -304,7 +318,9 @@ async def _rows(frozen: StoreSnapshot, after: int) -> AsyncIterator[Sequence[Any
 
 
 def _same(fact: Fact, ours: str, theirs: str) -> bool:
-    """Return whether a stored body equals a fact's. One stored by an older version lacks the optional fields added since."""
+    """Return whether a stored body means the same as the body of a fact. Both bodies are JSON.
+
+    A body that an older release stored may lack optional fields that were added later; it counts as the same."""
     expected, found = json.loads(ours), json.loads(theirs)
     if expected == found:
         return True
@@ -318,7 +334,7 @@ def _same(fact: Fact, ours: str, theirs: str) -> bool:
 
 
 def _settle_of(event: Recorded) -> tuple[object, ...]:
-    """Return the key that the decisions of one settle run share."""
+    """Return a key that is the same for all decisions of one settle run, and differs between runs."""
     assert isinstance(event.fact, Decision)
     return (event.source, event.through, event.fact.decided_at)
 

@@ -1,1 +1,1 @@
-"""`holdfast replay report`: a post-mortem as an HTML page, as Markdown or as JSON."""
+"""Implements `holdfast replay report`, which writes a post-mortem as HTML, Markdown or JSON."""

@@ -1,4 +1,4 @@
-"""The content of a report, independent of its output format."""
+"""Builds the content of a report, independent of the output format."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,20 +20,23 @@ from events.fact import Decision, Fact, Recorded
 
 Document = dict[str, Any]  # a report or a part of it, as plain JSON types
 
-PLANNED = (o.ScaleProposed, o.ScaleApplied)  # in these facts, `by` names the process that applies a proposal
-# what the page draws of a worker, with the values of the state store (`holdfast replay at`)
+PLANNED = (
+    o.ScaleProposed,
+    o.ScaleApplied,
+)  # in these facts, the field `by` names a process instead of an operator
+# fields of a worker that the page shows; their values are those that `holdfast replay at` prints
 WORKER_FIELDS = ("health", "weight", "breaker", "reason", "incident", "state", "spare", "gpus", "model")
 REQUEST_FIELDS = ("request", "model", "workers", "gaps_ms", "put_off", "exact", "lost", "lost_tokens")
-NODES_MAX = 400  # nodes of causal trees that are shown; further ones are only counted
+NODES_MAX = 400  # maximum number of nodes shown in causal trees; further nodes are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorAct:
-    """One command of an operator. `rehearsal` marks an injected fault or its end."""
+    """One command of an operator. `rehearsal` is true if the command injected or ended a fault for a test."""
 
     at: datetime
     seq: int
-    by: str  # empty: the command gave no name
+    by: str  # the operator's name; empty: the command gave no name
     text: str
     rehearsal: bool
     refused: bool
@@ -42,20 +45,20 @@ class OperatorAct:
 class CauseNode(NamedTuple):
     """An event and its depth in a causal tree."""
 
-    depth: int  # number of causes above it
+    depth: int  # number of causes above the event
     event: Recorded
 
 
 class Causes(NamedTuple):
-    """The causal trees, one after another, each from its root down."""
+    """The nodes of the causal trees. The trees follow one another, and each tree is listed depth first from its root."""
 
     nodes: Sequence[CauseNode]
-    left_out: int  # further events that are not shown
+    left_out: int  # number of further nodes that are not shown
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One post-mortem."""
+    """The content of one post-mortem."""
 
     story: Story | None
     events: Sequence[Recorded]
@@ -65,10 +68,12 @@ class Report:
     causes: Causes
     hurt: Impact
     acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
-    phases: Sequence[PhaseTimes]  # phases of the incident; empty without an incident
-    policy: Document | None  # policy in force at the end of the window
-    unusual: Sequence[tuple[str, Any, Any]]  # settings that differ from the default: setting, value, default
-    cut: bool  # the window has more events than a report shows
+    phases: Sequence[PhaseTimes]  # phases of the incident; empty if the report is not about an incident
+    policy: Document | None  # policy in force at the end of the window; None: no policy was adopted
+    unusual: Sequence[
+        tuple[str, Any, Any]
+    ]  # policy settings that differ from their default: (name, value, default)
+    cut: bool  # whether events at the end are missing because the window has too many
 
     @property
     def start(self) -> datetime:
@@ -85,7 +90,7 @@ class Report:
         return f"The fleet from {self.start:%Y-%m-%d %H:%M:%S} to {self.end:%H:%M:%S} UTC"
 
     def summary(self) -> list[str]:
-        """Return three sentences: what happened, the user impact, and the response."""
+        """Return three texts: what happened, the user impact, and how fast the fleet reacted."""
         return [self._what(), _user_impact(self.hurt), self._how()]
 
     def _what(self) -> str:
@@ -109,7 +114,9 @@ class Report:
 
 
 def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
-    """Build the report of a window. `others` are the phases of other incidents, for comparison."""
+    """Build the report of a window. `others` are the phases of other incidents, with which the report compares its own.
+
+    The window's events are folded into its `order`, so a window can be used only once."""
     found = frames(window.order, window.events, window.start)
     story = window.story
     policy = window.order.shown.policy
@@ -130,9 +137,10 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
 
 
 def _impact_events(window: ReportWindow) -> Sequence[Recorded]:
-    """Return the events that show user impact: all of the window's, or those of its incident.
+    """Return the events from which user impact is computed: the events of the window's incident, or all if there is none.
 
-    An incident of a model only covers capacity, so the impact on the model's users is added from the window.
+    The events of a model's incident are only about capacity. For such an incident, the window's events about requests for the
+    model are added.
     """
     if (story := window.story) is None:
         return window.events
@@ -151,7 +159,7 @@ def _of_users(fact: Fact, model: str) -> bool:
 
 
 def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
-    """Return the operators' commands in these events, in order: observations with a field `by`, and refused commands."""
+    """Return the operators' commands among the events, in order. These are the observations with a field `by`."""
     found = [e for e in events if hasattr(e.fact, "by") and not isinstance(e.fact, (Decision, *PLANNED))]
     return [
         OperatorAct(
@@ -167,7 +175,7 @@ def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
 
 
 def causes(events: Sequence[Recorded]) -> Causes:
-    """Return the trees of all given events that caused another given event or were caused by one."""
+    """Return the causal trees of the events. An event that has neither a cause nor an effect among the events is left out."""
     named: dict[str, Recorded] = {}
     for event in events:
         named.setdefault(name(event), event)  # a repeated event counts once
@@ -234,7 +242,7 @@ def _node(depth: int, event: Recorded) -> Document:
 
 
 def _event(event: Recorded) -> Document:
-    """Return an event as JSON types. A snapshot's data is left out: it is the whole fleet in packed form."""
+    """Return an event as plain JSON types. The data of a snapshot event is left out, because it is a whole packed fleet."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
     if isinstance(event.fact, o.SnapshotKept):
         found["body"] = found["body"] | {"data": ""}
@@ -246,7 +254,7 @@ def _fields(one: object, names: Iterable[str]) -> dict[str, object]:
 
 
 def _first(found: Report) -> int:
-    """Return the index of the frame at which the incident opened; 0 without an incident."""
+    """Return the index of the first frame at or after the opening of the incident; 0 if the report has no incident."""
     if found.story is None:
         return 0
     opened = next(event.seq for event in found.story.events if isinstance(event.fact, IncidentOpened))

@@ -1,4 +1,4 @@
-"""The swim-lane chart of a report as Plotly traces and layout, in plain JSON types."""
+"""Builds the swim-lane chart of a report as Plotly traces and layout, in plain JSON types."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,19 +22,21 @@ CANARIES = {
 }
 CONTROL = "control plane"
 BLUE = "#0072b2"
-TEXT = "%{text}<extra></extra>"  # what a mark shows under the mouse
+TEXT = "%{text}<extra></extra>"  # Plotly template: a mark shows its text when the mouse is over it
 Lanes = dict[str, Any]  # the data of `lanes.lanes`
 Trace = dict[str, Any]
 LANE_PX, LANES_LEAST_PX, CAPACITY_PX = 26, 120, 90
 
 
 def utc(millis: float) -> str:
-    """Format a time as text, because Plotly converts numbers to the viewer's time zone but shows text unchanged."""
+    """Format milliseconds since 1970 as a time in UTC.
+
+    The time is passed to Plotly as text, because Plotly converts numbers to the viewer's time zone but shows text unchanged."""
     return datetime.fromtimestamp(millis / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
 def figure(lanes: Lanes) -> dict[str, Any]:
-    """Return `data` and `layout` for `Plotly.newPlot`. All times are UTC."""
+    """Return the `data` and `layout` of the chart for `Plotly.newPlot`. All times are in UTC."""
     names = [*reversed(lanes["workers"]), CONTROL]
     height = max(LANES_LEAST_PX, LANE_PX * len(names)) + CAPACITY_PX + 110
     upper = 1 - (CAPACITY_PX + 40) / (height - 110)
@@ -59,7 +61,7 @@ def figure(lanes: Lanes) -> dict[str, Any]:
 
 
 def _bars(spans: list[list[Any]], colors: dict[str, str], width: float, before: str = "") -> Iterator[Trace]:
-    """Yield the bars of each value, such as a state, over the time of its spans."""
+    """Yield one Plotly trace per value in `colors`, with a bar for each span of time in which a worker had that value."""
     for value, color in colors.items():
         matching = [one for one in spans if one[1] == value]
         name = f"{before}{value.replace('_', ' ') if before else value}"

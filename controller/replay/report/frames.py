@@ -1,4 +1,4 @@
-"""Precomputed states of the fleet for the report's slider: one per event that changes what is shown."""
+"""Computes the fleet states between which the time slider of a report page moves."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,21 @@ from events.order import Order
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The changes that one event makes."""
+    """What changes on the report page at one event. The first frame of a report holds the whole initial state."""
 
     seq: int
     at: datetime
-    workers: Mapping[str, WorkerView | None]  # None: the worker is no longer part of the fleet
+    workers: Mapping[
+        str, WorkerView | None
+    ]  # changed workers by name; None: the worker is no longer part of the fleet
     levels: Mapping[str, int]  # degradation level by model
-    capacity: float  # serving share of all workers except spares: mean weight, weighted by GPUs
+    capacity: float  # share of the fleet that serves, 0 to 1: mean weight of all workers except spares, weighted by GPUs
 
 
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
-    """Fold events. Return a frame of the initial state at time `at`, and one for each event that changes the shown state."""
+    """Fold events, and return a frame for each event that changes what the report page shows.
+
+    An additional first frame holds the state of `order` before the events, at the time `at`. The events are added to `order`."""
     fleet = order.shown
     shown = {name: WorkerView.of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
@@ -48,7 +52,9 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
 def _changed(
     before: Fleet, after: Fleet, shown: Mapping[str, WorkerView], only: str | None
 ) -> Iterable[tuple[str, WorkerView | None]]:
-    """Yield the workers that are shown differently. `only` is the one worker that an observation can have changed."""
+    """Yield the workers that the page must show differently after an event, with None for a worker that left the fleet.
+
+    `only` names the only worker that the event can have changed; None means that it can have changed any worker."""
     if after.workers is before.workers:
         return
     if only is not None and only in after.workers:
@@ -68,7 +74,7 @@ def _levels(fleet: Fleet) -> dict[str, int]:
 
 
 class Stretch(NamedTuple):
-    """A span of time in which a worker had one value of a field."""
+    """A span of time in which a field of a worker, such as its breaker, had the value `what`."""
 
     worker: str
     what: str
@@ -77,7 +83,9 @@ class Stretch(NamedTuple):
 
 
 def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
-    """Return the spans in which each worker had each value of a field of `WorkerView`."""
+    """Return the spans of time in which a field of `WorkerView` had one value, for every worker.
+
+    The spans that are still open at the last frame end at `end`."""
     current: dict[str, tuple[str, datetime]] = {}
     finished: list[Stretch] = []
     for frame in found:

@@ -1,4 +1,4 @@
-"""User impact and cost of an incident: affected requests, lost capacity, recomputed tokens."""
+"""Computes the user impact and the cost of an incident: affected requests, lost capacity, lost work."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,41 +15,45 @@ from events.fact import Fact, Recorded
 
 @dataclass(slots=True)
 class Impact:
-    """The affected requests, and the cost to users and to the fleet."""
+    """The requests that an incident affected, and its cost to users and to the fleet."""
 
-    requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order of the events
-    rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    # convictions for which it is unknown what requests the worker served
+    requests: list[RequestStory] = field(
+        default_factory=list
+    )  # affected requests, in the order of their first event
+    rejected: Counter[str] = field(default_factory=Counter)  # number of rejected requests by reason
+    # reports of frontends that cannot determine which requests a convicted worker served
     unknown: list[o.ExposureUnknown] = field(default_factory=list)
-    served: int = 0  # answers of all workers
+    served: int = 0  # number of answers of all workers
     tokens_served: int = 0
     tokens_again: int = (
-        0  # answer tokens recomputed elsewhere; prompt tokens are recomputed too, but are not on the journal
+        0  # answer tokens that another worker recomputed; recomputed prompt tokens are not on the journal
     )
     tokens_exposed: int = 0
-    bytes_moved: int = 0  # bytes of KV caches
-    gpu_s: float = 0.0  # GPU-seconds of missing service, without spares
-    least_capacity: float = 1.0  # minimum serving share of the fleet
+    bytes_moved: int = 0  # bytes of KV caches that moved with their requests
+    gpu_s: float = 0.0  # missing service in GPU-seconds: (1 - weight) times GPUs times seconds, over all workers but spares
+    least_capacity: float = 1.0  # lowest share of the fleet that served, 0 to 1
 
     def moved(self) -> list[RequestStory]:
-        """Return the requests that migrated."""
+        """Return the affected requests that migrated or were resumed on a worker."""
         return [one for one in self.requests if one.gaps_ms]
 
     def exposed(self) -> list[RequestStory]:
-        """Return the requests with tokens of a convicted worker in their answers."""
+        """Return the affected requests with tokens of a convicted worker in their answers."""
         return [one for one in self.requests if one.exposed]
 
     def lost(self) -> list[RequestStory]:
-        """Return the requests that could not be continued."""
+        """Return the affected requests that could not be continued."""
         return [one for one in self.requests if one.lost]
 
 
 def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Impact:
-    """Return the user impact of these events (at least one), and the missing capacity since the first of them."""
+    """Return the user impact shown by `events`, and the capacity missing from the first event until `end`.
+
+    There must be at least one event."""
     found, by_request, seen = Impact(), dict[str, list[Recorded]](), set[str]()
     for event in events:
         if event.id in seen:
-            continue  # a repetition
+            continue  # the same event was published twice
         seen.add(event.id)
         _count(found, event.fact)
         if request := getattr(event.fact, "request", ""):
@@ -61,7 +65,7 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
 
 
 def _count(found: Impact, fact: Fact) -> None:
-    """Add one fact to the costs."""
+    """Add the costs that one fact reports to `found`."""
     match fact:
         case o.RequestsRejected():
             found.rejected[fact.reason] += fact.count
@@ -80,9 +84,9 @@ def _count(found: Impact, fact: Fact) -> None:
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
-    """Return the GPU-seconds without service, and the minimum share of the fleet that served.
+    """Return the missing service in GPU-seconds, and the lowest share of the fleet that served, 0 to 1.
 
-    The time before the first worker of a starting fleet serves is not counted.
+    If the fleet starts within the frames, the time before its first worker serves does not count.
     """
     shown: dict[str, WorkerView] = {}
     gpu_s, least, serving = 0.0, 1.0, bool(frames[0].workers)

@@ -1,4 +1,4 @@
-"""The data of a report's chart: lanes of the affected workers and the control plane, and capacity.
+"""Computes the data of a report's swim-lane chart: worker states, canaries, moves and capacity.
 
 Times are milliseconds since 1970, by the stream's clock.
 """
@@ -14,13 +14,17 @@ from controller.replay.report.frames import Stretch
 from events import observations as o
 from events.fact import Recorded
 
-LANES_MAX = 60  # more lanes would be unreadable
-PASSED_MAX = 1500  # passed canaries drawn; if there are more, only every second, third, …
-MOVES_TOGETHER_MS = 200  # moves between the same two workers within this time are one arrow
+LANES_MAX = 60  # maximum number of lanes, because a chart with more is unreadable
+PASSED_MAX = (
+    1500  # maximum number of passed canaries drawn; if there are more, only every second, third … is drawn
+)
+MOVES_TOGETHER_MS = (
+    200  # moves between the same two workers within this many milliseconds are drawn as one arrow
+)
 
 
 def lanes(found: Report) -> dict[str, Any]:
-    """Return the chart's data as plain JSON types."""
+    """Return the data of a report's chart as plain JSON types."""
     workers = concerned(found)
     shown = set(workers[:LANES_MAX])
     return {
@@ -48,7 +52,7 @@ def lanes(found: Report) -> dict[str, Any]:
 
 
 def concerned(found: Report) -> list[str]:
-    """Return the affected workers, sorted by name."""
+    """Return the names of the workers that changed state, failed a canary or served an affected request, sorted."""
     lives = Counter(one.worker for one in found.states)
     names = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
     names |= {one.worker for one in found.breakers if one.what != "closed"}
@@ -59,7 +63,7 @@ def concerned(found: Report) -> list[str]:
 
 
 def _natural(text: str) -> tuple[str, int, str]:
-    """Return a sort key that puts w2 before w10."""
+    """Return a sort key for a name that ends in a number, so that w2 comes before w10."""
     letters = text.rstrip("0123456789")
     return letters, int(text[len(letters) :] or 0), text
 

@@ -10,11 +10,11 @@ from controller.replay.report.figure import COLORS, figure
 
 Document = dict[str, Any]  # a report or its lanes, as plain JSON types
 
-ROWS_MAX = 1000  # rows shown per table; further ones are only in the page's data
+ROWS_MAX = 1000  # maximum number of rows shown per table; further rows are only in the page's data
 
 
 def html(report: Document, lanes: Document) -> str:
-    """Return a report as an HTML page. Raise NoPlotly."""
+    """Return a report with its swim-lane chart as one self-contained HTML page. Raise NoPlotly."""
     data = {
         "figure": figure(lanes),
         "frames": report["frames"],
@@ -40,7 +40,7 @@ def html(report: Document, lanes: Document) -> str:
 
 
 def markdown(report: Document) -> str:
-    """Return a report as Markdown."""
+    """Return a report as Markdown, which has no chart."""
     return (
         environment(__package__, escape=False)
         .get_template("report.md.jinja")

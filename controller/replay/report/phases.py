@@ -1,10 +1,11 @@
-"""The phases of an incident (noticed, fenced, recovered), compared with those of other incidents.
+"""Measures the phases of an incident, and compares them with those of other incidents.
 
-    noticed     from the first symptom (an injected fault, or the event that the incident was opened for) to its opening
+    noticed     from the first symptom to the opening of the incident
     fenced      from the opening to the first decision after which the worker gets no new requests
-    recovered   from the opening to the closing
+    recovered   from the opening to the closing of the incident
 
-MTTD is the mean of the first, MTTR of the third.
+The first symptom is a fault that was injected shortly before, or else the event for which the incident was opened. The mean of
+`noticed` over all incidents is the MTTD, and the mean of `recovered` is the MTTR.
 """
 
 from collections import OrderedDict
@@ -20,13 +21,15 @@ from events.decisions import BreakerOpened, DrainStarted, HealthChanged, Inciden
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected
 
-REMEMBERED = 20_000  # number of recent events kept, to look up the times of causes
+REMEMBERED = (
+    20_000  # number of recent event times that are kept, so that the time of a cause can be looked up
+)
 NAMES = ("noticed", "fenced", "recovered")
 
 
 @dataclass(slots=True)
 class Phases:
-    """The phases of one incident. Times are the stream's; None: not reached yet, or unknown."""
+    """When one incident reached each phase, by the stream's clock. None means not yet, or that the time is unknown."""
 
     incident: str
     subject: str
@@ -36,7 +39,7 @@ class Phases:
     closed_at: datetime | None = None
 
     def seconds(self, phase: str) -> float | None:
-        """Return the duration of a phase in seconds; None if it is unknown or not complete."""
+        """Return the duration of a phase in seconds, or None if its start or end is unknown or not reached yet."""
         start, end = {
             "noticed": (self.symptom_at, self.opened_at),
             "fenced": (self.opened_at, self.fenced_at),
@@ -47,7 +50,9 @@ class Phases:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """The duration of one phase in this incident, and in others."""
+    """The duration of one phase in the reported incident and in the other incidents, in seconds.
+
+    `here_s` is None if the reported incident has not completed the phase."""
 
     phase: str
     here_s: float | None
@@ -63,7 +68,7 @@ class PhaseTimes:
 
 
 async def all_phases(batches: AsyncIterator[Sequence[Recorded]]) -> dict[str, Phases]:
-    """Return the phases of every incident that opens in these events, by its id."""
+    """Return the phases of every incident that is opened in these events, by the id of the incident."""
     found = _Found()
     async for batch in batches:
         for event in batch:
@@ -72,15 +77,17 @@ async def all_phases(batches: AsyncIterator[Sequence[Recorded]]) -> dict[str, Ph
 
 
 class _Found:
-    """Collects the phases while reading events."""
+    """Collects the phases of all incidents from events that are added in order."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Phases] = {}
-        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by the name that others use
-        self._injected: dict[str, datetime] = {}  # time of the last injected fault, by worker
+        self._times: OrderedDict[str, datetime] = (
+            OrderedDict()
+        )  # by event name (ce-id or `decision:N`): time of the event
+        self._injected: dict[str, datetime] = {}  # by worker: time of the last injected fault
 
     def take(self, event: Recorded) -> None:
-        """Add an event, in order."""
+        """Add the next event of the journal."""
         self._times[name(event)] = event.at
         if len(self._times) > REMEMBERED:
             self._times.popitem(last=False)
@@ -96,7 +103,10 @@ class _Found:
                 pass
 
     def _symptom(self, event: Recorded, subject: str) -> datetime | None:
-        """Return the time of the first symptom: a fault injected shortly before, or the event that opened the incident."""
+        """Return the time of the first symptom of the incident that an event opens.
+
+        The first symptom is a fault that was injected into the worker shortly before, else the cause of the event. None means
+        that the cause is not among the events."""
         injected = self._injected.pop(subject.partition("worker:")[2], None)
         if injected is not None and event.at - injected <= CHAOS_BEFORE:
             return injected
@@ -114,14 +124,16 @@ def _take(found: dict[str, Phases], event: Recorded, fact: Decision) -> None:
 
 
 def fences(fact: Decision) -> bool:
-    """Return whether the worker gets no new requests after this decision."""
+    """Return whether a decision stops new requests to its worker."""
     return isinstance(fact, BreakerOpened | DrainStarted) or (
         isinstance(fact, HealthChanged) and fact.weight == 0.0
     )
 
 
 def compared(story: Story, others: Iterable[Phases]) -> list[PhaseTimes]:
-    """Return each phase of one incident, with the same phase of all others."""
+    """Return the duration of each phase of an incident, together with its durations in all other incidents.
+
+    `others` may contain the incident itself, which is then left out."""
     found = _Found()
     for event in story.events:
         found.take(event)

@@ -1,7 +1,7 @@
-"""Removes the names of requests, workers, hosts and people from a report.
+"""Replaces the names of requests, workers, hosts and people in a report with pseudonyms.
 
-Names are collected from the fleet before the window and from all events. Each is replaced by one pseudonym everywhere. Values
-that describe states (kinds, states, instants, numbers) stay, even if a worker happens to have the same name.
+The names are collected from the fleet state before the report's window and from all events in the window. A name has the same
+pseudonym everywhere. Kinds, states, times and numbers stay, even if a worker has a kind or state as its name.
 """
 
 import re
@@ -29,23 +29,23 @@ _FIELDS = {
     "device": ("device",),
     "person": ("by", "who"),
 }
-OURS = {  # generic names that identify nothing
+OURS = {  # generic names, which are not replaced because they identify nothing
     *("controller", "planner", "projector", "frontend", "supervisor", "operator", "reader", "worker", "workers"),
     *("configured", "cpu", "cuda", "simulated", "sim", "gpu", "canary", "user", ""),
 }  # fmt: skip
-AS_IT_IS = {  # fields that describe states and kinds
+AS_IT_IS = {  # fields that hold kinds or states, which are not replaced
     *("kind", "health", "state", "breaker", "before", "after", "phase", "method", "cause", "check_type", "golden", "fault"),
     *("position", "subject_kind", "outcome", "action", "tier", "mode", "engine", "id", "name", "event", "causation"),
 }  # fmt: skip
 GONE = ("pid", "url", "tokenizer")
-NAMED = ("workers",)  # mappings keyed by worker
+NAMED = ("workers",)  # fields that are mappings with worker names as keys
 
 
 class Redaction:
-    """The pseudonyms of a report's names."""
+    """Maps each name in one report to its pseudonym, such as `worker-1`, and replaces names in text and JSON."""
 
     def __init__(self, fleet: Fleet, events: Iterable[Recorded]) -> None:
-        """Collect every name from the fleet before the window and from its events."""
+        """Collect the names in a fleet state and in events, and assign a pseudonym to each."""
         self._words: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         for worker in (*fleet.workers.values(), *fleet.departed.values()):
@@ -84,7 +84,7 @@ class Redaction:
             self._words[name] = f"{kind}-{number}"
 
     def text(self, value: str) -> str:
-        """Return the text with names, addresses, paths and process numbers replaced."""
+        """Return a text with its names, addresses, paths and process ids replaced."""
         if value in self._words:
             return self._words[value]
         value = _PID.sub(r"\1 (number)", _ADDRESS.sub("(address)", value))
@@ -93,18 +93,22 @@ class Redaction:
         return _WORD.sub(self._word, _PATH.sub("(path)", value))
 
     def _word(self, found: re.Match[str]) -> str:
-        """Return a word or its pseudonym; in a word with dots, such as a subject, each part is replaced."""
+        """Return the pseudonym of a word that is a name, else the word with each name between its dots replaced.
+
+        An example of a word with dots is a broker subject. A part that is only digits stays."""
         word = found[0]
         if word in self._words and not word.isdecimal():
             return self._words[word]
         return ".".join(part if part.isdecimal() else self._words.get(part, part) for part in word.split("."))
 
     def of(self, value: Any, field: str = "") -> Any:
-        """Return plain JSON types with names replaced."""
+        """Return a value of plain JSON types with all names in it replaced. `field` is the key under which the value is stored.
+
+        Fields that identify a process or server, such as `pid` and `url`, become None."""
         if isinstance(value, str):
             return value if field in AS_IT_IS or _INSTANT.fullmatch(value) else self.text(value)
         if isinstance(value, dict):
-            envelope = "body" in value  # the object is an event: its source names a process
+            envelope = "body" in value  # the object is an event, and its field `source` names a process
             return {
                 (self.text(key) if field in NAMED else key): None
                 if key in GONE or (envelope and key == "source")

@@ -1,4 +1,4 @@
-"""The `holdfast replay report` command: selects a window of the journal and writes the report."""
+"""Runs `holdfast replay report`, which selects a window of the journal and writes its report."""
 
 import argparse
 import json
@@ -36,7 +36,9 @@ async def execute(
     now: datetime,
     echo: Callable[[str], None],
 ) -> None:
-    """Write or print one report. Raise UsageError, CannotWrite, NoPlotly, and what `controller.replay.report.window` raises."""
+    """Write one report to a file or print it with `echo`.
+
+    Raise UsageError, CannotWrite, NoPlotly, NothingToTell, NoSuchEvent, NoLonger, NotYet."""
     began, where = time.perf_counter(), Path(args.output)
     form = args.output if args.output in FORMS.values() else FORMS.get(where.suffix.lower())
     if form is None or (args.output == form == "html"):
@@ -66,7 +68,10 @@ async def execute(
 async def _otherwise(
     selected: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
 ) -> list[object]:
-    """Return what-if answers for a worker's incident; none if it is too large or no longer on the journal."""
+    """Return the answers to the usual what-if questions about a worker's incident.
+
+    The list is empty if the window is not about a worker's incident, or if the incident's events are too many or were dropped
+    from the journal."""
     story = selected.story
     if story is None or not story.subject.startswith("worker:"):
         return []

@@ -1,4 +1,4 @@
-"""The window of a report: all its events, in order, and the fleet before the first of them."""
+"""Selects the window of a report: consecutive events, and the fleet state before the first one."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from events.fact import Recorded
 from events.journal.port import Journal
 from events.order import Order
 
-EVENTS_MAX = 100_000  # maximum events of one report; later ones are left out
-HISTORY_EVENTS = 200_000  # events at the journal's end searched for the last incident and those to compare
-AROUND = timedelta(seconds=5)  # included before an incident's first event, and after the last one
-LATELY = timedelta(minutes=10)  # the default window if no incident is known
+EVENTS_MAX = 100_000  # maximum number of events of one report; later events are left out
+HISTORY_EVENTS = (
+    200_000  # number of events at the journal's end that are searched for incidents to report and compare
+)
+AROUND = timedelta(seconds=5)  # time included before an incident's first event and after its last event
+LATELY = timedelta(minutes=10)  # the default window if the journal holds no recent incident
 
 
 class NothingToTell(HoldfastError):
@@ -26,12 +28,12 @@ class NothingToTell(HoldfastError):
 
 @dataclass(slots=True)
 class ReportWindow:
-    """A window of the journal."""
+    """The events of a report, and the fleet state before them."""
 
-    events: list[Recorded]  # at least one event, without gaps
-    order: Order[Fleet]  # the fold right before the first event
-    story: Story | None  # the incident that the window is about, if any
-    cut: bool = False  # the window has more events than one report shows
+    events: list[Recorded]  # consecutive events, at least one
+    order: Order[Fleet]  # the fold up to the event before the first one
+    story: Story | None  # the incident that the window is about; None: the window was selected by time
+    cut: bool = False  # whether events at the end are missing because there are more than EVENTS_MAX
 
     @property
     def start(self) -> datetime:
@@ -45,14 +47,16 @@ class ReportWindow:
 async def of_incident(
     journal: Journal, store: StateStore | None, archive: Archive, incident: str
 ) -> ReportWindow:
-    """Return the window of one incident, by its id or any name of one of its events. Raise NoSuchEvent, NoLonger."""
+    """Return the window of one incident, given its id or the name of one of its events. Raise NoSuchEvent, NoLonger."""
     story = await timeline.story(journal, archive, await timeline.incident_of(archive, journal, incident))
     since, until = story.events[0].at - AROUND, story.events[-1].at + AROUND
     return await between(journal, store, archive, since, until, story)
 
 
 async def latest(journal: Journal, store: StateStore | None, archive: Archive, now: datetime) -> ReportWindow:
-    """Return the window of the last incident, or the last minutes if there is none. Raise NothingToTell, NoLonger."""
+    """Return the window of the last incident, or of the time LATELY before `now` if no recent incident is found.
+
+    Raise NothingToTell, NoLonger."""
     found, last = "", await journal.last_seq()
     async for batch in archive.select(after=max(0, last - HISTORY_EVENTS)):
         found = next((e.fact.incident for e in reversed(batch) if isinstance(e.fact, IncidentOpened)), found)
@@ -69,9 +73,9 @@ async def between(
     until: int | datetime | None,
     story: Story | None = None,
 ) -> ReportWindow:
-    """Return the window between two positions in the journal, both included; `until` None means the journal's end.
+    """Return the window from `since` to `until`, both included, as sequence numbers or times.
 
-    Raise NothingToTell, NoLonger or NotYet.
+    `until` None means the journal's end. `story` is the incident that the window is about. Raise NothingToTell, NoLonger, NotYet.
     """
     last = await journal.last_seq()
     first = await _first_since(archive, since) if isinstance(since, datetime) else since

@@ -1,4 +1,4 @@
-"""Reads a stretch of the journal into a compact form: canary results as numbers, served requests as counts.
+"""Reads a stretch of the journal into a compact form: canary results become numbers and counts.
 
 Nearly all events of a journal are passed canaries, which do not change the fleet state. Several processes can therefore read a
 stretch each (`reading`), while one process folds the remaining events in order (`recording`).

@@ -1,4 +1,4 @@
-"""Keeps the traffic weight and health status of every worker over time, as recorded or on a what-if course."""
+"""Keeps each worker's traffic weight and health status over time, as recorded or on a course."""
 
 from bisect import bisect_right
 from collections import defaultdict
