@@ -1,11 +1,12 @@
 """The web console: a live view of the fleet and its events on a frontend's admin port.
 
     memory.py ──▶ picture.py ──▶ rows.py ──▶ feed.py ──▶ endpoints.py ──▶ console.js
-    keeps events    converts       finds the   sends them   HTTP            draws the page
+    keeps events    converts       finds the   sends rows   serves HTTP     draws the page
     while there     fold and       changed     to all
     is no viewer    events to      rows        viewers
                     rows
 
-`history.py` reads the journal with a command in a separate process. `endpoints.py` also decides which requests are answered and
-which actions are allowed. `controller/processes/operating` connects these parts.
+An arrow points to the module that uses the data. `history.py` reads the journal with a command in a separate process.
+`endpoints.py` also decides which requests are answered and which actions are allowed. `controller/processes/operating` creates
+the console of a frontend.
 """

@@ -1,4 +1,4 @@
-"""The console of one frontend: connects its data sources, feed and endpoints."""
+"""Connects the data sources, the feed and the HTTP endpoints of one frontend's console."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from controller.ports import Clock
 from events.errors import HoldfastError
 from events.fact import Recorded
 
-EARLIER_S = 1.5  # timeout of each query for the time before this frontend's start; made once
+EARLIER_S = 1.5  # timeout in seconds of each query for events and incidents from before this frontend's start
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
@@ -27,31 +27,36 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSources:
-    """The data sources of the console."""
+    """The functions from which the console gets its data, and the names of the frontend and its host."""
 
     name: str  # name of the frontend
-    names: frozenset[str]  # names of its host
-    fleet: Callable[[], Fleet]
-    seq: Callable[[], int]  # sequence of the last folded event
-    streams: Callable[[], Mapping[str, int]]  # streams by worker, for workers that this frontend reaches
-    fault: Callable[[], str]  # why the data may be outdated; empty if it is current
-    running: Callable[[str], Sequence[str]]  # lines about workers that are generating a request's answer now
-    earlier: Callable[[int], Awaitable[Sequence[Recorded]]]  # the latest events up to a sequence
-    ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # the incidents that ended last
+    names: frozenset[str]  # host names under which the frontend's host is addressed
+    fleet: Callable[[], Fleet]  # returns the current fold
+    seq: Callable[[], int]  # returns the sequence number of the last folded event
+    # returns the number of streams by worker, for each worker that is connected
+    streams: Callable[[], Mapping[str, int]]
+    fault: Callable[[], str]  # returns why the data may be outdated; empty if it is current
+    # returns lines about the workers that now generate the answer of a request
+    running: Callable[[str], Sequence[str]]
+    # returns the latest events up to a sequence number
+    earlier: Callable[[int], Awaitable[Sequence[Recorded]]]
+    ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # returns the incidents that ended last
 
 
 class Console:
-    """One frontend's console."""
+    """The web console of one frontend. Collects the fleet's events, and serves the page and its data."""
 
     def __init__(
         self, sources: ConsoleSources, clock: Clock, history: HistoryReader, act: WorkerAct | None = None
     ) -> None:
-        """`act` carries out operator actions; without it the console is read-only."""
+        """Create the console. `act` carries out operators' actions on workers; None makes the console read-only."""
         self._sources, self._clock = sources, clock
         self._memory = FlowMemory()
         self._picture = FleetPicture(self._memory)
-        self._first: int | None = None  # sequence of the first event that this console received
-        self._heard: tuple[datetime, float] | None = None  # of the last event: stream time, own clock
+        self._first: int | None = None  # sequence number of the first event that this console received
+        self._heard: tuple[datetime, float] | None = (
+            None  # last event: its time by the stream, and the arrival in clock seconds
+        )
         self._loaded_earlier = False
         self._feed = ConsoleFeed(self._take, self._times, self._begin)
         self._endpoints = ConsoleEndpoints(
@@ -59,11 +64,13 @@ class Console:
         )
 
     async def run(self) -> None:
-        """Keep open pages up to date."""
+        """Send changes to the open pages until cancelled."""
         await self._feed.run()
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Add events; `fleet` is the fold after them. Never raises, because the caller routes requests."""
+        """Add the next events of the journal. `fleet` is the fold after these events.
+
+        An error is logged and never raised, because the caller also routes requests."""
         if not batch:
             return
         if self._first is None:
@@ -75,7 +82,7 @@ class Console:
             log.exception("console_failed")
 
     def before(self, other: Handler) -> Handler:
-        """Return a handler that answers the console's paths and passes other requests to `other`."""
+        """Return an HTTP handler that answers requests for the console and passes all other requests to `other`."""
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             ours = self._endpoints.serves(request.path)
@@ -94,14 +101,16 @@ class Console:
         return {"at": round(1e3 * ours.timestamp()), "now": round(1e3 * streams.timestamp())}
 
     def _now(self) -> datetime:
-        """Return the stream's time, as far as it is known."""
+        """Return the current time by the stream's clock, estimated from the last event. Without an event, use the own clock."""
         if self._heard is None:
             return self._clock.now()
         at, heard = self._heard
         return at + timedelta(seconds=self._clock.monotonic() - heard)
 
     async def _begin(self) -> None:
-        """Load, once, incidents and events from before this frontend's start. If that fails, the page shows only later ones."""
+        """Load incidents and events from before this frontend's start, at the first call only.
+
+        If loading fails, the page shows only later incidents and events."""
         if self._loaded_earlier:
             return
         self._loaded_earlier = True

@@ -1,4 +1,4 @@
-"""The console over HTTP, on a frontend's admin port.
+"""Serves the console over HTTP, on a frontend's admin port.
 
 Endpoints:
 
@@ -29,9 +29,9 @@ from events.errors import HoldfastError
 from events.process.admin_guard import refusal
 
 PATH = "/console"
-WRITE_S = 20.0  # a viewer that reads no data for this long is disconnected
-ACT_S = 15.0
-BODY_S = 5.0
+WRITE_S = 20.0  # a viewer that reads no data for this many seconds is disconnected
+ACT_S = 15.0  # seconds until an action without a result is answered with an error
+BODY_S = 5.0  # timeout in seconds for receiving a request body
 BODY_BYTES_MAX = 4096
 
 COMMON = {
@@ -44,7 +44,7 @@ PAGE = COMMON | {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 }
-# A post-mortem is one file that contains its script. The sandbox gives it no origin, so it cannot send requests to the console.
+# A post-mortem page contains its script. The sandbox gives the page no origin, so that the script cannot call the console.
 REPORT = COMMON | {
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; frame-ancestors 'none'"
@@ -69,7 +69,9 @@ class WorkerAct(Protocol):
     """Carries out an operator's command on a worker."""
 
     async def __call__(self, verb: str, body: dict[str, object]) -> str:
-        """Run the action and return a sentence about the result. Raise HoldfastError with the reason if it failed."""
+        """Carry out a command and return a sentence about its result. Raise HoldfastError with the reason if it failed.
+
+        `body` is the command as the controller receives it."""
         ...
 
 
@@ -84,7 +86,7 @@ class Action(BaseModel):
     to: str = Field(default="", max_length=200)  # only for move
 
     def body(self, by: str) -> dict[str, object]:
-        """Return the command's body for the controller."""
+        """Return the body of the command as the controller receives it. `by` names the operator."""
         more: dict[str, object] = {}
         if self.verb == "drain":
             more["deadline_s"] = self.deadline_s
@@ -94,7 +96,7 @@ class Action(BaseModel):
 
 
 def parse_action(body: bytes) -> Action:
-    """Parse a request body. Raise ActionUnclear."""
+    """Parse the JSON body of a request for an action. Raise ActionUnclear if it is invalid."""
     try:
         return Action.model_validate_json(body)
     except ValidationError as error:
@@ -105,7 +107,9 @@ def parse_action(body: bytes) -> Action:
 
 
 def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str) -> str:
-    """Return why a request for an action is refused; empty if it is allowed. `names`: names of this host."""
+    """Return why a request for an action is refused, or "" if the action is allowed.
+
+    `names` are the host names of this frontend, and `token` is the secret that its page sends with each action."""
     if why := refusal(headers, names):
         return why
     host = headers.get("Host", "")
@@ -118,7 +122,7 @@ def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str
 
 @cache
 def _asset(name: str) -> bytes:
-    """Return a file of the page. The style sheet extends that of a post-mortem."""
+    """Return a file of the page. The style sheet of a post-mortem is put before the console's own style sheet."""
     text = (files(__package__) / name).read_bytes()
     if name == "console.css":
         text = (files("controller.replay.report") / "report.css").read_bytes() + text
@@ -127,14 +131,15 @@ def _asset(name: str) -> bytes:
 
 @dataclass(slots=True)
 class ConsoleEndpoints:
-    """Answers requests below `PATH`."""
+    """Answers the HTTP requests for the console: the paths at and below `PATH`."""
 
     feed: ConsoleFeed
     history: HistoryReader
-    running: Callable[[str], Sequence[str]]  # lines about workers that are generating a request's answer now
+    # returns lines about the workers that now generate the answer of a request
+    running: Callable[[str], Sequence[str]]
     name: str  # name of this frontend
-    names: frozenset[str]  # names of its host
-    act: WorkerAct | None = None  # None: read-only
+    names: frozenset[str]  # host names under which this frontend's host is addressed
+    act: WorkerAct | None = None  # None: the console is read-only
     _token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
     def serves(self, path: str) -> bool:
@@ -142,7 +147,7 @@ class ConsoleEndpoints:
         return path == PATH or path.startswith(f"{PATH}/")
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Answer one request for the console. A request from another site, or of another method, is refused."""
         if request.path == f"{PATH}/act":
             return await self._act(request)
         if why := refusal(request.headers, self.names):
@@ -183,11 +188,13 @@ class ConsoleEndpoints:
             return _text(503, str(error), {"Retry-After": "10"})
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
-                request.transport.abort()  # a viewer that does not read reconnects and gets a new snapshot
+                request.transport.abort()  # the page reconnects, and then gets a new snapshot
             return response
 
     def _hello(self) -> bytes:
-        """Return the first event: the frontend's name, the colours and, if actions are enabled, the token for them."""
+        """Return the first server-sent event: the frontend's name, the colors of states, and the token for actions.
+
+        The token is empty if the console is read-only."""
         body = {"frontend": self.name, "colors": COLORS, "token": self._token if self.act is not None else ""}
         return event("hello", body)
 

@@ -1,7 +1,8 @@
-"""The viewers of the console and their data: one full snapshot, then only changes, once a second.
+"""Sends the console's data to its viewers: first a full snapshot, then each second what has changed.
 
-One snapshot is taken for all viewers, and none while there are no viewers. Recent changes are kept as encoded bytes; each viewer
-has a position in them. A viewer that falls behind the kept changes gets a new snapshot, so no data queues up for any viewer.
+A viewer is an open page. One snapshot per second is taken for all viewers, and none while there are no viewers. The recent
+changes are kept as encoded bytes, and each viewer has a position in them. A viewer that is behind the oldest kept change gets a
+new snapshot, so that no data queues up for a slow viewer.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ import structlog
 from controller.console.rows import Sections, changes
 from events.errors import HoldfastError
 
-EVERY_S = 1.0
-BEAT_S = 5.0  # the page reports a longer silence
+EVERY_S = 1.0  # seconds between two snapshots
+BEAT_S = 5.0  # without changes for this many seconds, a viewer gets a `beat`, so that the page can detect a lost connection
 VIEWERS_MAX = 32
-KEPT_MAX = 20  # changes kept; a viewer further behind gets a new snapshot
-AGAIN_S = 5.0  # delay after an internal error
+KEPT_MAX = 20  # number of changes that are kept; a viewer that is further behind gets a new snapshot
+AGAIN_S = 5.0  # seconds until snapshots are taken again after an internal error
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -36,27 +37,27 @@ Times = Mapping[str, int]
 
 @dataclass(slots=True)
 class NumberedPicture:
-    """A numbered snapshot of the console's data."""
+    """A snapshot of all data that the page shows, with a number that increases with each snapshot."""
 
     number: int
     times: Times
     sections: Sections
-    whole: bytes = b""  # the encoded snapshot, created on demand
+    whole: bytes = b""  # the encoded snapshot; empty until a viewer needs it
 
     def snapshot(self) -> bytes:
-        """Return the whole snapshot as a server-sent event."""
+        """Return the whole snapshot encoded as a server-sent event, which is encoded only once."""
         if not self.whole:
             self.whole = event("snapshot", {**self.times, "sections": self.sections})
         return self.whole
 
 
 def event(name: str, body: object) -> bytes:
-    """Return one server-sent event. Encoded JSON contains no line breaks."""
+    """Return one server-sent event. The body takes a single `data` line because encoded JSON has no line breaks."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(body))
 
 
 class ConsoleFeed:
-    """The current snapshot, the recent changes and the viewers."""
+    """Takes snapshots of the console's data while there are viewers, and sends each viewer the changes."""
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class ConsoleFeed:
         beat_s: float = BEAT_S,
         again_s: float = AGAIN_S,
     ) -> None:
-        """`take` creates a snapshot's sections, and `times` its times. `begin` is awaited when the first viewer arrives."""
+        """Create a feed without viewers.
+
+        `take` returns the sections of a snapshot, and `times` the current time. `begin` is awaited each time when the first
+        viewer arrives."""
         self._take, self._times, self._begin = take, times, begin
         self._beat_s, self._again_s = beat_s, again_s
         self._taken: NumberedPicture | None = None
@@ -75,21 +79,25 @@ class ConsoleFeed:
         self._numbers = 0
         self._viewers = 0
         self._watched = asyncio.Event()
-        self._news: asyncio.Future[None] | None = None  # done when the next snapshot is available
+        self._news: asyncio.Future[None] | None = (
+            None  # completed by the next snapshot; None: no viewer waits
+        )
         self._over = False
 
     @property
     def viewers(self) -> int:
-        """Number of viewers."""
+        """Number of viewers that are connected now."""
         return self._viewers
 
     @property
     def holds(self) -> bool:
-        """Whether a snapshot is kept, from which the next changes are computed."""
+        """Whether the feed holds a snapshot; False while there are no viewers."""
         return self._taken is not None
 
     async def run(self) -> None:
-        """Take snapshots while there are viewers. An internal error must not end the frontend: it is logged and retried."""
+        """Take a snapshot each second while there are viewers, until cancelled.
+
+        An internal error is logged, and snapshots are taken again later, because an error here must not end the frontend."""
         try:
             while True:
                 await self._watched.wait()
@@ -107,7 +115,7 @@ class ConsoleFeed:
             self._wake()
 
     def take(self) -> None:
-        """Take a snapshot, and send the changes to the viewers."""
+        """Take a snapshot, and wake the viewers if anything has changed since the last one."""
         times, sections, before = self._times(), self._take(), self._taken
         new = changes(before.sections, sections) if before is not None else {}
         if before is not None and not new:
@@ -132,7 +140,9 @@ class ConsoleFeed:
 
     @contextmanager
     def subscribe(self) -> Iterator[AsyncIterator[bytes]]:
-        """Register a viewer. Yield the iterator of its events. Raise TooManyViewers."""
+        """Register a viewer until the context ends, and yield an iterator of encoded server-sent events for the viewer.
+
+        Raise TooManyViewers."""
         if self._viewers >= VIEWERS_MAX:
             raise TooManyViewers(TooManyViewers.__doc__)
         self._viewers += 1
@@ -158,7 +168,7 @@ class ConsoleFeed:
                 yield self._taken.snapshot()
 
     async def _wait_for_news(self) -> bool:
-        """Wait at most `BEAT_S` for the next snapshot. Return whether it arrived."""
+        """Wait for the next snapshot, at most the interval of beats. Return whether a snapshot was taken."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
         done, _ = await asyncio.wait((self._news,), timeout=self._beat_s)

@@ -1,6 +1,7 @@
-"""Reads the journal for the console with a command in a separate process.
+"""Reads the journal for the console by running `holdfast` commands in separate processes.
 
-A post-mortem uses a core for a second, which would block this process's event loop, which relays tokens."""
+A post-mortem takes about a second of CPU time. In the frontend's own process, this would block the event loop that relays
+tokens."""
 
 import asyncio
 import json
@@ -16,13 +17,13 @@ from threading import Lock
 
 from events.errors import HoldfastError
 
-AT_ONCE = 2
-WAITING_MAX = 6
-WAIT_S = 20.0  # longest wait in the queue
-WITHIN_S = 60.0
-NICE = 10  # relaying users' tokens has priority
-NAME_MAX = 200
-ERROR_MAX = 600  # characters
+AT_ONCE = 2  # maximum number of commands that run at the same time
+WAITING_MAX = 6  # maximum number of commands that wait to run
+WAIT_S = 20.0  # maximum seconds that a command waits to run
+WITHIN_S = 60.0  # timeout in seconds of one command
+NICE = 10  # nice value of the commands, because relaying users' tokens has priority
+NAME_MAX = 200  # maximum characters of a name in a request's parameters
+ERROR_MAX = 600  # maximum characters of an error message
 
 
 class HistoryBusy(HoldfastError):
@@ -34,7 +35,9 @@ class HistoryUnavailable(HoldfastError):
 
 
 class RunningCommand:
-    """One command. A thread starts it, because forking a large process would block the event loop. The loop can end it."""
+    """One command in a separate process.
+
+    `run` is called in a thread, because forking a large process would block the event loop. `end` is called by the loop."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], within_s: float) -> None:
         self._command, self._environment, self._within_s = command, environment, within_s
@@ -43,7 +46,7 @@ class RunningCommand:
         self._lock = Lock()
 
     def run(self) -> tuple[int, bytes, bytes]:
-        """Run the command to its end. Return its status, stdout and stderr. Raise TimeoutExpired."""
+        """Run the command to its end, and return its exit status, stdout and stderr. Raise TimeoutExpired."""
         process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -67,7 +70,7 @@ class RunningCommand:
         return process.returncode, output, error
 
     def end(self) -> None:
-        """Kill the command if it is running; if it has not started, it is killed at its start."""
+        """Kill the command. If the command has not started yet, `run` kills the process as soon as it starts."""
         with self._lock:
             self._over = True
             if self._process is not None:
@@ -76,18 +79,20 @@ class RunningCommand:
 
 @dataclass(slots=True)
 class HistoryReader:
-    """Runs commands that read the journal, at most `AT_ONCE` at a time."""
+    """Runs `holdfast` commands that read the journal, at most `AT_ONCE` at the same time."""
 
-    command: Sequence[str]  # how to run `holdfast` from this process
-    options: Sequence[str]  # flags of every command that select the fleet
-    environment: Mapping[str, str]  # variables with the addresses of journal and store
-    within_s: float = WITHIN_S  # deadline of one command
+    command: Sequence[str]  # program and arguments that run `holdfast`
+    options: Sequence[str]  # flags that select the fleet, which every command gets
+    environment: Mapping[str, str]  # environment variables with the addresses of the journal and the store
+    within_s: float = WITHIN_S  # timeout of one command in seconds
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(AT_ONCE))
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     _waiting: int = 0
 
     async def report(self, *, incident: str = "", since: str = "") -> bytes:
-        """Return the HTML post-mortem of an incident, or of the time since, as of now. Raise HistoryBusy, HistoryUnavailable."""
+        """Return a post-mortem as an HTML page: of an incident, or of the time from `since` until now.
+
+        Raise HistoryBusy, HistoryUnavailable."""
         part = f"--incident={_name(incident)}" if incident else f"--since={_name(since)}"
         with tempfile.TemporaryDirectory(prefix="holdfast-report-") as folder:
             page = Path(folder) / "report.html"
@@ -95,13 +100,13 @@ class HistoryReader:
             return await asyncio.to_thread(page.read_bytes)
 
     async def story(self, request: str) -> dict[str, object]:
-        """Return the history of a request, as `holdfast request -o json` prints it. Raise HistoryBusy or HistoryUnavailable."""
+        """Return the JSON that `holdfast request -o json` prints about a request. Raise HistoryBusy, HistoryUnavailable."""
         output = await self._run("request", *self.options, "-o", "json", "--", _name(request))
         story: dict[str, object] = json.loads(output)
         return story
 
     async def _run(self, *words: str) -> str:
-        """Run one command. Return its output."""
+        """Run one `holdfast` command with these arguments, and return its stdout. Raise HistoryBusy, HistoryUnavailable."""
         async with self._turn():
             running = RunningCommand(
                 [*self.command, *words], {**os.environ, **self.environment}, self.within_s
@@ -114,7 +119,7 @@ class HistoryReader:
                     f"it took longer than {self.within_s:g} s; run `holdfast {words[0]}`, which has no time limit"
                 ) from None
             finally:
-                running.end()  # the client may have disconnected
+                running.end()  # kills the command if this task was cancelled because the client has disconnected
         if status:
             why = error.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("holdfast: ")
             raise HistoryUnavailable(why[:ERROR_MAX] or HistoryUnavailable.__doc__)
@@ -139,7 +144,9 @@ class HistoryReader:
 
 
 def _name(text: str) -> str:
-    """Return a name from a request's parameters. Raise HistoryUnavailable if it cannot be one."""
+    """Return a name from a request's parameters without surrounding spaces.
+
+    Raise HistoryUnavailable if the name is empty, too long or not printable."""
     text = text.strip()
     if not text or len(text) > NAME_MAX or not text.isprintable():
         raise HistoryUnavailable(f"expected a name of 1 to {NAME_MAX} printable characters")

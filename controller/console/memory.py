@@ -1,7 +1,7 @@
-"""Events that the console keeps while it has no viewers, so that a new viewer sees the recent past.
+"""Keeps recent events for the console while it has no viewers, so that a new viewer sees them.
 
-It receives every event of the fleet on the event loop that relays tokens. Therefore it only stores events, and counts those with
-user impact. Everything else is computed when there is a viewer.
+Every event of the fleet is added on the event loop that relays tokens. To be fast, this module only stores events, records
+changes of worker state and counts user impact. Everything else is computed only while there is a viewer.
 """
 
 from collections import Counter, deque
@@ -19,26 +19,28 @@ from events.decisions import IncidentClosed, IncidentOpened, WorkerDecision
 from events.fact import Fact, Recorded
 
 OVER = timedelta(minutes=10)
-LANES_MAX = 40  # lanes shown
-CHANGES_MAX = 40  # per worker; ten times as many for the share
-SHARE_EVERY_MS = 500.0  # changes within this time are one step
+LANES_MAX = 40  # maximum number of lanes shown
+CHANGES_MAX = (
+    40  # maximum number of state changes kept per worker; of the serving share, ten times as many are kept
+)
+SHARE_EVERY_MS = 500.0  # changes of the serving share within this many milliseconds are merged into one
 
 Lane = tuple[tuple[float, str], ...]
 T = TypeVar("T")
 
 
 class LaneMemory:
-    """The latest changes of each worker's state, and of the share of the fleet that serves."""
+    """Keeps the latest changes of each worker's state, and of the share of the fleet that serves, for the page's lanes."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[tuple[float, str]]] = {}
-        # of workers that are not spares: GPUs, and how many of them serve
+        # by worker that is not a spare: its GPUs, and its GPUs times its weight
         self._places: dict[str, tuple[int, float]] = {}
         self._whole, self._serving = 0, 0.0
         self._share: deque[tuple[float, float]] = deque(maxlen=10 * CHANGES_MAX)
 
     def note(self, at: datetime, name: str, worker: WorkerView | None) -> None:
-        """Record a worker's state at an instant; None: it has left the fleet."""
+        """Record a worker's state from the time `at` on. `worker` is None if the worker has left the fleet."""
         now = millis(at)
         if worker is None:
             if self._lanes.pop(name, None) is not None and self._place(name, None):
@@ -52,7 +54,9 @@ class LaneMemory:
             self._step(now)
 
     def _place(self, name: str, place: tuple[int, float] | None) -> bool:
-        """Set a worker's contribution to the fleet: its GPUs, and how many of them serve. Return whether it has changed."""
+        """Set a worker's contribution to the serving share, and return whether it has changed.
+
+        `place` is the worker's number of GPUs, and that number times its weight. None removes the worker's contribution."""
         before = self._places.get(name)
         if before == place:
             return False
@@ -73,7 +77,9 @@ class LaneMemory:
             self._share.append((now, share))
 
     def lanes(self, now: datetime) -> dict[str, Lane]:
-        """Return the lanes of workers that were not fully healthy: the latest to change, at most `LANES_MAX`."""
+        """Return the state changes of the workers that were not healthy at some time within `OVER` before `now`.
+
+        If these are more than `LANES_MAX` workers, return those that changed last."""
         begin, shown = millis(now - OVER), {}
         for name, lane in self._lanes.items():
             if lane[-1][0] > begin or lane[-1][1] not in WELL:
@@ -84,20 +90,20 @@ class LaneMemory:
         return {name: shown[name] for name in latest}
 
     def share(self, now: datetime) -> tuple[tuple[float, float], ...]:
-        """Return the steps of the share of the fleet that serves."""
+        """Return the changes of the serving share within `OVER` before `now`, as (milliseconds since 1970, share)."""
         return _since(self._share, millis(now - OVER))
 
 
 def _since(steps: Iterable[tuple[float, T]], begin: float) -> tuple[tuple[float, T], ...]:
-    """Return the steps that began after `begin`, and the one before them."""
+    """Return the steps that began after `begin`, preceded by the step that was current at `begin`."""
     known = tuple(steps)
     first = next((n for n, (at, _) in enumerate(known) if at > begin), len(known))
     return known[max(0, first - 1) :]
 
 
-EVENTS_MAX = 4096
-ENDED_MAX = 30  # incidents
-HARM_OVER = timedelta(minutes=5)
+EVENTS_MAX = 4096  # maximum number of events kept
+ENDED_MAX = 30  # maximum number of ended incidents kept
+HARM_OVER = timedelta(minutes=5)  # time over which user impact is counted
 SPELL = timedelta(seconds=10)  # resolution of the counts of user impact
 HARM: Mapping[type[Fact], str] = {
     o.RequestAbandoned: "lost",
@@ -115,7 +121,7 @@ class EndedIncident:
 
     id: str
     subject: str
-    symptom: str  # empty: it was opened before this console started
+    symptom: str  # empty: unknown, because the incident was opened before this console started
     opened_at: datetime | None
     closed_at: datetime
     outcome: str
@@ -123,22 +129,23 @@ class EndedIncident:
 
 @dataclass(slots=True)
 class FlowMemory:
-    """The latest events, the incidents that ended last, and counts of recent user impact."""
+    """Keeps the latest events, the incidents that ended last, lanes of worker state, and counts of recent user impact."""
 
     events: deque[Recorded] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     lanes: LaneMemory = field(default_factory=LaneMemory)
-    ended: dict[str, EndedIncident] = field(default_factory=dict)  # by id, `ENDED_MAX` at most
-    _incidents: Mapping[str, Incident] = field(default_factory=dict)  # open incidents after the last batch
+    ended: dict[str, EndedIncident] = field(default_factory=dict)  # by incident id, at most `ENDED_MAX`
+    # open incidents by id, after the last events added
+    _incidents: Mapping[str, Incident] = field(default_factory=dict)
     _spells: deque[tuple[datetime, Counter[str]]] = field(default_factory=deque)
 
     def take(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Add a batch of events; `fleet` is the fold after them."""
+        """Add the next events of the journal. `fleet` is the fold after these events."""
         moved: dict[str, datetime] = {}
-        if batch and not self.events:  # first batch: record every worker once
+        if batch and not self.events:  # these are the first events, so every worker's state is recorded
             moved = dict.fromkeys(fleet.workers, batch[0].at)
         for event in batch:
             kind = type(event.fact)
-            if kind is o.SnapshotKept:  # it contains a whole fleet
+            if kind is o.SnapshotKept:  # too large to keep, because the event contains a whole fleet
                 continue
             self.events.append(event)
             if isinstance(event.fact, ABOUT_A_STATE):
@@ -148,7 +155,7 @@ class FlowMemory:
             elif isinstance(event.fact, IncidentClosed):
                 self._end(event.fact)
             elif isinstance(event.fact, IncidentOpened):
-                one = event.fact  # it may close within this batch
+                one = event.fact  # added now, because the incident may close within the same events
                 opened = Incident(one.incident, one.subject, one.symptom, one.decided_at, one.cause)
                 self._incidents = {**self._incidents, one.incident: opened}
         self._incidents = fleet.incidents
@@ -164,13 +171,15 @@ class FlowMemory:
         )
 
     def remember(self, *ended: EndedIncident) -> None:
-        """Add ended incidents, without replacing known ones. Keeps the latest."""
+        """Add ended incidents, and keep the `ENDED_MAX` that ended last. An incident that is already kept is not replaced."""
         known = {one.id: one for one in ended} | self.ended
         latest = sorted(known.values(), key=lambda one: one.closed_at)[-ENDED_MAX:]
         self.ended = {one.id: one for one in latest}
 
     def precede(self, events: Sequence[Recorded]) -> None:
-        """Prepend earlier events, as far as there is space. They do not count as user impact."""
+        """Add events from before the first one kept, the latest first, up to `EVENTS_MAX` events in total.
+
+        These events do not count as user impact."""
         first = self.events[0].seq if self.events else None
         for event in reversed(events):
             if len(self.events) == EVENTS_MAX:
@@ -179,7 +188,7 @@ class FlowMemory:
                 self.events.appendleft(event)
 
     def since(self, seq: int) -> list[Recorded]:
-        """Return the events after a sequence, in order."""
+        """Return the kept events after a sequence number, in order."""
         return [*takewhile(lambda event: event.seq > seq, reversed(self.events))][::-1]
 
     def _spell(self, at: datetime) -> Counter[str]:
@@ -193,6 +202,8 @@ class FlowMemory:
             self._spells.popleft()
 
     def harm(self, now: datetime) -> Counter[str]:
-        """Return the lost, exposed, rejected and migrated requests of the `HARM_OVER` before `now` (stream clock)."""
+        """Return the number of requests that were lost, exposed, rejected or migrated within `HARM_OVER` before `now`.
+
+        The keys are `lost`, `exposed`, `refused` and `moved`. `now` is a time by the stream's clock."""
         self._forget(now)
         return sum((count for _, count in self._spells), Counter())

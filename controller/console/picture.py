@@ -1,7 +1,7 @@
-"""The rows that the console shows, computed from the fold, the latest events and frontends' counts.
+"""Computes the console's rows from the fold, the latest events and this frontend's streams.
 
-A worker that has not changed is the same object in the next fold, so its row is reused. A refresh of a thousand workers
-therefore checks each one, but recomputes only about one row in thirty.
+A worker that has not changed is the same object in the next fold, so that its row can be reused. With a thousand workers, a
+refresh therefore recomputes only about one row in thirty.
 """
 
 from collections import Counter, defaultdict
@@ -18,35 +18,38 @@ from controller.read_model.fleet_view import WELL, WorkerView, share_of
 from controller.replay.recent import RecentEvent, RecentEvents, ServedRate
 from controller.replay.sentences import count
 
-CRITICAL_LEVEL = 3  # degradation level from which users are affected
+CRITICAL_LEVEL = 3  # lowest degradation level that the headline shows as bad; lower levels are a warning
 
 
 @dataclass(slots=True)
 class FleetMoment:
-    """The inputs of one console snapshot, besides the events."""
+    """The fleet state and the other inputs of one console snapshot, except the events."""
 
     fleet: Fleet
-    seq: int  # sequence of the last folded event
+    seq: int  # sequence number of the last folded event
     now: datetime  # by the stream's clock
-    streams: Mapping[str, int]  # streams by worker, for workers that this frontend reaches
-    fault: str = ""  # why the data may be outdated
+    # number of streams by worker, for the workers to which this frontend is connected
+    streams: Mapping[str, int]
+    fault: str = ""  # why the data may be outdated; empty: it is current
 
 
 class FleetPicture:
-    """Creates successive snapshots of the console's sections. Each reuses the unchanged rows of the last one."""
+    """Computes the sections of successive console snapshots. Each snapshot reuses the unchanged rows of the previous one."""
 
     def __init__(self, memory: FlowMemory) -> None:
-        """`memory` provides the events to show."""
+        """Create a picture of the fleet that shows the events in `memory`."""
         self._memory = memory
         self._recent = RecentEvents()
         self._workers: dict[str, tuple[Worker, WorkerView, rows.WorkerRow]] = {}
         self._rows: dict[str, rows.WorkerRow] = {}
-        self._told: dict[int, tuple[RecentEvent, int, rows.EventRow]] = {}  # by sequence
-        self._of: tuple[object, object] | None = None  # the workers that the rows describe
+        self._told: dict[int, tuple[RecentEvent, int, rows.EventRow]] = {}  # by sequence number
+        self._of: tuple[object, object] | None = (
+            None  # the fold's `workers` and `awaited` from which the rows were computed
+        )
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> rows.Sections:
-        """Return the snapshot's sections at a moment. Successive calls must be in order of time."""
+        """Return the sections of the snapshot at a moment. Moments must be passed in order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
         self._recent.forget(moment.now)
@@ -65,7 +68,7 @@ class FleetPicture:
         }
 
     def _update_workers(self, fleet: Fleet, now: datetime) -> None:
-        """Update the workers' rows."""
+        """Update the rows of the workers and the serving shares, if the fold's workers have changed."""
         of = (fleet.workers, fleet.awaited)
         if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
             return
@@ -165,7 +168,9 @@ def headline(
     workers: Mapping[str, rows.WorkerRow],
     harm: Counter[str],
 ) -> rows.Headline:
-    """Summarise user impact, capacity and unhealthy workers in a few sentences, with a severity."""
+    """Summarize user impact, capacity, unhealthy workers and open incidents in one line, with the severity of the worst part.
+
+    `harm` counts the affected requests by kind, as `FlowMemory.harm` returns them."""
     levels: list[rows.Level] = ["ok"]
     parts = [_impact(harm, levels)]
     for model, row in models.items():

@@ -1,4 +1,4 @@
-"""Rows of the console for workers, models, incidents and events: comparable values for the page."""
+"""Converts workers, models, incidents and events to the rows of the console page, and compares rows."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -16,53 +16,55 @@ from controller.replay import sentences
 from controller.replay.recent import RecentEvent
 from controller.replay.sentences import about
 
-AWAITED = "AWAITED"  # the state of a worker that has not joined yet
-TEXT_MAX = 400  # characters of texts from workers and operators
+AWAITED = "AWAITED"  # state of a worker that has not joined yet
+TEXT_MAX = 400  # maximum characters of a text from a worker or operator; longer texts are cut
 
 Level = Literal["ok", "warn", "bad"]
 
 
 class PageRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base class of rows. Fields with their default value are omitted."""
+    """Base class of all rows. A field that has its default value is omitted in the JSON for the page."""
 
 
 class WorkerRow(PageRow, frozen=True):
-    """Row of one worker."""
+    """Row of one worker. Times are in UTC, as `instant` formats them."""
 
-    state: str  # state as in the lanes of a post-mortem
-    urgency: int  # lower values are more urgent
+    state: str  # health, but SPARE, RAMPING or CAPPED for a healthy worker that is not at full weight, or AWAITED
+    urgency: int  # position in the sorted list: workers with lower values are shown first
     health: str = ""
     weight: float = 0.0  # weight in routing, 0 to 1
     breaker: str = ""
     model: str = ""
     engine: str = ""
     host: str = ""
-    why: str = ""  # why it is not at full weight
+    why: str = ""  # why the worker is not at full weight; empty: it is, or it is a spare that is ready
     canary: str = ""  # result of the last canary: passed, slow, or why it failed
-    canary_at: str = ""
-    canary_ms: int = 0
+    canary_at: str = ""  # time of the last canary
+    canary_ms: int = 0  # latency of the last canary in milliseconds
     spare: bool = False
     place: str = ""  # the worker that this spare replaces
     incident: str = ""
-    since: str = ""  # when this instance joined
+    since: str = ""  # when this worker instance joined, or began to be awaited
 
 
 class ModelRow(PageRow, frozen=True):
-    """Row of one model: its workers' capacity, and the objective."""
+    """Row of one model: its workers, its capacity compared with the objective, and its service rates."""
 
-    serving: int  # workers that get requests
-    workers: int  # live workers without spares
-    spares: int = 0
-    share: float = 0.0  # share of capacity that serves: weights by GPUs
+    serving: int  # number of workers that get requests
+    workers: int  # number of live workers without spares
+    spares: int = 0  # number of live spares
+    share: float = 0.0  # share of the model's workers that serves, 0 to 1: mean weight, weighted by GPUs
     level: int = 0  # degradation level
-    given_up: str = ""  # restrictions of the degradation level
-    capacity_rps: float | None = None  # capacity within the objective; None: no objective
-    promised_rps: float | None = None
-    answers: float = 0.0  # per second, as are the next two
-    tokens: float = 0.0
-    refused: float = 0.0
-    ttft_ms: float | None = None
-    streams: int = 0
+    given_up: str = ""  # restrictions of the degradation level, as text
+    capacity_rps: float | None = (
+        None  # requests/s that the workers can serve within the objective; None: no objective
+    )
+    promised_rps: float | None = None  # requests/s of the objective
+    answers: float = 0.0  # answers per second
+    tokens: float = 0.0  # tokens per second
+    refused: float = 0.0  # rejected requests per second
+    ttft_ms: float | None = None  # mean time to first token in milliseconds; None: no recent answer
+    streams: int = 0  # streams between this frontend and the model's workers
 
 
 class IncidentRow(PageRow, frozen=True):
@@ -76,23 +78,23 @@ class IncidentRow(PageRow, frozen=True):
 
 
 class EventRow(PageRow, frozen=True):
-    """Row of one event, in words."""
+    """Row of one event, described in a sentence."""
 
     at: str
     kind: str
     text: str
-    times: int = 1  # number of similar events about other requests that this row stands for
+    times: int = 1  # number of events that this row stands for; they differ only in the request
 
 
 class Headline(PageRow, frozen=True):
-    """The summary of user impact and fleet health."""
+    """The summary at the top of the page: user impact and fleet health, with a severity."""
 
     level: Level
     text: str
 
 
 def instant(at: datetime) -> str:
-    """Return a time as the page parses it: UTC, to the second."""
+    """Format a time as ISO 8601 in UTC, to the second, which the page can parse."""
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -101,7 +103,7 @@ def _short(text: str) -> str:
 
 
 def worker_row(worker: Worker, shown: WorkerView) -> WorkerRow:
-    """Return the row of a worker."""
+    """Return the row of a worker that has joined. `shown` is the view of the same worker."""
     joined, last = worker.joined, worker.last_canary
     canary = ("", "", 0)
     if last is not None and shown.last_canary is not None:
@@ -114,7 +116,9 @@ def worker_row(worker: Worker, shown: WorkerView) -> WorkerRow:
 
 
 def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
-    """Return the row of an awaited worker; `dead`: the row of its last instance, if the fleet knows it."""
+    """Return the row of an awaited worker. `dead` is the row of its previous instance; None if there was none.
+
+    With a previous instance, the result is that instance's row, with the reason for waiting added."""
     why = _short(f"awaited: {one.reason}")
     if dead is not None:
         return msgspec.structs.replace(dead, why=f"{dead.why}; {why}" if dead.why else why)
@@ -123,7 +127,7 @@ def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
 
 
 def given_up(state: Degradation) -> str:
-    """Return the restrictions of a degradation level as text; empty without any."""
+    """Return the restrictions of a degradation level as text, or "" if the level restricts nothing."""
     knobs, parts = state.knobs, []
     if knobs.batch_size < 1:
         parts.append(f"batches at {100 * knobs.batch_size:.0f} %")
@@ -148,7 +152,7 @@ def ended_incident(one: EndedIncident) -> IncidentRow:
 
 
 def event_row(told: RecentEvent) -> EventRow:
-    """Return the row of an event."""
+    """Return the row of an event and of the similar events that follow it."""
     event = told.event
     text = _short(sentences.sentence(event.fact))
     return EventRow(event.at.isoformat(timespec="milliseconds"), event.fact.kind(), text, told.more + 1)
@@ -160,7 +164,9 @@ Changes = dict[str, dict[str, object]]
 
 
 def changes(before: Sections, after: Sections) -> Changes:
-    """Return the new and changed rows of `after`, and None for each removed key. Both have the same sections."""
+    """Return the rows of `after` that are new or differ from `before`, and None for each key that was removed.
+
+    A section without changes is left out. `before` and `after` must have the same sections."""
     found: Changes = {}
     for section, rows in after.items():
         known = before[section]
@@ -174,7 +180,7 @@ def changes(before: Sections, after: Sections) -> Changes:
 
 
 def applied(before: Sections, new: Changes) -> Sections:
-    """Return the sections after changes, as console.js applies them."""
+    """Return the sections that result from applying changes to `before`, in the same way as console.js does."""
     found = {section: dict(rows) for section, rows in before.items()}
     for section, rows in new.items():
         for key, row in rows.items():
