@@ -1,1 +1,1 @@
-"""The rows of the state store: how they follow from the fold, and how two sets of them differ."""
+"""The rows of the state store: derives them from the fold and from events, and compares them."""

@@ -12,18 +12,18 @@ FoundRows = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class RowDifference:
-    """One row that differs from the expected one, is missing, or is superfluous."""
+    """One difference between stored and expected rows: a different value, a missing row or a superfluous row."""
 
-    where: str
-    expected: object
-    found: object
+    where: str  # table, column and key of the difference
+    expected: object  # the expected value or row; None: no row is expected
+    found: object  # the stored value or row; None: the row is missing
 
     def __str__(self) -> str:
         return f"{self.where}: expected {self.expected}, found {self.found}"
 
 
 def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDifference]:
-    """Yield the differences between the stored rows of a fleet's state and the fleet."""
+    """Yield the differences between the stored rows and those that a fleet's state should have. `rows` is by table."""
     for table, expected in projection.state(fleet).items():
         yield from differences(table, expected, rows[table])
 
@@ -31,7 +31,9 @@ def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDif
 def differences(
     table: str, expected: Sequence[Row], found: FoundRows, *, complete: bool = True
 ) -> Iterator[RowDifference]:
-    """Yield the differences between stored and expected rows. Not `complete`: further stored rows are no difference."""
+    """Yield the differences between the stored rows of a table and the expected rows.
+
+    A stored row that is not expected is a difference only if `complete` is set."""
     width, columns = projection.KEYS.get(table, 1), projection.COLUMNS[table]
     stored = {}
     for mapping in found:
@@ -65,7 +67,7 @@ def _named(table: str, row: Row) -> dict[str, object]:
 
 
 def first_difference(ours: object, theirs: object, path: str = "") -> tuple[str, object, object]:
-    """Return the first difference of two JSON values: a path such as `.top_k[3]`, and both values there."""
+    """Return the first difference of two JSON values: its path, such as `.top_k[3]`, and the two values at that path."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if key not in ours or key not in theirs or ours[key] != theirs[key]:
@@ -78,5 +80,5 @@ def first_difference(ours: object, theirs: object, path: str = "") -> tuple[str,
 
 
 def plain(value: object) -> object:
-    """Return a column's value as a JSON type."""
+    """Return a column's value unchanged if JSON has its type, else as text."""
     return value if isinstance(value, str | int | float | bool | None) else str(value)

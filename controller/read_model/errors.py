@@ -1,4 +1,4 @@
-"""Errors of connections to the state store, for modules that need no other ports, such as migrations."""
+"""Errors of the state store, apart from `controller.ports`, so that schema migrations can import them."""
 
 from events.errors import HoldfastError
 

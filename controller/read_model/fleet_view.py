@@ -1,6 +1,7 @@
-"""What every display of a fleet shows: `status`, `top`, the console and post-mortems only format it.
+"""Defines the data that all displays of a fleet show: `status`, `top`, the console and post-mortems.
 
-A `WorkerView` comes from the fold (`WorkerView.of`) or from a controller's answer to `status` (`FleetStatus.of`).
+A `WorkerView` is created from a worker of the fold (`WorkerView.of`) or from a controller's answer to `status`
+(`FleetStatus.of`). The displays only format the data.
 """
 
 from collections import Counter
@@ -16,28 +17,29 @@ from events.decisions import HealthStatus
 
 HEALTHY = HealthStatus.HEALTHY.value
 URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", HEALTHY)  # health statuses, the worst first
-SPARE_STATE, RAMPING, CAPPED = "SPARE", "RAMPING", "CAPPED"  # states of a healthy worker in a lane
-WELL = (HEALTHY, SPARE_STATE)
+# displayed states of a healthy worker that is not at full weight
+SPARE_STATE, RAMPING, CAPPED = "SPARE", "RAMPING", "CAPPED"
+WELL = (HEALTHY, SPARE_STATE)  # displayed states of a worker that needs no attention
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryView:
-    """The last canary of a worker."""
+    """The last canary of a worker, as displays show it."""
 
-    outcome: str = ""
-    reason: str | None = None
+    outcome: str = ""  # passed, slow or failed
+    reason: str | None = None  # why the canary failed; None: it did not fail
     latency_ms: float | None = None
     at: datetime | None = None
 
     @property
     def result(self) -> str:
-        """Passed, slow, or why it failed."""
+        """The reason if the canary failed, else `passed` or `slow`."""
         return self.reason or self.outcome
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker, as it is displayed. Fields that a post-mortem does not draw are left out of comparisons."""
+    """One worker, as displays show it. Comparisons ignore the fields that a post-mortem does not show."""
 
     id: str
     health: str
@@ -46,24 +48,26 @@ class WorkerView:
     breaker: str = ""
     reasons: tuple[str, ...] = ()
     spare: bool = False  # the worker waits as a spare and serves no requests
-    state: str = ""  # color of its lane: the health; for a healthy worker SPARE, RAMPING (towards its full weight) or CAPPED
-    incident: str = ""
+    # the health, or for a healthy worker that is not at full weight: SPARE, CAPPED or RAMPING (its weight is rising)
+    state: str = ""
+    incident: str = ""  # id of the open incident about the worker; empty: none is open
     gpus: int = 0
     place: str | None = field(default=None, compare=False)  # the worker that this spare replaces
     last_canary: CanaryView | None = field(default=None, compare=False)
     in_flight: int | None = field(
         default=None, compare=False
-    )  # known to the controller, as are the fields below
+    )  # number of requests; this field and those below come only from a controller's status
     instance: str = field(default="", compare=False)
     pid: int | None = field(default=None, compare=False)
     held: bool = field(
         default=False, compare=False
-    )  # its lineage is new, and no other worker of it has joined
-    lingers: bool = field(default=False, compare=False)  # it is dead, but its process is still running
+    )  # the worker is kept out of service because no other worker of its new lineage has joined
+    # the worker is dead, but its process is still running
+    lingers: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, worker: Worker) -> Self:
-        """Return the view of a worker of the fold."""
+        """Return the view of a worker of the fold, without the fields that come only from a controller's status."""
         health, joined, last = worker.health, worker.joined, worker.last_canary
         state = health.status.value
         if health.status is HealthStatus.HEALTHY and worker.spare.kept:
@@ -78,41 +82,43 @@ class WorkerView:
 
     @property
     def reason(self) -> str:
-        """Why it is not at full weight, or that it is a spare."""
+        """Why the worker is not at full weight, including that it is a spare; empty if it is at full weight."""
         return "; ".join(self.reasons)
 
     @property
     def why(self) -> str:
-        """Why it is not at full weight; empty also for a spare that is ready."""
+        """Why the worker is not at full weight; empty if it is, or if it is a spare that is ready."""
         return "; ".join(reason for reason in self.reasons if reason != SPARE)
 
     @property
     def well(self) -> bool:
-        """Whether it is at full weight, or is a spare that is ready."""
+        """Whether the worker is healthy and at full weight, or is a spare that is ready."""
         return self.health == HEALTHY and not self.why
 
     @property
     def urgency(self) -> int:
-        """Position in a list that starts with the workers in trouble."""
+        """Sort key for a list that starts with the unhealthy workers: lower values come first."""
         place = URGENCY.index(self.health) if self.health in URGENCY else len(URGENCY)
         return 2 * place + (not self.why)
 
 
 def share_of(workers: Iterable[WorkerView]) -> float:
-    """Return the serving share of these workers: their mean weight, weighted by GPUs, without spares."""
+    """Return the share of these workers that serves, 0 to 1: their mean weight, weighted by GPUs, without spares.
+
+    The result is 0 if there are no workers other than spares."""
     places = [(one.gpus, one.weight or 0.0) for one in workers if not one.spare]
     whole = sum(gpus for gpus, _ in places)
     return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
 
 
 def counts(workers: Iterable[WorkerView]) -> dict[str, int]:
-    """Return the number of workers by health, the healthy ones first."""
+    """Return the number of workers by health status. The key HEALTHY comes first; a status without workers is left out."""
     found = Counter(one.health for one in workers)
     return {health: found[health] for health in URGENCY[-1:] + URGENCY[:-1] if found[health]}
 
 
 def millis(at: datetime) -> float:
-    """Return a time in milliseconds since 1970, as browsers use it."""
+    """Return a time in milliseconds since 1970, the unit of JavaScript, rounded to microseconds."""
     return round(at.timestamp() * 1e3, 3)
 
 
@@ -121,7 +127,7 @@ def millis(at: datetime) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AwaitedView:
-    """A worker that has not joined yet."""
+    """A worker that has not joined yet, as displays show it."""
 
     id: str
     model: str | None
@@ -131,7 +137,7 @@ class AwaitedView:
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """One process of this host."""
+    """One process of Holdfast on the controller's host, as displays show it."""
 
     name: str
     role: str
@@ -141,13 +147,13 @@ class ProcessView:
 
     @property
     def line(self) -> str:
-        """One line of text."""
+        """Name, role, process id and URL of the process as one line of text."""
         return f"  {self.name:<11} {self.role:<11} pid {self.pid:<8} {self.url}"
 
 
 @dataclass(frozen=True, slots=True)
 class JournalView:
-    """The journal's range, size and growth, as far as they are known."""
+    """The range, size and growth of the journal. A value that is not known is None."""
 
     last_seq: int | None = None
     first_seq: int | None = None
@@ -160,23 +166,23 @@ class JournalView:
 
 @dataclass(frozen=True, slots=True)
 class SpoolView:
-    """The size of the spools that wait for the journal."""
+    """The size of the spools: local files with facts that the broker has not acknowledged yet."""
 
-    bytes: float = 0
-    bytes_max_each: float | None = None  # None: unknown
+    bytes: float = 0  # size of all spools
+    bytes_max_each: float | None = None  # maximum size of one spool; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectorView:
-    """How far the state store is."""
+    """How far the projector has written the journal's events to the state store. A value that is not known is None."""
 
-    position: int | None = None
-    lag: int | None = None
+    position: int | None = None  # sequence number of the last event written
+    lag: int | None = None  # number of events not written yet
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The answer of a controller to `status`. Unknown keys are ignored, missing ones have defaults."""
+    """A controller's answer to `status`. Unknown keys are ignored, and missing keys have defaults."""
 
     workers: Sequence[WorkerView] = ()
     awaited: Sequence[AwaitedView] = ()
@@ -189,5 +195,5 @@ class FleetStatus:
 
     @classmethod
     def of(cls, answer: Mapping[str, object]) -> Self:
-        """Return the answer's content."""
+        """Convert the decoded JSON of a controller's answer. Raise `msgspec.ValidationError` if a value has a wrong type."""
         return msgspec.convert(answer, cls)

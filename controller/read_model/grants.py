@@ -1,10 +1,11 @@
-"""Access rights in the state store, as SQL: those of the projector's account, and of a reader's.
+"""Generates the SQL statements that grant database accounts their rights on the state store.
 
-    owner    creates and drops the tables: migrations, `holdfast replay rebuild`
-    writer   appends events, updates the rows of the read model: the projector
-    reader   reads: frontends, controllers, Grafana
+    account  used by                                    rights
+    owner    migrations, `holdfast replay rebuild`      create and drop tables
+    writer   the projector                              append events, update the rows of the read model
+    reader   frontends, controllers, Grafana            read
 
-Nothing here revokes a right: an account that is a superuser or owns the tables has every right anyway.
+No statement revokes a right, because an account that is a superuser or owns the tables has every right anyway.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from controller.read_model.rows import STATE
 
 OWNER, WRITER, READER = "holdfast_owner", "holdfast_writer", "holdfast_reader"
-READER_STATEMENT_S = 30  # statement timeout of a reader, unless its session sets another one
+READER_STATEMENT_S = 30  # default statement timeout of a reader's sessions in seconds
 _APPENDED = ("fleet_events", "migrations", "exposures", "snapshots")
 WRITES = {
     **dict.fromkeys(STATE, "INSERT, UPDATE, DELETE"),
@@ -28,7 +29,9 @@ def quoted(name: str) -> str:
 
 
 def grants(schema: str, *, writer: str = "", reader: str = "") -> Iterator[str]:
-    """Yield the statements that grant accounts their rights on the tables of a schema; "" is no account."""
+    """Yield the statements that grant a writer and a reader account their rights on the tables of a schema.
+
+    An account named "" is left out."""
     for account in filter(None, (writer, reader)):
         yield from grants_of_schema(schema, account)
     for table in WRITES if writer else ():
@@ -36,24 +39,28 @@ def grants(schema: str, *, writer: str = "", reader: str = "") -> Iterator[str]:
 
 
 def grants_of_schema(schema: str, account: str) -> Iterator[str]:
-    """Yield the statements that grant an account read access to everything."""
+    """Yield the statements that grant an account read access to all tables of a schema."""
     yield f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {quoted(account)}"
     yield f"GRANT SELECT ON ALL TABLES IN SCHEMA {quoted(schema)} TO {quoted(account)}"
 
 
 def grant_of_table(schema: str, table: str, writer: str) -> str:
-    """Return the statement that grants the projector's account its rights on a table."""
+    """Return the statement that grants the writer account its rights on a table."""
     return f"GRANT {WRITES[table]} ON {quoted(schema)}.{table} TO {quoted(writer)}"
 
 
 def limits(reader: str) -> Iterator[str]:
-    """Yield the defaults of a reader's sessions: a report must not block a rebuild, nor a mistake change a row."""
+    """Yield the statements that set defaults of a reader's sessions: a statement timeout and read-only transactions.
+
+    The timeout keeps a slow report from blocking a rebuild."""
     yield f"ALTER ROLE {quoted(reader)} SET statement_timeout = '{READER_STATEMENT_S}s'"
     yield f"ALTER ROLE {quoted(reader)} SET default_transaction_read_only = on"
 
 
 def script(schema: str, *, owner: str, writer: str, reader: str) -> str:
-    """Return the script for the superuser of an external database: it creates accounts without passwords, and their rights."""
+    """Return the SQL script with which a superuser sets up an external database for Holdfast.
+
+    The script creates the three accounts without passwords, the schema, and the accounts' rights."""
     lines = [
         "-- as a superuser, in the database that Holdfast is to use; then give each account its password"
     ]

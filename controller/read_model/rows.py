@@ -1,7 +1,7 @@
 """Derives the rows of the state store from a fleet and from events.
 
-Rows are plain tuples, in the order of the columns named here. Shared by all components that must agree on them: the store that
-writes the rows, its in-memory double, and `replay verify`, which derives them again from the journal and compares.
+A row is a plain tuple of values, in the order of `COLUMNS` or `EVENT_COLUMNS`. The store that writes the rows, its in-memory
+double and `replay verify` all use this module, so that they agree on the rows.
 """
 
 import json
@@ -51,10 +51,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "since", "until",
     ),
 }  # fmt: skip
-STATE = ("workers", "breakers", "goldens", "levels")  # rows of a fleet's state; the others are of an event
-KEYS = {"goldens": 2}  # columns of the key; 1 for all other tables
+# tables with the current state; a row of the others comes from an event
+STATE = ("workers", "breakers", "goldens", "levels")
+KEYS = {"goldens": 2}  # number of leading columns that form the key; 1 for all other tables
 INCIDENT_KINDS = (IncidentOpened.kind(), IncidentClosed.kind())
-COUNT_MAX = 2**31 - 1  # maximum of an integer column; reported counts are capped
+COUNT_MAX = 2**31 - 1  # maximum of an integer column; larger reported counts are stored as this value
 _POSITIONS = ("closed", "open", "half_open")
 EVENT_COLUMNS = (
     "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
@@ -65,7 +66,7 @@ _PLACES = ("worker", "instance", "request", "model", "frontend")
 
 def _places(kind: type[Fact]) -> tuple[str | None, ...]:
     fields = set(kind.__dataclass_fields__)
-    if kind is RequestMigrated:  # it is listed under the worker that it left
+    if kind is RequestMigrated:  # a migration is listed under the worker that the request left
         return ("source", "source_instance", "request", "model", "frontend")
     return tuple(name if name in fields else None for name in _PLACES)
 
@@ -77,7 +78,8 @@ def event_row(event: Recorded) -> Row:
     """Return the row of `fleet_events` for one event."""
     fact = event.fact
     places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
-    if isinstance(fact, IntrusionRefused):  # older rows have no worker, nor do all intruders
+    # older releases stored no worker, and not every intruder is a worker
+    if isinstance(fact, IntrusionRefused):
         places = [place or None for place in places]
     number, through = (fact.number, event.through) if isinstance(fact, Decision) else (None, None)
     body = codec.encode_body(fact).decode()
@@ -89,17 +91,17 @@ def event_row(event: Recorded) -> Row:
 
 
 def audited(fact: Fact) -> bool:
-    """Return whether `fleet_events` has a row for this fact: all but invalid messages and kept snapshots have one."""
+    """Return whether `fleet_events` has a row for a fact. It has none for an invalid message or a part of a snapshot."""
     return not isinstance(fact, Skipped | SnapshotKept)
 
 
 def event_rows(events: Iterable[Recorded]) -> list[Row]:
-    """Return the rows of `fleet_events` for these events."""
+    """Return the rows of `fleet_events` for the events that are stored in that table."""
     return [event_row(event) for event in events if audited(event.fact)]
 
 
 def incident_of(event: Recorded) -> str | None:
-    """Return the incident that an event belongs to; None if there is none."""
+    """Return the id of the incident to which an event belongs, or None if the event belongs to no incident."""
     own = event.fact.incident if isinstance(event.fact, Decision) else None
     return own or event.correlation or None
 
@@ -112,8 +114,9 @@ def matches(
     incident: str | None,
     request: str | None = None,
 ) -> bool:
-    """Return whether an event matches the filters of `Archive.select`; None: no filter. The Postgres store implements the same in
-    SQL (`adapters.postgres.reader`)."""
+    """Return whether an event matches all filters of `Archive.select`. A filter of None matches every event.
+
+    The Postgres store implements the same filters in SQL (`adapters.postgres.reader`)."""
     return (
         audited(event.fact)
         and (since is None or event.at >= since)
@@ -124,17 +127,17 @@ def matches(
 
 
 def concerns(fact: Fact, worker: str) -> bool:
-    """Return whether a fact concerns a worker: it names it, or opens or closes an incident of it."""
+    """Return whether a fact names a worker, in a field or as the subject of the incident that it opens or closes."""
     return worker in workers_of(fact)
 
 
 def worker_column(kind: type[Fact]) -> str | None:
-    """Return the field of a kind that `fleet_events` stores in its column `worker`; None: there is none."""
+    """Return the field of a kind of fact that `fleet_events` stores in its column `worker`, or None if that column is empty."""
     return _PLACES_OF[kind][0]
 
 
 def storable(row: Row) -> Row:
-    """Replace NUL characters, which Postgres supports neither in text nor in JSON."""
+    """Return a row with each NUL character replaced by U+FFFD, because Postgres stores no NUL in text or JSON."""
     return tuple(
         value.replace("\x00", "\ufffd").replace("\\u0000", "\\ufffd") if isinstance(value, str) else value
         for value in row
@@ -142,7 +145,7 @@ def storable(row: Row) -> Row:
 
 
 def recorded(row: Sequence[Any]) -> Recorded:
-    """Return the event that a row of `fleet_events` was made from (without its trace, which is not stored)."""
+    """Return the event of a row of `fleet_events`. The event's trace context is missing, because it is not stored."""
     seq, at, id, kind, source, source_number, _number, through = row[:8]
     causation, correlation, said_at, body = row[14:]
     return Recorded(
@@ -189,7 +192,7 @@ def exposure_row(event: Recorded) -> Row:
 
 
 def state(fleet: Fleet) -> dict[str, list[Row]]:
-    """Return every row of a fleet, by table."""
+    """Return the rows of a fleet's state, by table."""
     return {
         "workers": [worker_row(worker) for worker in fleet.workers.values()],
         "breakers": [breaker_row(worker) for worker in fleet.workers.values()],
@@ -199,9 +202,10 @@ def state(fleet: Fleet) -> dict[str, list[Row]]:
 
 
 def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
-    """Return the rows to write ("workers") and the keys to delete ("delete workers") to get from one fleet to another.
+    """Return the rows to write and the keys to delete so that stored rows of the fleet `before` become those of `after`.
 
-    Two fleets share what did not change, so the same object needs no comparison. `before` None: write everything.
+    The rows are under the name of their table, such as "workers", and the keys under a name such as "delete workers".
+    An object that both fleets share has not changed, so its row is not written. `before` None means that all rows are written.
     """
     if before is None:
         return state(after)
@@ -225,7 +229,7 @@ def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
 
 
 def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:
-    """Return the values that are new or another object than before, and the removed keys."""
+    """Return the values of `after` that are not the same object as in `before`, and the keys that `after` lacks."""
     if before is after:
         return [], []
     changed = [value for key, value in after.items() if before.get(key) is not value]
@@ -245,10 +249,10 @@ _READ = {
 
 
 def comparable(table: str, row: Row) -> Row:
-    """Normalise a row so that rows with the same meaning compare equal.
+    """Return a normalized row, so that rows with the same meaning compare equal.
 
-    Postgres keeps the meaning of JSON, not its text. And a row of an earlier version lacks optional fields that were added since:
-    it is decoded with their defaults, as every reader does.
+    Two rows can differ in the text of their JSON columns because Postgres does not keep that text. A row of an earlier
+    release can also lack optional fields that were added later, which get their defaults here.
     """
     return tuple(
         _as_read(_JSON[table][n], value) if n in _JSON[table] and value is not None else value
@@ -260,13 +264,14 @@ def _as_read(column: str, text: str) -> str:
     value = json.loads(text)
     try:
         read = codec.to_builtins(_READ[column](text))
-    except msgspec.MsgspecError:  # not written by this project: kept unchanged, and differs
+    # this project did not write the value, which is kept so that the comparison shows it
+    except msgspec.MsgspecError:
         read = None
     return json.dumps(read if _within(value, read) else value, sort_keys=True)
 
 
 def _within(value: object, read: object) -> bool:
-    """Return whether decoding kept everything in a JSON value."""
+    """Return whether everything in a JSON value is also in the value that was decoded from it."""
     if isinstance(value, dict) and isinstance(read, dict):
         return all(key in read and _within(item, read[key]) for key, item in value.items())
     if isinstance(value, list) and isinstance(read, list | tuple):
@@ -275,7 +280,7 @@ def _within(value: object, read: object) -> bool:
 
 
 def as_json(table: str, row: Row) -> dict[str, object]:
-    """Return a row as a mapping of plain JSON types."""
+    """Return a row of a table as a mapping from column names to plain JSON types."""
     return {
         name: json.loads(value)
         if n in _JSON[table] and value is not None
@@ -287,7 +292,7 @@ def as_json(table: str, row: Row) -> dict[str, object]:
 
 
 def worker_row(worker: Worker) -> Row:
-    """Return a worker's row."""
+    """Return the row of `workers` for a worker."""
     joined, health, drain = worker.joined, worker.health, worker.drain
     canary = worker.last_canary
     return storable((
@@ -300,7 +305,7 @@ def worker_row(worker: Worker) -> Row:
 
 
 def breaker_row(worker: Worker) -> Row:
-    """Return the row of a worker's breaker."""
+    """Return the row of `breakers` for a worker's breaker."""
     breaker = worker.breaker
     failures = min(max(breaker.request_failures, breaker.canary_failures), COUNT_MAX)
     return (
@@ -310,18 +315,18 @@ def breaker_row(worker: Worker) -> Row:
 
 
 def read_golden(row: Mapping[str, Any]) -> Golden:
-    """Return the golden of a row of `goldens`, as the database returns it."""
+    """Return the golden of a row of `goldens`, given as the database returns the row."""
     return cast(Golden, _READ["golden"](row["golden"]))
 
 
 def golden_row(golden: Golden) -> Row:
-    """Return a golden's row."""
+    """Return the row of `goldens` for a golden."""
     row = (golden.canary_key, golden.canary, golden.status, golden.status == "agreed", codec.to_json(golden))
     return storable(row)
 
 
 def level_row(model: Degradation) -> Row:
-    """Return the row of a model's degradation level."""
+    """Return the row of `levels` for a model's degradation level."""
     return (
         model.model,
         model.level,
@@ -333,7 +338,9 @@ def level_row(model: Degradation) -> Row:
 
 
 def history(events: Iterable[Recorded]) -> dict[str, list[Row]]:
-    """Return the rows that follow from events alone: those to append, and the incidents to close."""
+    """Return the rows that follow from events alone, by what to do with them, such as "append migrations".
+
+    A row of "close incidents" holds the id, closing time and outcome of an incident that was opened before these events."""
     migrations: list[Row] = []
     exposures: list[Row] = []
     opened: dict[str, Row] = {}

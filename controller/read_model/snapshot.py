@@ -1,9 +1,11 @@
-"""Encodes a settled fleet for snapshots: as a blob in the state store, and in parts on the journal.
+"""Encodes a settled fleet as a snapshot: as a blob for the state store, or in parts for the journal.
 
-A snapshot belongs to the deciders version that folded it and to the shape of its states; both are stored with the bytes. A
-snapshot of another version is not read: the fleet is folded again from the journal, so the encoding needs no compatibility.
-But if the journal has dropped the earlier events, its own snapshot is the only source. So `Parts` also reads a snapshot of
-another shape, if the fields that this version has added have defaults.
+The state store keeps a snapshot with the deciders version and a fingerprint of all state fields (`VERSION`). A snapshot with
+another fingerprint or an unsupported deciders version is not read, because the fleet can be folded again from the journal. The
+encoding therefore needs no compatibility between releases.
+
+A snapshot on the journal can be the only source, if the journal has dropped the earlier events. `Parts` therefore also reads a
+snapshot with another fingerprint, if all fields that this release has added have defaults.
 """
 
 import hashlib
@@ -26,21 +28,22 @@ class BadSnapshot(HoldfastError):
     """A kept snapshot cannot be read. The journal has everything that it holds."""
 
 
-PART_BYTES = 512 * 1024  # of a part, before base64: an event has a megabyte at most
-PARTS_MAX = 4096
-BLOB_BYTES_MAX = 1 << 30  # decompressed
+# bytes of a part before base64, so that its event stays below the maximum of one megabyte
+PART_BYTES = 512 * 1024
+PARTS_MAX = 4096  # maximum number of parts of a snapshot that is read
+BLOB_BYTES_MAX = 1 << 30  # maximum bytes of a decompressed snapshot
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Fleet).decode
 
 
 def encode(fleet: Fleet) -> bytes:
-    """Return a fleet encoded as bytes."""
+    """Encode a fleet as MessagePack."""
     return _encode(fleet)
 
 
 def decode(data: bytes) -> Fleet:
-    """Return the fleet encoded in these bytes. Raise BadSnapshot."""
+    """Decode a fleet from the result of `encode`. Raise BadSnapshot."""
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
@@ -48,7 +51,9 @@ def decode(data: bytes) -> Fleet:
 
 
 def _shape(kind: object, seen: set[object]) -> list[str]:
-    """List every field of every dataclass below `kind`, in a fixed order."""
+    """List every field, with its type, of a dataclass and of all dataclasses in its fields' types, in a fixed order.
+
+    A type in `seen` is skipped, and each type found is added to `seen`."""
     if kind in seen:
         return []
     seen.add(kind)
@@ -68,7 +73,7 @@ def _fingerprint() -> int:
     return int.from_bytes(digest[:4], "big") >> 1  # fits an integer column
 
 
-VERSION = _fingerprint()  # changes automatically when a field is added
+VERSION = _fingerprint()  # changes whenever a field of the fleet state is added, removed or changes its type
 
 
 class _Blob(msgspec.Struct):
@@ -83,9 +88,12 @@ _unpack = msgspec.msgpack.Decoder(_Blob).decode
 def snapshot_due(decided: int, kept: int, every: int) -> bool:
     """Return whether the state store should keep another snapshot now.
 
-    `decided` and `kept` are the sequences of the last decision, and of the last one that a snapshot contains. The first snapshot
-    is kept with the first decision, then one each time the history has doubled, then one after `every` events. So a process that
-    starts without the broker always finds a snapshot, and folds no more events after it than the snapshot contains.
+    `decided` is the sequence number of the last decision, and `kept` that of the last decision in a kept snapshot. The first
+    snapshot is kept with the first decision. The next ones are kept each time the history has doubled, and later after
+    `every` events.
+
+    A process that starts without the broker therefore always finds a snapshot. After the snapshot, the process folds at most as
+    many events as the snapshot contains.
     """
     return decided > kept and decided - kept >= min(every, kept)
 
@@ -93,7 +101,9 @@ def snapshot_due(decided: int, kept: int, every: int) -> bool:
 def parts(
     fleet: Fleet, position: Position, sources: Mapping[str, Last], *, id: str, since: datetime
 ) -> list[SnapshotKept]:
-    """Return a settled fleet as facts for the journal. `since`: the stream's time of the oldest event to be read with it."""
+    """Encode a settled fleet as a snapshot, and return its parts as facts for the journal.
+
+    `id` names the snapshot. `since` is the time, by the stream's clock, of the oldest event that must be read with it."""
     blob = zlib.compress(_pack(_Blob(encode(fleet), dict(sources))), 1)
     pieces = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)]
     return [
@@ -113,18 +123,20 @@ def parts(
 
 
 class Parts:
-    """Reassembles the snapshots of a journal from their parts, in the journal's order."""
+    """Reassembles the snapshots on a journal from their parts, which must be added in the order of the journal."""
 
     def __init__(self) -> None:
         self._first: SnapshotKept | None = None
         self._pieces: list[bytes] = []
 
     def take(self, fact: SnapshotKept) -> tuple[Fleet, Position, dict[str, Last]] | None:
-        """Add a part; return the snapshot if it is complete. Incomplete snapshots are dropped. Raise BadSnapshot."""
+        """Add a part. Return the snapshot if this part completes it, else None. Raise BadSnapshot.
+
+        The snapshot is the fleet, its position and the last event of each source. A snapshot with a missing part is dropped."""
         if fact.part == 1:
             self._first, self._pieces = fact, []
         if self._first is None or fact.snapshot != self._first.snapshot:
-            return None  # its first part is missing, or another controller published one at the same time
+            return None  # the first part is missing, or two controllers published snapshots at the same time
         if fact.part != len(self._pieces) + 1:
             self._first = None
             return None

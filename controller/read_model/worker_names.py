@@ -1,4 +1,4 @@
-"""Finds the workers that a fact names, in any field: the filter of `--worker`."""
+"""Finds the workers that a fact names in any field, for the filter `--worker`."""
 
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
@@ -15,7 +15,7 @@ from events.decisions import (
 from events.fact import Fact
 from events.observations import GoldenDisputed, MoveRequested, RequestMigrated, RequestResumed
 
-# Fields with another name than `worker` that hold one or several workers' names.
+# Fields other than `worker` that hold the name of a worker, or several names.
 OTHER_FIELDS: dict[type[Fact], tuple[str, ...]] = {
     GoldenAgreed: ("by", "tied"),
     GoldenDisputed: ("proposed_by",),
@@ -26,12 +26,14 @@ OTHER_FIELDS: dict[type[Fact], tuple[str, ...]] = {
     SpareActivated: ("replaces",),
     SpareReleased: ("returned",),
 }
-SUBJECT = "worker:"  # prefix of an incident's subject if that is a worker
+SUBJECT = "worker:"  # prefix of the subject of an incident about a worker
 INCIDENTS = (IncidentOpened, IncidentClosed)
 
 
 def _paths(kind: type[Fact]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths to workers' names in a kind: a field, or a field and a field of its parts."""
+    """Return the paths to worker names in a kind of fact.
+
+    A path is a field that holds names, or a field that holds objects followed by the field `worker` of these objects."""
     found: list[tuple[str, ...]] = [
         (name,) for name in ("worker", *OTHER_FIELDS.get(kind, ())) if name in kind.__dataclass_fields__
     ]
@@ -50,9 +52,10 @@ PATHS = {kind: _paths(kind) for kind in codec.KINDS.values()}
 
 
 def workers_of(fact: Fact) -> list[str]:
-    """Return the workers that a fact names, including an incident's subject, each once.
+    """Return the names of the workers that a fact names, each once, including the subject of an incident.
 
-    A golden's `by` and `outvoted_by` may name an operator or `configured` as well.
+    The result may also contain an operator or `configured`, because the fields `by` and `outvoted_by` of a golden's facts may
+    name these.
     """
     found = [name for path in PATHS.get(type(fact), ()) for name in _names(fact, path)]
     if isinstance(fact, INCIDENTS) and fact.subject.startswith(SUBJECT):
