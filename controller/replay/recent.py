@@ -19,9 +19,8 @@ class RecentEvent:
     """An event, and the number of events directly after it that differ only in the request."""
 
     event: Recorded
-    alike: (
-        tuple[object, ...] | None
-    )  # key that events share if they differ only in the request; None: about no request
+    # key that events share if they differ only in the request; None: about no request
+    alike: tuple[object, ...] | None
     more: int = 0
 
     def line(self) -> str:

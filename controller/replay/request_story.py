@@ -46,9 +46,8 @@ class RequestStory:
     request: str
     model: str = ""
     workers: list[str] = field(default_factory=list)  # in the order in which they served the request
-    gaps_ms: list[float] = field(
-        default_factory=list
-    )  # milliseconds without a token that the client saw, one per move
+    # milliseconds without a token that the client saw, one per move
+    gaps_ms: list[float] = field(default_factory=list)
     put_off: int = 0  # number of preemptions
     exact: bool = True  # whether every move continued the answer exactly, token for token
     exposed: list[ExposedSpan] = field(default_factory=list)

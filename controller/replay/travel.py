@@ -29,9 +29,8 @@ class Moment:
     """The fleet state after all events up to the sequence number `seq`."""
 
     seq: int
-    at: (
-        datetime | None
-    )  # time of the event at `seq`, by the stream's clock; None: no event was folded after the snapshot
+    # time of the event at `seq`, by the stream's clock; None: no event was folded after the snapshot
+    at: datetime | None
     number: int  # number of the last decision up to `seq`
     fleet: Fleet
     folded: int  # number of events that were folded after the snapshot

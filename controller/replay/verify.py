@@ -245,9 +245,8 @@ class _Run:
         Both are None if this release cannot decide the run again, which is then counted as skipped. `first` is the first decision
         of the run, and `decisions` is their number."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
-        if isinstance(
-            first, PolicyAdopted
-        ):  # a new leader adopts its policy first, for the rest of the settle run
+        # a new leader adopts its policy first, for the rest of the settle run
+        if isinstance(first, PolicyAdopted):
             adopted = first.policy
             force = InForce(first.kinds, first.deciders_version, first.allowed_by, first.command)
         version = force.deciders_version

@@ -20,10 +20,8 @@ from events.fact import Decision, Fact, Recorded
 
 Document = dict[str, Any]  # a report or a part of it, as plain JSON types
 
-PLANNED = (
-    o.ScaleProposed,
-    o.ScaleApplied,
-)  # in these facts, the field `by` names a process instead of an operator
+# in these facts, the field `by` names a process instead of an operator
+PLANNED = (o.ScaleProposed, o.ScaleApplied)
 # fields of a worker that the page shows; their values are those that `holdfast replay at` prints
 WORKER_FIELDS = ("health", "weight", "breaker", "reason", "incident", "state", "spare", "gpus", "model")
 REQUEST_FIELDS = ("request", "model", "workers", "gaps_ms", "put_off", "exact", "lost", "lost_tokens")
@@ -70,9 +68,8 @@ class Report:
     acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
     phases: Sequence[PhaseTimes]  # phases of the incident; empty if the report is not about an incident
     policy: Document | None  # policy in force at the end of the window; None: no policy was adopted
-    unusual: Sequence[
-        tuple[str, Any, Any]
-    ]  # policy settings that differ from their default: (name, value, default)
+    # policy settings that differ from their default: (name, value, default)
+    unusual: Sequence[tuple[str, Any, Any]]
     cut: bool  # whether events at the end are missing because the window has too many
 
     @property

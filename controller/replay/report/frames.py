@@ -17,9 +17,8 @@ class Frame:
 
     seq: int
     at: datetime
-    workers: Mapping[
-        str, WorkerView | None
-    ]  # changed workers by name; None: the worker is no longer part of the fleet
+    # changed workers by name; None: the worker is no longer part of the fleet
+    workers: Mapping[str, WorkerView | None]
     levels: Mapping[str, int]  # degradation level by model
     capacity: float  # share of the fleet that serves, 0 to 1: mean weight of all workers except spares, weighted by GPUs
 

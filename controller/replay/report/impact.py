@@ -17,9 +17,8 @@ from events.fact import Fact, Recorded
 class Impact:
     """The requests that an incident affected, and its cost to users and to the fleet."""
 
-    requests: list[RequestStory] = field(
-        default_factory=list
-    )  # affected requests, in the order of their first event
+    # affected requests, in the order of their first event
+    requests: list[RequestStory] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)  # number of rejected requests by reason
     # reports of frontends that cannot determine which requests a convicted worker served
     unknown: list[o.ExposureUnknown] = field(default_factory=list)

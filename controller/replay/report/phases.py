@@ -81,9 +81,8 @@ class _Found:
 
     def __init__(self) -> None:
         self.phases: dict[str, Phases] = {}
-        self._times: OrderedDict[str, datetime] = (
-            OrderedDict()
-        )  # by event name (ce-id or `decision:N`): time of the event
+        # by event name (ce-id or `decision:N`): time of the event
+        self._times: OrderedDict[str, datetime] = OrderedDict()
         self._injected: dict[str, datetime] = {}  # by worker: time of the last injected fault
 
     def take(self, event: Recorded) -> None:

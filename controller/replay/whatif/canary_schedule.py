@@ -64,17 +64,15 @@ class Asker:
         self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
         self._gap = GAP * recorded_s
         self._interval_changed = interval_s is not None
-        self._free = (
-            self._interval_changed
-        )  # whether canaries are computed by the interval instead of taken from the recording
+        # whether canaries are computed by the interval instead of taken from the recording
+        self._free = self._interval_changed
         self._tried = set[int]()  # indices of the recorded trials that this course has sent as well
         self._place = place
         self._edges = sorted({spell.began(place) for spell in self._found})
         self._bad = sorted(recorded.facts)
         joined = recorded.at[0] if len(recorded) and recorded.check[0] == JOIN else start
-        self._later = max(
-            0.0, start - joined
-        )  # seconds by which the instance joins later than in the recording
+        # seconds by which the instance joins later than in the recording
+        self._later = max(0.0, start - joined)
         self._next = 0  # index of the next recorded canary
         early = JOIN_AGAIN_S if self._later else 0.0
         self._last = start - early  # when the last canary was sent, or could have been sent

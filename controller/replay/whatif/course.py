@@ -38,11 +38,8 @@ from events.versions import InForce
 
 EMPTY_S = 2.0  # assumed seconds until a draining worker is empty, if the recording holds no such drain
 SENT_S = 1.0  # assumed seconds between sending a request and its failure
-ABOUT_GOLDENS = (
-    o.GoldenProposed,
-    o.GoldenDisputed,
-    *GIVEN,
-)  # facts that may make decisions about any worker due
+# facts that may make decisions about any worker due
+ABOUT_GOLDENS = (o.GoldenProposed, o.GoldenDisputed, *GIVEN)
 FAR = (
     d.HealthChanged,
     d.SpareActivated,
@@ -134,17 +131,15 @@ class _Course:
         self._changed = set[str]()  # workers that changed since the last call of `_settle`
         # workers that are out of service only because of doubt, or kept in service by the ejection budget
         self._doubted = set[str]()
-        self._dues: list[
-            tuple[datetime, str]
-        ] = []  # heap: times at which a decision about a worker becomes due without a fact
+        # heap: times at which a decision about a worker becomes due without a fact
+        self._dues: list[tuple[datetime, str]] = []
         self._shares = Shares()
         self._askers: dict[tuple[str, str], Asker] = {}
         self._agenda = Agenda()
         # by worker: its instance and the agenda number of its next canary, which identifies a canary that was rescheduled
         self._awaited: dict[str, tuple[str, int]] = {}
-        self._trials: dict[
-            str, int
-        ] = {}  # by worker: number of the last half-opening decision for which a trial was sent
+        # by worker: number of the last half-opening decision for which a trial was sent
+        self._trials: dict[str, int] = {}
         self._emptied = emptied(recording)
         self._successions: Successions = {}
         self._due: datetime | None = None
@@ -471,9 +466,8 @@ def successions(recording: Recording, facts: list[RecordedFact]) -> tuple[list[R
     """
     rest: list[RecordedFact] = []
     found: Successions = {}
-    ended: dict[
-        str, tuple[str, str]
-    ] = {}  # by worker: the instance that was declared DEAD, after its process has ended
+    # by worker: the instance that was declared DEAD, after its process has ended
+    ended: dict[str, tuple[str, str]] = {}
     for one in facts:
         fact, life = one.fact, None
         if isinstance(fact, o.WorkerJoined):

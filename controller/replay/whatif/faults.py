@@ -115,9 +115,8 @@ def fared(fault: FaultSeen, weights: Weights) -> FaultPhases:
         if not step.well:
             noticed = at if noticed is None else noticed
             fenced = at if fenced is None and step.fenced else fenced
-            recovered = (
-                None if at <= fault.over else recovered
-            )  # after the end of the fault, a lower weight has another cause
+            # after the end of the fault, a lower weight has another cause
+            recovered = None if at <= fault.over else recovered
         elif noticed is not None and recovered is None:
             recovered = at
     return FaultPhases(noticed, fenced, recovered)

@@ -93,20 +93,16 @@ class StretchRead:
     )
     end: float = 0.0  # time of the last event
     canaries: dict[tuple[str, str], RecordedCanaries] = field(default_factory=dict)  # by worker and instance
-    askers: dict[tuple[str, str], list[str]] = field(
-        default_factory=dict
-    )  # by worker and instance: the prober of each result
+    # by worker and instance: the prober of each result
+    askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     # by prober: seconds by which the stream's clock is ahead of the prober's clock, at most
     skew: dict[str, float] = field(default_factory=dict)
-    wrong: dict[str, list[Adverse]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by worker: failed canaries
-    exposed: dict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by worker: times of RequestExposed
-    served: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # by worker: answers served, seconds counted
+    # by worker: failed canaries
+    wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))
+    # by worker: times of RequestExposed
+    exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # by worker: answers served, seconds counted
+    served: dict[str, tuple[int, float]] = field(default_factory=dict)
     rest: list[Recorded] = field(default_factory=list)  # events that must be folded in order
     _failed_at: dict[str, float] = field(default_factory=dict)
 

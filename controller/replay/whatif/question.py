@@ -19,10 +19,8 @@ from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
 
 INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
-NOT_ASKED = (
-    "golden",
-    "incident",
-)  # parts of the policy that cannot be changed, because courses use them as recorded
+# parts of the policy that cannot be changed, because courses use them as recorded
+NOT_ASKED = ("golden", "incident")
 FILE_BYTES_MAX = 1_000_000
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")

@@ -41,9 +41,8 @@ LATE_S = 1.5  # seconds by which an observer's report of a silence may be late
 LEAST_GAPS = 8  # minimum number of gaps between canaries from which the interval is inferred
 
 BEFORE = timedelta(seconds=60)  # how much of the journal is read before an incident
-AFTER = timedelta(
-    minutes=10
-)  # how much is read after an incident, because recovery may take longer under another policy
+# how much is read after an incident, because recovery may take longer under another policy
+AFTER = timedelta(minutes=10)
 GIVEN = (d.GoldenAgreed, d.GoldenRetired)  # decisions that a course applies as recorded
 
 
@@ -113,9 +112,8 @@ class _Folding:
         self._failed_at: dict[str, float] = {}
         self._silences: list[float] = []
         self._dead: dict[tuple[str, str], float] = {}
-        self._ends: dict[
-            tuple[str, str], float
-        ] = {}  # when an instance ended, if not because of a DEAD decision
+        # when an instance ended, if not because of a DEAD decision
+        self._ends: dict[tuple[str, str], float] = {}
         self._late = _Lateness()
         self._weights = Weights(fleet)
 

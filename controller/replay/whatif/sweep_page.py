@@ -8,10 +8,8 @@ from controller.replay.whatif.sweep import SweepPoint, Swept
 
 Document = dict[str, Any]  # a sweep or its chart, as plain JSON types
 
-STYLE = (
-    "controller.replay.report",
-    "report.css",
-)  # package and file of the style sheet that all report pages share
+# package and file of the style sheet that all report pages share
+STYLE = ("controller.replay.report", "report.css")
 
 
 def html(document: Document, picture: Document, asked: list[str]) -> str:
