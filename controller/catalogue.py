@@ -1,6 +1,6 @@
-"""Catalogue of event kinds, fields and emitters, derived from the dataclasses, so never outdated.
+"""Lists the event kinds with their fields and emitters, derived from the dataclasses of the facts.
 
-`controller.commands.write_docs` generates the documents from it.
+`controller.commands.write_docs` generates the event documents from this catalogue.
 """
 
 import dataclasses
@@ -69,15 +69,18 @@ EMITTERS: Mapping[str, str] = {
 }
 """Emitter of each observation, and how often it emits one. The leading controller emits all decisions."""
 
-TRAILING = r"^    (\w+): (?:[^#\n]*\(\n(?: {8}[^#\n]*\n)*(?:    \)| {8}))?[^#\n]*  # (.+)$"  # a field and its comment
-ABOVE = r"^    # (.+)\n    (\w+): [^#\n]*$"  # the last line of a comment, above a field that has no other
+TRAILING = r"^    (\w+): (?:[^#\n]*\(\n(?: {8}[^#\n]*\n)*(?:    \)| {8}))?[^#\n]*  # (.+)$"  # a field and its trailing comment
+ABOVE = (
+    r"^    # (.+)\n    (\w+): [^#\n]*$"  # the last line of a comment above a field without a trailing comment
+)
 LEADER = "the leading controller, when it is due"
-SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)  # types used as fields
+# structured types that fields of facts have
+SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)
 
 
 @dataclass(frozen=True, slots=True)
 class FieldEntry:
-    """One field of a kind's body."""
+    """One field in the body of an event kind. `note` is the comment of the field in the code."""
 
     name: str
     type: str
@@ -87,7 +90,7 @@ class FieldEntry:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """The catalogue's description of one event kind."""
+    """The description of one event kind. `promise` is the docstring of its class."""
 
     kind: str
     fact: type[Fact]
@@ -98,17 +101,17 @@ class CatalogueEntry:
 
     @property
     def decided(self) -> bool:
-        """Whether the kind is a decision. Otherwise it is an observation."""
+        """Whether the kind is a decision; False for an observation."""
         return issubclass(self.fact, Decision)
 
 
 def entries() -> tuple[CatalogueEntry, ...]:
-    """Return every kind, observations before decisions, in order of declaration."""
+    """Return the description of every event kind: observations before decisions, each in order of declaration."""
     return tuple(_entry(kind, fact) for kind, fact in codec.KINDS.items())
 
 
 def subject_of(fact: type[Fact]) -> str:
-    """Return the subject pattern of a kind, with its variable token in angle brackets."""
+    """Return the broker subject of an event kind, with a variable token such as the worker's name in angle brackets."""
     if issubclass(fact, Decision):
         return f"{DECIDED}.{fact.kind()}"
     assert issubclass(fact, Observation)
@@ -124,7 +127,7 @@ def _entry(kind: str, fact: type[Fact]) -> CatalogueEntry:
 
 
 def fields_of(shape: type) -> Iterator[FieldEntry]:
-    """Yield the fields of a kind, or of a type used as a field, each with its trailing comment."""
+    """Yield the fields of an event kind, or of a structured type in `SHAPES`, each with its comment as the note."""
     notes = notes_of(shape)
     for f in dataclasses.fields(shape):
         optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
@@ -139,7 +142,9 @@ def _type_text(annotation: object) -> str:
 
 
 def notes_of(shape: type) -> dict[str, str]:
-    """Return the comment of each field of the class and its bases: trailing (also after several lines), or above the field."""
+    """Return the comment of each field of a class and its bases, by field name.
+
+    A comment is after the field's definition, which may take several lines, or on the line above the field."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
         source = inspect.getsource(cls)

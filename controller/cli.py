@@ -1,4 +1,6 @@
-"""The `holdfast` command: parses arguments and runs one command or process. Imports are lazy.
+"""Implements the `holdfast` program, which parses arguments and runs one command or process.
+
+A command's modules are imported only when the command runs.
 
 Exit codes: 0 success, 1 failure, 2 usage error, 3 finding (`replay verify`, or a projector that finds rows missing in its store).
 """
@@ -23,7 +25,8 @@ USAGE = 2
 FINDING = 3
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "planner", "notifier", "frontend", "worker")
-DRAWING = ("up", "demo", "top", "status", "plan")  # move the cursor, and escape untrusted text themselves
+# commands that move the cursor, and escape untrusted text themselves
+DRAWING = ("up", "demo", "top", "status", "plan")
 PRINTING = ("settings", "completion")  # commands that log nothing
 CONFIGURED = (*ROLES, "up", "settings")  # commands with --config
 CONFIG = "TOML file with settings, and for `up` its flags; environment and flags override it (docs/reference/commands.md)"
@@ -34,34 +37,36 @@ WITH_AIOHTTP = (
     "demo",
     "trace",
     "profile",
-)  # for the others, nats-py needs it for WebSocket brokers only
+)  # the other commands run without aiohttp, which nats-py imports but needs only for WebSocket brokers
 CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports usage errors in one sentence, with the `--help` of the command that failed."""
+    """Argument parser that reports a usage error in one sentence and names the command's `--help`."""
 
     commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject unknown arguments here. argparse would pass them to the parent command's parser."""
+        """Parse arguments, and report unknown ones as errors of this command.
+
+        Without this override, argparse would report unknown arguments as errors of the parent command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def format_help(self) -> str:
-        """Return the help text. For a command with many flags it lists only the common ones."""
+        """Return the help text. For a command with many flags, the text lists only the common flags."""
         common = COMMON.get(self.get_default("command"))
         return short_help(self, common) if common else super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with code 2 (usage)."""
+        """Print a usage error and exit with code 2."""
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
 class VersionAction(argparse.Action):
-    """Prints version and commit, and exits."""
+    """Prints the version and commit of Holdfast, and exits with code 0."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from controller.commands.version import version_text
@@ -71,17 +76,17 @@ class VersionAction(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run the command that the arguments name, and return its exit code. `argv` None means the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return _main(arguments)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # a failure during interpreter exit could not be reported
-    except KeyboardInterrupt:  # also while a command's imports still run
+                sys.stdout.flush()  # here, because an error of flushing at interpreter exit could not be reported
+    except KeyboardInterrupt:  # Ctrl-C, even while a command's modules are still imported
         return INTERRUPTED
-    except BrokenPipeError:  # `holdfast events | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `holdfast events | head`
         _hush()
         return 0
     except OSError as error:
@@ -93,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hush() -> None:
-    """Redirect stdout to /dev/null. Python would flush again at exit and report a second error."""
+    """Redirect stdout to /dev/null, because Python flushes stdout again at exit and would report a second error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -118,7 +123,7 @@ def _main(arguments: list[str]) -> int:
         if wanted not in ROLES:  # roles set up their own logs
             logs.quiet()
     if wanted in CLOSED:
-        os.umask(0o077)  # files that they and their children create are private to the user
+        os.umask(0o077)  # files that the process and its children create are private to the user
     if wanted in DRAWING or wanted in ROLES:
         return _guarded(args)
     with safe_output():  # names and reasons from workers and clients are untrusted
@@ -126,7 +131,9 @@ def _main(arguments: list[str]) -> int:
 
 
 def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[str]]:
-    """Return the parser, and the arguments with those that the configuration file adds. Raise UsageError."""
+    """Return the parser, and the arguments including those that the configuration file adds. Raise UsageError.
+
+    `wanted` is the name of the command, if the arguments contain one."""
     path = _config_file(arguments) if wanted in CONFIGURED else None
     if path is None or wanted is None:
         return parser_for({wanted} if wanted else ()), arguments
@@ -148,7 +155,7 @@ def _prepared(wanted: str | None, arguments: list[str]) -> tuple[Parser, list[st
 
 
 def _config_file(arguments: Sequence[str]) -> Path | None:
-    """Return the file that the last --config names. Raise UsageError if it names none."""
+    """Return the file that the last --config names, or None without --config. Raise UsageError if its value is missing."""
     found = None
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if flag == "--config" or flag.startswith("--config="):
@@ -159,7 +166,7 @@ def _config_file(arguments: Sequence[str]) -> Path | None:
 
 
 def parser_for(names: Container[str]) -> Parser:
-    """Return the parser of all commands. Only the commands in `names` get their flags, because flags cost imports."""
+    """Return the parser of all commands. Only the commands in `names` get their flags, because adding flags imports modules."""
     parser = Parser(
         prog="holdfast",
         description="Keeps the streams of an LLM inference fleet alive, and shows afterwards what happened and why.",
@@ -208,20 +215,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _loaded(place: str) -> Callable[..., Any]:
-    """Import `module:function`."""
+    """Import and return the function that `place` names as `module:function`."""
     module, _, name = place.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
 def _say_why(error: HoldfastError) -> None:
-    """Print an error, which may quote a worker or a server."""
+    """Print an error on stderr. Control characters are escaped, because the error may quote a worker or a server."""
     with safe_output():
         print(f"holdfast: {error}", file=sys.stderr)
 
 
 def data_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --data, which nearly every command accepts."""
+    """Add the flag --data, which selects the data directory of the fleet."""
     parser.add_argument(
         "--data",
         type=Path,
@@ -247,7 +254,7 @@ def completion_flags(parser: argparse.ArgumentParser) -> None:
 
 def completion(args: argparse.Namespace) -> int:
     """Print the completion script of a shell."""
-    gc.disable()  # a tenth of the time of these imports
+    gc.disable()  # garbage collection would take a tenth of the time of the imports
     import shtab
 
     print(shtab.complete(parser_for(COMMANDS), shell=args.shell))

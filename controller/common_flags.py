@@ -1,29 +1,30 @@
-"""Flags and subcommands that many commands have."""
+"""Adds the flags and subcommands that many commands have to their argument parsers."""
 
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Flags = Mapping[str, Mapping[str, Any]]  # by names: the other arguments of `add_argument`
+Flags = Mapping[str, Mapping[str, Any]]  # by the names of a flag: the other arguments of `add_argument`
 AddCommand = Callable[[str, str], argparse.ArgumentParser]
 
 
 def output_flag(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Add -o, which selects text or JSON."""
+    """Add the flag -o, which selects text, JSON or one of `others` as the output format."""
     text = "output format (default: text)"
     parser.add_argument("-o", "--output", choices=("text", "json", *others), default="text", help=text)
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
-    """Add flags. Several names of one flag are separated by spaces."""
+    """Add each of these flags to a parser. In a key of `flags`, the names of one flag are separated by spaces."""
     for names, options in flags.items():
         parser.add_argument(*names.split(), **options)
 
 
 def subcommands(parser: argparse.ArgumentParser, dest: str) -> AddCommand:
-    """Return a function that adds a subcommand by name and help text. Its name is stored as `dest`. All subcommands accept --data
-    after their name, too."""
+    """Return a function that adds a subcommand, given its name and help text, and returns its parser.
+
+    The parsed arguments hold the name of the chosen subcommand as `dest`. Every subcommand accepts --data after its name."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest=dest, required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""Retention bounds of the journal.
+"""Defines the settings of the journal's retention bounds: its maximum size and age.
 
-`holdfast up`, which has the same flags, sets the bounds on the stream. Before the bounds drop events, a controller writes a
-snapshot of the fleet to the journal that replaces them."""
+`holdfast up` has the same settings as flags, and sets the bounds on the stream. Before the broker drops events at these
+bounds, a controller writes a snapshot of the fleet to the journal, so that readers do not need the dropped events."""
 
 from datetime import timedelta
 
@@ -36,7 +36,7 @@ class JournalSettings(Strict):
         return self
 
     def bounds(self) -> JournalBounds:
-        """Return the bounds in the journal's own type."""
+        """Return the bounds as the journal's type, in which None means no limit."""
         return JournalBounds(self.max_bytes or None, self.max_age or None)
 
 

@@ -1,4 +1,4 @@
-"""Logging setup of a controller-side process: its own log and its libraries' logs, in one format."""
+"""Configures logging of a controller-side process: its own log and its libraries' logs in one format."""
 
 import logging
 
@@ -9,11 +9,11 @@ from events.process import logs
 CLIENTS_MISTAKES = (
     "aiohttp.http_exceptions",
     "aiohttp.web_protocol",
-)  # modules of aiohttp's errors that a client causes
+)  # aiohttp modules with the errors that a malformed request causes
 
 
 def configure() -> None:
-    """Configure structlog for this process, and route library logs through it."""
+    """Configure structlog for this process, and route library logs of level WARNING or above through structlog."""
     logs.configure()
     logging.basicConfig(handlers=[_Libraries()], level=logging.WARNING, force=True)
 
@@ -21,7 +21,7 @@ def configure() -> None:
 class _Libraries(logging.Handler):
     """Logging handler that converts library log records to structlog events.
 
-    A malformed HTTP request is the client's mistake. It is logged in one line without the error's text, which quotes the request.
+    A malformed HTTP request is logged in one line. The error's text is left out, because it quotes the client's request.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

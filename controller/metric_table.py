@@ -1,12 +1,12 @@
-"""Declarative metric tables: the class body declares the metrics, each instance holds the collectors.
+"""Declares Prometheus metrics as rows of a table class, and creates their collectors per instance.
 
     class Queues(MetricTable):
         waiting = gauge("holdfast_waiting", "Requests that wait.", "model")
 
     Queues(registry).waiting.labels("m").set(3)
 
-Rows are registered in declaration order, which is the order of a scrape. A row's collector is stored in the table's own
-`__dict__`, so reading it costs no more than reading any attribute.
+Rows are registered in declaration order, which is the order of a scrape. The collector of a row is stored in the instance's
+`__dict__` under the row's name, so that reading the collector is a plain attribute access.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ M = TypeVar("M")
 class Row(Generic[M]):
     """Declaration of one metric: name, help text, labels and collector type."""
 
-    name: str  # as scraped; a counter's name without `_total`
+    name: str  # name of the metric; for a counter without `_total`
     text: str
     labels: tuple[str, ...]
-    make: Callable[["Row[M]"], M]
+    make: Callable[["Row[M]"], M]  # creates the collector
     bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, without +Inf
 
     @overload
@@ -34,17 +34,20 @@ class Row(Generic[M]):
     @overload
     def __get__(self, table: object, owner: type) -> M: ...
     def __get__(self, table: object | None, owner: type) -> Self | M:
-        """Return the row itself. On an instance, the collector in `__dict__` takes precedence over this descriptor."""
+        """Return the row when it is read from a table class.
+
+        Reading from an instance returns the collector in its `__dict__`, which takes precedence over this descriptor."""
         return self
 
 
 class MetricTable:
-    """Base class of metric tables. Each instance creates the metrics that the rows of its class declare."""
+    """Base class of metric tables. Each instance creates a collector for every row that its class declares."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create and register each row's metric. With `registry` None the table serves one scrape, as families to yield.
+        """Create the collector of each row, and register it with `registry`.
 
-        Raise ValueError if the registry already has a metric of the same name.
+        `registry` None is for a table of one scrape: the caller fills its metric families and yields them. Raise ValueError if
+        the registry already has a metric of the same name.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series are not wanted
         for name, row in self.rows().items():
@@ -55,22 +58,22 @@ class MetricTable:
 
     @classmethod
     def rows(cls) -> dict[str, Row[Any]]:
-        """Return the rows by attribute name, in the order of a scrape."""
+        """Return the rows by attribute name, in declaration order."""
         return {name: row for name, row in vars(cls).items() if isinstance(row, Row)}
 
     def end(self, value: str, *labels: str) -> None:
-        """Remove every series that has this value in one of these labels."""
+        """Remove every series in which one of these labels has this value."""
         for name, row in self.rows().items():
             for label in set(labels) & set(row.labels):
                 vars(self)[name].remove_by_labels({label: value})
 
     def of_kind(self, kind: type[M]) -> list[M]:
-        """Return the metrics of one kind, in the order of a scrape."""
+        """Return the collectors that are instances of `kind`, in declaration order."""
         return [made for made in vars(self).values() if isinstance(made, kind)]
 
 
 def counter(name: str, text: str, *labels: str) -> Row[Counter]:
-    """Declare a counter, which only increases."""
+    """Declare a counter, which never decreases."""
     return Row(name, text, labels, lambda row: Counter(row.name, row.text, row.labels, registry=None))
 
 
@@ -89,5 +92,5 @@ def histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Ro
 
 
 def scraped(name: str, text: str, *labels: str) -> Row[GaugeMetricFamily]:
-    """Declare a gauge that is filled at scrape time."""
+    """Declare a gauge that has no value of its own between scrapes, because each scrape creates and fills it."""
     return Row(name, text, labels, lambda row: GaugeMetricFamily(row.name, row.text, labels=row.labels))

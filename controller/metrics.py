@@ -1,11 +1,11 @@
-"""Prometheus metrics of a controller: the state of the fleet, and the controller's own work.
+"""Exposes the Prometheus metrics of a controller: the fleet's state, and the controller's own work.
 
 Every controller folds the same journal and therefore exposes the same fleet. Aggregate over controllers with `max`, never with
-`sum`. State is read from the fold at scrape time. Counters count the facts that arrive after the start, so a restart does not
-count history again.
+`sum`. State is read from the fold at scrape time. Counters count only the facts that arrive after the controller's start, so
+that a restart does not count history again.
 
-`cardinality="compact"` (B29) writes "all" for the labels that multiply: the worker of a histogram or counter, and the two ends
-of a migration. The journal still has the pairs.
+`cardinality="compact"` (B29) limits the number of series. The worker labels of histograms and counters, and both ends of a
+migration, get the value "all". The journal still has the names.
 """
 
 from collections import Counter
@@ -93,7 +93,7 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
 
 
 class ControllerMetrics(MetricTable):
-    """The counted metrics. Implements `CanaryMeter` and listens to a FleetView."""
+    """The metrics that are counted as facts arrive. Implements `CanaryMeter`, and is called by a FleetView for new facts."""
 
     checks = histogram(
         "dynamo_health_check_duration_seconds",
@@ -151,26 +151,26 @@ class ControllerMetrics(MetricTable):
     )
 
     def __init__(self, cardinality: Cardinality = "full", registry: CollectorRegistry | None = None) -> None:
-        """Start all counters at zero, in a new registry unless one is given."""
+        """Register all metrics at 0 with `registry`, or with a new registry if it is None."""
         self.registry = registry or CollectorRegistry()
         super().__init__(self.registry)
         self._compact = cardinality == "compact"
-        self._known: set[str] = set()  # workers with failure counters
+        self._known: set[str] = set()  # workers with counters of failures
         for method in ("transfer", "reprefill"):
             self.migration_seconds.labels(method)
 
     # --- measured by the canary loop ------------------------------------------------------------------------
 
     def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
-        """Count one probe and the time its answer took."""
+        """Record the seconds that the answer to one canary probe took."""
         self.checks.labels(self._worker(worker), check_type).observe(seconds)
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
-        """Count the device time that a canary used."""
+        """Add the device time that a canary used, in GPU-seconds."""
         self.gpu_seconds.labels(self._worker(worker)).inc(gpu_seconds)
 
     def late(self, seconds: float) -> None:
-        """Record by how many seconds the last probe started late."""
+        """Record how many seconds after its scheduled time the last probe started."""
         self.lateness.set(seconds)
 
     def _worker(self, worker: str) -> str:
@@ -179,9 +179,9 @@ class ControllerMetrics(MetricTable):
     # --- counted from the journal ---------------------------------------------------------------------------
 
     def know(self, fleet: Fleet) -> None:
-        """Create the series of new workers with every reason at 0, and remove those of workers that left the fleet.
+        """Create the counters of new workers at 0, and remove those of workers that have left the fleet.
 
-        Prometheus would miss the first increase of a counter that first appears at 1 (B26)."""
+        A counter must exist at 0, because Prometheus would miss the first increase of a counter that appears at 1 (B26)."""
         for worker in fleet.workers.keys() - self._known:
             self._begin(worker)
         for worker in self._known - fleet.workers.keys():
@@ -197,13 +197,13 @@ class ControllerMetrics(MetricTable):
             self.canary_failures.labels(worker, reason)
 
     def count(self, batch: Sequence[Recorded]) -> None:
-        """Count facts. Call it for new facts only, not for history."""
+        """Count events. The caller must pass only events that were recorded after the start of this controller."""
         for recorded in batch:
             fact = recorded.fact
             if isinstance(
                 fact, CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
             ):
-                if fact.worker in self._known:  # else the fact came late: the worker's series are removed
+                if fact.worker in self._known:  # the series of a worker that has left are removed
                     self._found(fact)
             elif isinstance(fact, RequestMigrated):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
@@ -237,7 +237,7 @@ class ControllerMetrics(MetricTable):
 
 
 class FleetGauges(MetricTable):
-    """The gauges of one scrape of the fleet."""
+    """The gauges of the fleet's state, created anew for each scrape."""
 
     status = scraped(
         "dynamo_worker_status",
@@ -279,12 +279,14 @@ class FleetGauges(MetricTable):
 
 
 class FleetCollector(Collector):
-    """The state metrics: the fold, the heartbeats and the process's own numbers, read at scrape time."""
+    """Collects the state metrics at scrape time, from the fold, the heartbeats and the process's own numbers."""
 
     def __init__(
         self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float | None]]
     ) -> None:
-        """Read the fleet with `look` and the process's own numbers (`OWN`) with `own`. Without `beats`, no worker reports."""
+        """Create a collector that calls `look` for the fleet, and `own` for the process's own numbers (`OWN`).
+
+        `beats` holds the workers' heartbeats. If it is None, no worker counts as reporting."""
         self._look = look
         self._beats = beats
         self._own = own
@@ -348,7 +350,7 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
 
 
 class JournalMetrics(Collector):
-    """Collects journal metrics at scrape time."""
+    """Collects the metrics of a process's access to the journal at scrape time."""
 
     def __init__(self, journal: ObservedJournal) -> None:
         self._journal = journal

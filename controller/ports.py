@@ -1,4 +1,4 @@
-"""The ports of the controller: protocols that adapters implement and tests replace with doubles.
+"""Defines the controller's ports: protocols that adapters implement and tests replace with doubles.
 
 The port of the journal is in `events.journal.port`.
 """
@@ -31,14 +31,14 @@ from events.wire import Chunk, Committed, Generate, Reserved, Why
 
 
 class Clock(Protocol):
-    """Time: real in a process, virtual in a test."""
+    """A source of time, which is real in a process and virtual in a test."""
 
     def now(self) -> datetime:
-        """Return the current instant, aware and in UTC."""
+        """Return the current time as a datetime with the time zone UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Return the monotonic time, in seconds."""
+        """Return the monotonic time in seconds."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -46,10 +46,10 @@ class Clock(Protocol):
 
 
 class Observe(Protocol):
-    """A callable that records a fact: `Journal.observe`, or a no-op where there is no journal."""
+    """A function that records a fact: `Journal.observe`, or a no-op in a process without a journal."""
 
     def __call__(self, fact: Observation, *, traceparent: str = "") -> object:
-        """Record one fact; `traceparent` is the trace of the client request that it belongs to, if any."""
+        """Record one fact. `traceparent` is the trace context of the client request that caused the fact; "" without one."""
         ...
 
 
@@ -72,18 +72,22 @@ class AnotherProjector(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """The position of the read model: its rows are the fold of all events up to `seq`."""
+    """How far the read model has come: its rows are the fold of all events up to the sequence number `seq`."""
 
     seq: int = 0
-    id: str = ""  # the ce-id of the event at `seq`: a recreated stream has another id at that sequence
-    at: datetime | None = None  # the stream's timestamp of that event
-    settled: Position = Position()
+    id: str = (
+        ""  # the ce-id of the event at `seq`, which detects a recreated stream with a different event there
+    )
+    at: datetime | None = (
+        None  # time of the event at `seq`, by the stream's clock; None: the read model is empty
+    )
+    settled: Position = Position()  # position of the last settled fold
     deciders_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A settled fleet, its position, and the last event of each source."""
+    """A settled fleet state, its position on the journal, and the last event of each source."""
 
     fleet: Fleet
     position: Position
@@ -92,11 +96,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoreLook:
-    """The result of a quick check of a store for losses."""
+    """The result of a quick check whether a store has lost rows."""
 
     lost: tuple[str, ...] = ()  # tables that lack a required row
-    first: int = 0  # sequence of the oldest kept event; 0: none is kept
-    last: int = 0  # sequence of the newest kept event
+    first: int = 0  # sequence number of the oldest stored event; 0: no event is stored
+    last: int = 0  # sequence number of the newest stored event; 0: no event is stored
 
 
 CatchUp = Callable[[ReadPosition], Awaitable[None]]
@@ -104,51 +108,54 @@ CatchUp = Callable[[ReadPosition], Awaitable[None]]
 
 
 class StateStore(Protocol):
-    """The read model: the projector writes it, the router and the planner read it."""
+    """The state store, which the projector writes, and which processes read to start without folding the whole journal."""
 
     async def load(self) -> Snapshot | None:
-        """Return the settled state that was stored last; None if the store is empty."""
+        """Return the settled state that was stored last, or None if the store is empty."""
         ...
 
     async def position(self) -> ReadPosition:
-        """Return the position of the rows. Raise StoreUnavailable."""
+        """Return how far the store's rows have come. Raise StoreUnavailable."""
         ...
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
-        """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
+        """Write the next events in one transaction: append `events`, upsert the rows of `shown`, and set the positions.
 
-        `after` must be the store's current position: right before `events`, or before any event if the store is empty. Otherwise
-        raise AnotherProjector and write nothing. Raise StoreUnavailable.
+        `after` must be the store's current sequence number, which is the one before `events`, or 0 if the store is empty. If it
+        differs, raise AnotherProjector and write nothing. Raise StoreUnavailable.
         """
         ...
 
     async def look(self) -> StoreLook:
-        """Run a quick check for lost rows. Missing rows of the fleet's state are written again with the next batch."""
+        """Check quickly whether rows are lost. Lost rows of the fleet's state are written again by the next `project`."""
         ...
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence of the kept event with this ce-id, or of the decision `decision:N`."""
+        """Return the sequence number of the stored event with this ce-id or name `decision:N`, or None if it is not stored."""
         ...
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the latest kept snapshot that contains nothing after `seq`, for time travel."""
+        """Return the latest stored snapshot without events after the sequence number `seq`, or None if there is no such."""
         ...
 
     async def snapshot_at(self, when: datetime) -> Snapshot | None:
-        """Return the latest kept snapshot that contains nothing after `when`, by the stream's time."""
+        """Return the latest stored snapshot without events after the time `when`, or None if there is no such.
+
+        Times are by the stream's clock."""
         ...
 
     async def read_status(self) -> "RowsRead":
-        """Return the rows of the fleet's present state, the open incidents, and their position, as of one instant."""
+        """Return the rows of the fleet's current state, the open incidents and the position, all read in one transaction."""
         ...
 
 
 class Archive(Protocol):
-    """Reads the events in the store, selected by incident, worker or request. The journal is authoritative; the store is its
-    index."""
+    """Reads stored events, selected by incident, worker or request.
+
+    The journal remains the authority. An archive is an index of the journal's events."""
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
+        """Return the sequence number of the event with this ce-id or name `decision:N`, or None if no such event is found."""
         ...
 
     def select(
@@ -160,17 +167,17 @@ class Archive(Protocol):
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield, in order, the events that match all given filters.
+        """Yield the events that match all given filters, in order, in batches of events.
 
-        `incident` selects events that carry the incident's id, `worker` those that concern the worker (`projection.concerns`),
-        `request` those about one request.
+        `after` selects events above a sequence number, and `since` events from a time on. `incident` selects events that carry
+        the incident's id, `worker` events that name the worker (`read_model.rows.concerns`), and `request` those of a request.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """Rows of the read model as of one instant: table name to rows, each a mapping of column to value."""
+    """Rows of the read model, read in one transaction, by table. A row is a mapping from column to value."""
 
     position: ReadPosition
     rows: Mapping[str, Sequence[JsonView]]
@@ -180,21 +187,22 @@ class PlanningStore(Protocol):
     """The planner's read access to the state store."""
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> "PlanningRead":
-        """Return all workers and the events that planning uses, as of one instant.
+        """Return all workers and the events that planning uses, read in one transaction. Raise StoreUnavailable.
 
-        Events: those above `after` and not older than `since`, oldest first, at most `limit`. `latest`: the last event of each
-        kind that holds until replaced. Raise StoreUnavailable."""
+        The result's `events` are those above the sequence number `after` and not older than `since`, oldest first, at most
+        `limit`. The result's `latest` does not depend on the arguments."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningRead:
-    """The planner's input, as of one instant."""
+    """The planner's input, read in one transaction."""
 
     position: ReadPosition
-    workers: Sequence[JsonView]  # rows
-    events: Sequence[Recorded]  # of PLANNED_BY
-    latest: Sequence[Recorded]  # of LATEST: the last of each kind, and of each model where the kind has one
+    workers: Sequence[JsonView]  # rows of the table `workers`
+    events: Sequence[Recorded]  # events of the kinds in PLANNED_BY
+    # the last event of each kind in LATEST, per model if the kind is about a model
+    latest: Sequence[Recorded]
 
 
 PLANNED_BY = (TrafficReported, CapacityReported, ScaleProposed, ScaleApplied)
@@ -209,67 +217,75 @@ class WorkerUnreachable(HoldfastError):
 
 
 class Prober(Protocol):
-    """Sends one request to one worker, over the same path as user requests."""
+    """Sends requests to workers over the same path as user requests, for canaries."""
 
     def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
+        """Send a request to a worker, and yield the chunks of the answer until a chunk ends it. Raise WorkerUnreachable."""
         ...
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> "OthersWork":
-        """Return how the engine serves other requests, relative to ours of `own_tokens` tokens. `begun`: our answer has begun."""
+        """Return whether the engine serves other requests beside or before one of our own, which has `own_tokens` tokens.
+
+        `begun` is true if the answer to our request has begun."""
 
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
 OthersWork = Literal[
     "", "beside", "before"
-]  # the engine serves others beside ours, or before ours; empty: unknown
+]  # the engine serves other requests beside our request, or before it; empty: unknown
 
 
 class Sink(Protocol):
-    """The consumer of one stream. Called synchronously on the event loop; it must not block."""
+    """Consumes the chunks of one stream. The methods are called on the event loop and must not block."""
 
     def take(self, chunk: Chunk) -> None:
-        """Accept the output of one engine step. After `finish` or `error` no more chunks follow."""
+        """Accept the output of one engine step. A chunk with `finish` or `error` is the last one."""
         ...
 
     def flush(self) -> None:
-        """Write out buffered output: this turn of the event loop has no more chunks for the stream."""
+        """Write out buffered output. Called when this iteration of the event loop has no more chunks for the stream."""
         ...
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """Handle the loss of the stream: the worker cannot continue it. No more calls follow."""
+        """Handle the loss of the stream, which its worker cannot continue. No more calls follow."""
         ...
 
 
 class TransferSink(Sink, Protocol):
-    """Carries one stream from its source to a target. As a sink it receives the target's chunks after the commit, until
-    another sink adopts the stream; `lost` concerns only the connection to the target."""
+    """Moves one stream with its KV cache from a source worker to a target worker.
+
+    As a sink, it receives the target's chunks after the commit, until another sink adopts the stream. `lost` is called only
+    for the connection to the target."""
 
     def reserved(self, frame: Reserved) -> None:
-        """Handle the target's reservation of the room."""
+        """Handle the target's message that it has reserved memory for the KV cache."""
         ...
 
     def declined(self, stream: int, why: str) -> None:
-        """Handle the end of the move: the target has dropped its stream, or the source, which owns it, continues to decode."""
+        """Handle the end of a move that failed.
+
+        Either the target has dropped its stream, or the source, which still owns the stream, continues to decode."""
         ...
 
     def committed(self, frame: Committed) -> None:
-        """Handle the target's commit: it decodes now, and its chunks follow."""
+        """Handle the target's commit, after which the target decodes the stream and sends its chunks."""
         ...
 
 
 class RequestPlane(ConnectedWorkers, Protocol):
-    """The request plane, as the frontend's scheduler and its streams use it. No call blocks."""
+    """The connections to workers, as the frontend's scheduler and its streams use them. No call blocks."""
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return how the engine serves other requests: see `Prober.others_work`."""
+        """Return whether the engine serves other requests beside or before ours, as `Prober.others_work` does."""
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number, which is also set in `request`. Raise WorkerUnreachable."""
         ...
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
-        """Drop a stream or a reservation, notify the worker, and ignore late frames. Unknown streams are ignored."""
+        """Drop a stream or a reservation, and notify the worker. Frames of the stream that arrive later are ignored.
+
+        A call for an unknown stream has no effect."""
         ...
 
     def draining(self, worker: str, instance: str) -> bool:
@@ -277,19 +293,23 @@ class RequestPlane(ConnectedWorkers, Protocol):
         ...
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
-        """Request that a worker reserve `room` tokens for a request; return the new stream. Raise WorkerUnreachable."""
+        """Ask a worker to reserve KV cache memory for `room` tokens of a request. Return the number of the new stream.
+
+        Raise WorkerUnreachable."""
         ...
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
-        """Instruct a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        """Instruct the source worker to send a stream's KV cache to the target that made this reservation.
+
+        Raise WorkerUnreachable."""
         ...
 
     def stay(self, worker: str, stream: int) -> None:
-        """Instruct a worker to stop a stream's transfer and to continue decoding. Unknown streams are ignored."""
+        """Instruct a worker to stop a stream's transfer and to continue decoding. An unknown stream is ignored."""
         ...
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        """Attach another sink to a stream. Unknown streams are ignored."""
+        """Replace the sink of a stream. An unknown stream is ignored."""
         ...
 
 
@@ -301,10 +321,10 @@ Answer = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An operator's command, its id, and its deadline."""
+    """An operator's command about a worker, with its id and deadline."""
 
     id: str = ""  # chosen by the sender; a second command with the same id is a repetition of the first
-    deadline: datetime | None = None  # by the clock that stamps the journal
+    deadline: datetime | None = None  # by the stream's clock; None: no deadline
     verb: str = ""
     worker: str = ""
     by: str = ""
@@ -315,45 +335,49 @@ NO_COMMAND = Command()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenWish:
-    """An operator's request about goldens. They are selected by a worker, a canary key or a model."""
+    """An operator's request about goldens, which are selected by a worker, a canary key or a model."""
 
     act: Literal["approve", "retire", "record"]
     worker: str = ""
     canary_key: str = ""
     model: str = ""
-    canaries: tuple[str, ...] = ()  # empty: all of that key
-    answers: tuple[GoldenAnswer, ...] = ()  # approve: the goldens that the operator supplies
+    canaries: tuple[str, ...] = ()  # names of canaries; empty: all canaries of the selection
+    answers: tuple[GoldenAnswer, ...] = ()  # for `approve`: the goldens that the operator supplies
 
 
 class CommandGate(Protocol):
-    """Decides whether a command is carried out by this controller."""
+    """Decides whether this controller carries out a command, so that only one controller does."""
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Run `act` and return the answer; None if another controller answers, or if the outcome is unknown. A HoldfastError that
-        `act` raises is the reason of a refusal."""
+        """Run `act` if this controller must carry out the command, and return the answer for the operator.
+
+        Return None if another controller answers, or if the outcome is unknown. If `act` raises a HoldfastError, the answer is a
+        refusal with the error as its reason."""
         ...
 
     async def ours_to_answer(self) -> bool:
-        """Return whether this controller answers a read-only query."""
+        """Return whether this controller must answer a read-only query, which only one controller does."""
         ...
 
 
 class Control(Protocol):
-    """The operator's commands, independent of the transport. Each returns one sentence on what was done, or raises a
-    HoldfastError with the reason. The facts that follow carry the id and the deadline of `command`."""
+    """The operator's commands, independent of the transport.
+
+    Each command returns one sentence about what was done, or raises a HoldfastError with the reason of a refusal. The facts that
+    a command records carry the id and the deadline of `command`."""
 
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Drain a worker: its running requests may finish within `deadline_s` seconds (None: the policy's wait)."""
+        """Drain a worker. Its running requests may finish within `deadline_s` seconds; None means the time of the policy."""
         ...
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Return a worker to service after its next good canary."""
+        """Return a drained worker to service after its next passed canary."""
         ...
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Move a worker's running requests to `to`, or to the best worker if that is empty."""
+        """Move a worker's running requests to the worker `to`. If `to` is empty, each request moves to the best worker."""
         ...
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
@@ -370,32 +394,32 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """A new number of workers for one model, as a planner has proposed it."""
+    """A new number of workers for one model, proposed by a planner."""
 
     model: str
-    before: int  # workers when it was proposed
+    before: int  # number of workers at the time of the proposal
     after: int  # proposed number of workers
     why: str  # up, down, lost, floor, operator
-    proposal: str  # id of the ScaleProposed
-    planner: str
+    proposal: str  # id of the ScaleProposed event
+    planner: str  # name of the planner
 
 
 @dataclass(frozen=True, slots=True)
 class HookResult:
-    """The outcome of a scaling call, as `ScaleApplied` reports it."""
+    """The outcome of a call of a `ScaleHook`, as `ScaleApplied` reports it."""
 
     ok: bool
-    says: str  # one line of printable characters, 300 at most: what was done, or why it failed
+    says: str  # what was done, or why it failed: one line of at most 300 printable characters
 
 
 class ScaleHook(Protocol):
-    """Starts and stops workers where `holdfast up` does not."""
+    """Starts and stops workers in a fleet that `holdfast up` does not run, such as one on Kubernetes."""
 
-    by: str  # as `ScaleApplied` names it: command, http
+    by: str  # name of the hook in `ScaleApplied`: command, http
 
     async def scale(self, wanted: ScaleRequest) -> HookResult:
         """Scale the workers of a model to `wanted.after`.
 
-        The call is idempotent, returns within the hook's deadline, and raises nothing if the other side fails. Success does not
-        mean that the new workers serve already."""
+        The call is idempotent and returns within the hook's deadline. A failure of the called program or server is returned, not
+        raised. Success does not mean that the new workers already serve."""
         ...

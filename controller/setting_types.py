@@ -1,4 +1,4 @@
-"""Base model and number types of settings. Settings models reject unknown names."""
+"""Defines the base model of settings, and the types of settings with a unit or range."""
 
 import re
 from datetime import timedelta
@@ -28,7 +28,7 @@ def _age(value: object) -> object:
 
 
 Positive = Annotated[float, Field(gt=0)]
-# Bounded, so that products of a few of these stay finite.
+# The upper bound keeps the product of a few such numbers finite.
 NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
 """Bytes: a number, or text such as "10GiB"."""
@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 
 def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
-    """Return the field of a setting. `flag`: its flag, if that does not follow from its name. `more`: arguments of `Field`."""
+    """Return the pydantic field of a setting with this default and description.
+
+    `flag` is the setting's command-line flag, if the flag does not follow from the setting's name. `more` are further
+    arguments of `Field`."""
     if flag:
         more["json_schema_extra"] = {"flag": flag}
     field: T = Field(default, description=description, **more)
@@ -47,6 +50,6 @@ def setting(default: T, description: str, *, flag: str = "", **more: Any) -> T:
 
 
 class Strict(BaseModel):
-    """Base class of settings models. Rejects unknown names."""
+    """Base class of settings models. A model is immutable and rejects settings that it does not define."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)

@@ -1,8 +1,8 @@
-"""Escapes text for terminals: names and reasons may come from a compromised worker or a client.
+"""Escapes text for terminals, because names and reasons may come from a compromised worker.
 
-Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`. Unescaped, they
-could clear the screen, reorder the displayed text, send input as if from the operator, or set the terminal's title. In JSON the
-escape denotes the same character.
+Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`. Unescaped, such
+characters could clear the screen, reorder the displayed text, send input as if from the operator, or set the terminal's title.
+In JSON output, `\\uXXXX` denotes the original character.
 """
 
 import re
@@ -15,17 +15,17 @@ from typing import Any, TextIO, cast
 
 _BAD = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
 _unsafe = re.compile(f"[{_BAD}]")
-# the commands' own colours are kept
+# color sequences are not escaped, because the commands print them
 _unsafe_in_output = re.compile(f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]")
 
 
 def escape_controls(text: str) -> str:
-    """Return one line of text with every character escaped that a terminal would interpret."""
+    """Return a text with every character escaped that a terminal would interpret, line breaks included."""
     return text if text.isascii() and text.isprintable() else _unsafe.sub(_escape, text)
 
 
 def safe_values(value: Any) -> Any:
-    """Return a JSON-like value with every string in it made safe, including names."""
+    """Return a value of JSON types with every string in it escaped by `escape_controls`, including keys."""
     match value:
         case str():
             return escape_controls(value)
@@ -40,18 +40,18 @@ def safe_values(value: Any) -> Any:
 
 
 class SafeStream:
-    """Text stream wrapper that passes only text, newlines, tabs and colours to a terminal."""
+    """Wraps a text stream, and escapes all control characters that are not newlines, tabs or color sequences."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write text. Return its length."""
+        """Write a text with its control characters escaped. Return the length of the original text."""
         self._stream.write(_unsafe_in_output.sub(_escape_but_colors, text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several strings."""
+        """Write each of these texts, as `write` does."""
         for line in lines:
             self.write(line)
 
@@ -61,7 +61,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Replace stdout and stderr with streams that escape unsafe text."""
+    """Replace stdout and stderr with streams that escape control characters, until the context ends."""
     with ExitStack() as stack:
         if sys.stdout is not None:
             stack.enter_context(redirect_stdout(cast(TextIO, SafeStream(sys.stdout))))
@@ -78,17 +78,19 @@ def _escape_but_colors(found: "re.Match[str]") -> str:
     return found[1] or _escape(found)
 
 
-USUAL = 80
-HANG = 4  # columns by which the rest of a line is indented
+USUAL = 80  # columns of the output if the terminal's width is unknown
+HANG = 4  # columns by which the continuation lines of a wrapped line are indented
 
 
 def columns() -> int:
-    """Return the width of the output in columns."""
+    """Return the width of the terminal in columns."""
     return shutil.get_terminal_size((USUAL, 24)).columns
 
 
 def fitted(line: str, width: int | None = None, hang: int = HANG) -> str:
-    """Return a line wrapped to `width` columns. Continuation lines are indented `hang` columns more than the line."""
+    """Return a line wrapped to `width` columns, by default the terminal's.
+
+    Continuation lines are indented by `hang` columns more than the line."""
     width = width or columns()
     if len(line) <= width:
         return line
