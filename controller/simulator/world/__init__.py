@@ -1,1 +1,1 @@
-"""The parts of a simulated fleet: time, broker, machines, frontends, controllers, faults."""
+"""The parts of a simulated fleet: virtual time, broker, machines, frontends, controllers and faults."""

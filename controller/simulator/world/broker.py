@@ -1,8 +1,8 @@
 """The simulated journal server: one total order, fenced decisions, and an unreliable network.
 
-A message may be lost, arrive late, or arrive while its acknowledgement is lost: it is then stored, but its sender treats
-it as not stored. The server recognises a repeated id for two minutes, as JetStream does. After that a repetition is stored,
-and the folds must drop it.
+A message may arrive late or be lost. If only its acknowledgement is lost, the message is stored, but the sender assumes
+that it is not. Like JetStream, the server drops a message with an id that it has stored within the last two minutes. A later
+repetition is stored again, and the folds must ignore it.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ SPOOL_MAX = 10_000
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """An observation in transit. `number` counts the facts of its source."""
+    """An observation in transit. `number` is its position among the facts of its source, from 1."""
 
     fact: Observation
     id: str
@@ -35,7 +35,7 @@ class BrokerMessage:
 
 @dataclass(slots=True)
 class Network:
-    """The condition of the network between any process and the broker."""
+    """The condition of the network between all processes and the broker."""
 
     chance: Random
     loss: float = 0.0  # probability that a message is lost, each way
@@ -43,19 +43,19 @@ class Network:
     slow_max: int = 2 * SECOND
 
     def delay(self) -> int:
-        """Return the transit time of a message in microseconds."""
+        """Return the transit time of one message, in microseconds, drawn at random."""
         chance = self.chance
         if self.slow and chance.random() < self.slow:
             return int(chance.random() * self.slow_max) + MS
         return int(MS + chance.random() * 4 * MS)
 
     def drops(self) -> bool:
-        """Return whether a message is lost."""
+        """Return whether the next message is lost, drawn at random."""
         return self.loss > 0 and self.chance.random() < self.loss
 
 
 class Broker:
-    """The stream and the lease. While `up` is False no process can reach it; stored events are kept."""
+    """The stream and the lease. While `up` is false, no process can reach the broker; stored events are kept."""
 
     def __init__(self, kernel: Kernel, seams: Seams, network: Network) -> None:
         self.kernel = kernel
@@ -77,30 +77,33 @@ class Broker:
 
     @property
     def last_seq(self) -> int:
-        """The sequence of the last event."""
+        """The sequence of the last event; 0 for an empty stream."""
         return len(self.events)
 
     def go_down(self) -> None:
-        """Become unreachable."""
+        """Make the broker unreachable for all processes."""
         self.up = False
 
     def come_up(self) -> None:
-        """Become reachable again; followers continue reading."""
+        """Make the broker reachable again, so that followers continue to read."""
         self.up, self.mute = True, False
         self._announce()
 
     def transmit(self, act: Act, *args: object, held: int = 0) -> None:
-        """Schedule `act(*args)` for the arrival of a message that is sent `held` microseconds from now, unless it is lost."""
+        """Schedule `act(*args)` for the arrival of a message, unless the network loses the message.
+
+        The message is sent `held` microseconds from now.
+        """
         if not self.network.drops():
             self.kernel.after(held + self.network.delay(), act, *args)
 
     def acknowledge(self, act: Act, *args: object) -> None:
-        """Schedule `act(*args)` for the arrival of an acknowledgement, unless the broker sends none or it is lost."""
+        """Schedule `act(*args)` for the arrival of an acknowledgement, unless it is not sent (`mute`) or lost."""
         if not self.mute:
             self.transmit(act, *args)
 
     def store(self, message: BrokerMessage) -> None:
-        """Store an observation, unless its id is within the duplicate window."""
+        """Store an observation, unless a message with its id was stored within DUPLICATES_REMEMBERED."""
         now = self.kernel.now
         known = self._known.get(message.id)
         if known is not None:
@@ -112,7 +115,11 @@ class Broker:
         self._announce()
 
     def store_next(self, fact: ScaleProposed, *, source: str, after: int) -> bool:
-        """Store a proposal if the last one about its model is at sequence `after` (0: none), else reject it."""
+        """Store a proposal of a planner, and return whether it was stored.
+
+        The proposal is rejected unless the last one about its model has the sequence `after`, where 0 means that there is
+        none.
+        """
         last = self._proposed.get(fact.model, 0)
         if self.seams.proposals_fenced and after != last:
             self.fenced += 1
@@ -122,7 +129,10 @@ class Broker:
         return True
 
     def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
-        """Store decisions as one unit, or reject all of them because another decision was stored since `after`."""
+        """Store all decisions of a batch in one step, and return whether they were stored.
+
+        They are rejected if the last stored decision does not have the sequence `after`.
+        """
         if self.seams.fenced and after != self.decided:
             self.fenced += 1
             return False
@@ -133,7 +143,7 @@ class Broker:
         return True
 
     def lease(self, holder: str) -> str:
-        """Acquire or renew the lease if it is free, and return its holder."""
+        """Give the lease to `holder` if it is free or held by `holder`, and return the present holder."""
         now = self.kernel.now
         if self._lease[0] == holder or self._lease[1] <= now:
             self._lease = (holder, now + LEASE_TTL)
@@ -158,7 +168,10 @@ class Broker:
 
 
 class Follower:
-    """One process's subscription to the stream: in order, without gaps, some time after each event was stored."""
+    """The subscription of one process to the stream.
+
+    Events are delivered in order and without gaps, each some time after it was stored.
+    """
 
     __slots__ = ("_broker", "_take", "_waiting", "after", "lag", "open")
 
@@ -173,14 +186,14 @@ class Follower:
         self.wake()
 
     def wake(self) -> None:
-        """Schedule a delivery if there are unread events."""
+        """Schedule a delivery, if there are unread events and no delivery is scheduled yet."""
         if not self._waiting and self.open and self.after < len(self._broker.events):
             self._waiting = True
             kernel, network = self._broker.kernel, self._broker.network
             kernel.after(network.delay() + self.lag, self._deliver)
 
     def close(self) -> None:
-        """Stop reading: the process has ended."""
+        """Stop reading, because the process has ended."""
         if self.open:
             self.open = False
             self._broker.followers.remove(self)
@@ -197,7 +210,7 @@ class Follower:
 
 
 class SimulatedOutbox:
-    """The facts of one process instance on their way to the journal."""
+    """The facts of one process that the broker has not acknowledged yet. One fact is sent at a time."""
 
     def __init__(self, broker: Broker, source: str) -> None:
         self.source = source
@@ -214,7 +227,7 @@ class SimulatedOutbox:
         return len(self._waiting)
 
     def observe(self, fact: Observation) -> str:
-        """Queue a fact for publication; return its id."""
+        """Queue a fact for publication, and return its id."""
         self._number += 1
         id = f"{self.source}/{self._number}"
         if len(self._waiting) >= SPOOL_MAX:
@@ -226,18 +239,21 @@ class SimulatedOutbox:
         return id
 
     def crash(self) -> list[BrokerMessage]:
-        """End with the process; return the contents of its spool."""
+        """Stop sending, because the process has ended. Return the facts in its spool, which survive."""
         self._alive = False
         return [m for m in self._waiting if m.id in self._spooled]
 
     def inherit(self, spool: list[BrokerMessage]) -> None:
-        """Send what a predecessor in the same directory left, before any new fact."""
+        """Queue the spooled facts of a previous process in the same directory, ahead of all new facts."""
         self._waiting.extendleft(reversed(spool))
         self._spooled.update(m.id for m in spool)
         self.send()
 
     def send(self) -> None:
-        """Send the next fact, unless one is under way. Called also when the broker may be reachable again."""
+        """Send the next fact, unless a fact is in transit.
+
+        Callers also use this when the broker may be reachable again.
+        """
         if self._busy or not self._waiting or not self._alive:
             return
         self._busy = True

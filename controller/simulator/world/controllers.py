@@ -1,8 +1,8 @@
-"""A controller process: it reads, decides and appends with a fence, as the reconciler does.
+"""Simulates controller processes, which read, decide and append with a fence like the reconciler.
 
-Several controllers compete for the lease. The lease only saves work: a controller that was stopped between deciding and
-sending (a long garbage collection, a frozen virtual machine) still acts as the holder of the lease, and its append
-arrives late. Only the fence keeps the history correct.
+Several controllers compete for the lease, which only saves work. A controller that was stopped between deciding and sending
+(by a long garbage collection, or in a frozen virtual machine) still assumes that it holds the lease, and its append arrives
+late. Only the fence rejects such an append.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ APPEND_DEADLINE = 2 * SECOND
 class SimulatedController(SimulatedProcess):
     """A host that runs controller processes, one after another.
 
-    It is the view, the journal and the bus of the production heartbeat observer, which runs for every second in which the
-    controller can receive heartbeats.
+    Each process runs the production heartbeat observer (`Liveness`) while it can receive heartbeats. For the observer, this
+    class implements the interfaces of the fleet's view, the journal and the message bus.
     """
 
     unread = 0  # unread bytes on the bus; always 0, because every message is read at once
@@ -45,7 +45,7 @@ class SimulatedController(SimulatedProcess):
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Start with an empty fold, read from the beginning of the journal."""
+        """Start a process with an empty fold, which reads the journal from its beginning."""
         surroundings = self.surroundings
         self.paused = self.leading = False
         self._asking = SettleCache(surroundings.policy(), surroundings.seams.settle)
@@ -73,21 +73,21 @@ class SimulatedController(SimulatedProcess):
         self._later(self._chance.randrange(SECOND), self._tick)
 
     def _end(self) -> None:
-        """End the process. An append in flight may still arrive."""
+        """End the process. An append that is in transit may still reach the broker."""
         self.leading = False
         self.prober.alive = False
         self._spool = self.outbox.crash()
         self.replica.close()
 
     def pause(self, duration: int) -> None:
-        """Freeze for `duration` microseconds, then continue as if no time had passed."""
+        """Stop the process for `duration` microseconds. It then continues without noticing the interruption."""
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
             self._later(duration, self._resume)
 
     def clock(self) -> datetime:
-        """Return this controller's own time, which is off by its skew."""
+        """Return this controller's own time, which differs from virtual time by `skew`."""
         return self._kernel.instant() + self.skew
 
     def _resume(self) -> None:
@@ -149,18 +149,18 @@ class SimulatedController(SimulatedProcess):
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet as this controller has folded it (as a view)."""
+        """The fleet as this controller has folded it. The heartbeat observer reads this property."""
         return self.replica.fleet
 
     def observe(self, fact: Observation) -> str:
-        """Publish what the observer found (as a journal)."""
+        """Publish a fact that the heartbeat observer has found, and return its id."""
         if isinstance(fact, WorkerSilent):
             surroundings = self.surroundings
             surroundings.notify("accused", surroundings.machines[fact.worker], fact.instance)
         return self.outbox.observe(fact)
 
     def _listen(self) -> None:
-        """Read which workers send heartbeats and which are linked, and run the observer."""
+        """Pass heartbeats and the frontends' links to the heartbeat observer, and run the observer."""
         now = self._virtual.monotonic()
         self.since = now if self.since is None else self.since
         at, quiet = self._virtual.now().isoformat(), []
@@ -215,7 +215,7 @@ class SimulatedController(SimulatedProcess):
     def _arrive(
         self, source: str, sent: object, batch: tuple[Decision, ...], through: int, after: int
     ) -> None:
-        """Deliver the append to the broker, whether or not its sender is still alive."""
+        """Deliver an append to the broker, even if its sender has ended meanwhile."""
         broker = self._broker
         if not broker.up:
             return
@@ -240,7 +240,7 @@ class SimulatedController(SimulatedProcess):
     # --- acting -------------------------------------------------------------------------------------------------
 
     def _act_on_drains(self) -> None:
-        """Drain and resume workers until their state matches the fold."""
+        """Drain and resume workers, so that each is draining exactly if the fold requires it."""
         fleet, machines = self.replica.fleet, self.surroundings.machines
         for name, worker in fleet.workers.items():
             machine = machines[name]

@@ -1,6 +1,6 @@
 """Injects faults at the rates that the scenario gives for each kind.
 
-Every fault ends by itself, and `heal` ends all of them. After `heal`, no fault is injected any more.
+Every fault ends after a random time. `heal` ends all faults at once, and no new fault is injected after it.
 """
 
 from collections import Counter
@@ -20,11 +20,12 @@ UPDATES_MAX = 2  # per model
 
 
 class RollingUpdates:
-    """New weights under the same model name, worker by worker, in one world of three.
+    """Deploys new weights under the same model name, worker by worker. One of WORLDS simulated worlds has such updates.
 
-    - Engines that report no lineage are updated in place or by a restart. The canary key stays, and the old goldens convict.
-    - Engines that report their lineage are updated by a restart. The canary key changes, and the worker is held back until
-      its goldens are agreed.
+    - If the engines report no lineage, they are updated in place or by a restart. The canary key stays the same, so the old
+      goldens convict the updated workers.
+    - If the engines report their lineage, they are updated by a restart. The canary key changes, so a worker is held back
+      until goldens of the new key are agreed.
     """
 
     def __init__(self, world: SimulatedWorld, struck: Counter[str]) -> None:
@@ -47,7 +48,10 @@ class RollingUpdates:
                 self._kernel.after(at, self._update, model)
 
     def _update(self, model: str) -> None:
-        """Start to update a model's workers in random order. A single worker is not updated: no other could confirm it."""
+        """Start to update a model's workers in random order.
+
+        A single worker is not updated, because no other worker could confirm its new answers.
+        """
         machines = [one for one in self._world.machines.values() if one.model == model and not one.retired]
         if self._over or len(machines) < 2:
             return
@@ -74,7 +78,7 @@ class RollingUpdates:
         weights.reported, weights.after_start = self.reports_lineage, self._newest.get(machine.model, 0)
 
     def heal(self) -> None:
-        """Update all workers of a model to its newest weights."""
+        """End all updates, and give every worker the newest weights of its model."""
         self._over = True
         for machine in self._world.machines.values():
             weights = machine.weights
@@ -87,7 +91,7 @@ class RollingUpdates:
 
 
 class FaultInjector:
-    """Schedules and injects the faults of a run, each of which is recorded in the history."""
+    """Injects the faults of a run at random times. Each fault is recorded in the history."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.struck = Counter[str]()
@@ -117,7 +121,7 @@ class FaultInjector:
         }
 
     def begin(self) -> None:
-        """Schedule the first fault of every kind, each at its own random time."""
+        """Schedule the first fault of each kind at a random time."""
         scenario = self._world.scenario
         for kind, per_hour in scenario.worker_faults.items():
             self._plan(kind, per_hour * scenario.workers)
@@ -144,7 +148,7 @@ class FaultInjector:
             self._kinds[kind]()
 
     def heal(self) -> None:
-        """End every fault."""
+        """End every fault at once, and start the processes that are down."""
         self._over = True
         self._world.note("everything is healed")
         world = self._world
@@ -182,7 +186,10 @@ class FaultInjector:
     # --- faults of the whole fleet ------------------------------------------------------------------------------------
 
     def _lose_broker(self) -> None:
-        """Take the broker down; in some cases, it first stores messages without acknowledging them for a while."""
+        """Make the broker unreachable for a while.
+
+        In half of the cases, it first stores messages for some seconds without acknowledging them.
+        """
         broker, kernel = self._broker, self._kernel
         if not broker.up or broker.mute:
             return
@@ -208,17 +215,17 @@ class FaultInjector:
         self._kernel.after(seconds_drawn(self._chance, 20, 240), self._calm)
 
     def _calm(self) -> None:
-        """End all loss and delay on the network."""
+        """End the loss and delay of messages on the network."""
         self._broker.network.loss = self._broker.network.slow = 0.0
 
     def _most_cut_off(self) -> None:
-        """Disconnect most workers from the broker at once, as a failed switch does."""
+        """Disconnect most workers from the broker at once, as a failed network switch would."""
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.8:
                 self.workers.cut(machine)
 
     def _restart(self, place: SimulatedProcess, longest: int) -> None:
-        """Kill a process without notice, and start its successor later."""
+        """End a process without notice, and start the next one on its host later."""
         place.crash()
         self._kernel.after(seconds_drawn(self._chance, 1, longest), place.start)
 
@@ -246,7 +253,7 @@ class FaultInjector:
             frontend.slow_down(0)
 
     def _upgrade(self) -> None:
-        """Restart one worker after another with a new engine version."""
+        """Restart all workers one after another, with a new engine version."""
         machines = self._machines()
         version = 1 + max(machine.next_version for machine in machines)
         for i, machine in enumerate(machines):
@@ -258,18 +265,18 @@ class FaultInjector:
             machine.stop()
 
     def _together(self) -> None:
-        """Make several workers fail at the same moment, as behind one switch or after one bad release."""
+        """Make most workers fail at the same time, as after a bad release or behind one failed switch."""
         kind = self._chance.choice(("error", "flaky", "dark", "crash"))
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.7:
                 self.workers.kinds[kind](machine)
 
     def _planner_pause(self) -> None:
-        """Pause a planner between deciding and sending."""
+        """Delay the next proposal of a planner between its decision and its sending."""
         self._chance.choice(self._world.planners).hold = seconds_drawn(self._chance, 5, 40)
 
     def _untold(self) -> None:
-        """Stop all traffic reports from frontends for a while."""
+        """Suppress the frontends' traffic reports for a while."""
         demand = self._world.demand
         demand.suppress_reports(self._kernel.now + seconds_drawn(self._chance, 60, 480))
 

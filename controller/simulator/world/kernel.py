@@ -1,8 +1,8 @@
-"""The simulation kernel: an event heap in virtual time, and random streams fixed by the seed.
+"""The simulation kernel: schedules calls in virtual time, and provides random numbers from the seed.
 
-Time is an integer of microseconds since the simulation began. Events at the same instant run in the order in which they
-were scheduled. Every component draws from its own random stream, which has its name, so that one more draw by one component
-does not change any other draw. `Random(text)` hashes its text with SHA-512, which `PYTHONHASHSEED` does not affect.
+Time is an integer of microseconds since the simulation began. Calls for the same instant run in the order in which they
+were scheduled. Each component has a random stream of its own, identified by a name, so that an additional draw by one
+component does not change the draws of others. `Random(text)` hashes the text with SHA-512, so `PYTHONHASHSEED` has no effect.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Act = Callable[..., object]
 
 
 class Kernel:
-    """The event heap. `after` schedules a call; `run` executes what is due."""
+    """A heap of scheduled calls. `after` schedules a call, and `run` executes the calls that are due."""
 
     __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "now", "seed")
 
@@ -33,20 +33,20 @@ class Kernel:
 
     @property
     def happened(self) -> int:
-        """The number of events that have run."""
+        """The number of calls that have run."""
         return self._tie - len(self._heap)
 
     def chance(self, name: str) -> Random:
-        """Return the stream of random numbers that belongs to `name`."""
+        """Return the random stream of `name`, at its beginning."""
         return Random(f"{self.seed}/{name}")
 
     def after(self, delay: int, act: Act, *args: object) -> None:
-        """Schedule `act(*args)` for `delay` microseconds from now."""
+        """Schedule the call `act(*args)`, to run `delay` microseconds from now."""
         self._tie = tie = self._tie + 1
         heappush(self._heap, (self.now + delay, tie, act, args))
 
     def run(self, until: int) -> None:
-        """Run everything that is due by `until`."""
+        """Run all calls that are due by the time `until`, in microseconds, and advance the time to it."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, act, args = heappop(heap)
@@ -54,7 +54,7 @@ class Kernel:
         self.now = until
 
     def instant(self) -> datetime:
-        """Return the current instant as the deciders see it."""
+        """Return the current virtual time as a datetime."""
         if self._instant_of != self.now:
             self._instant = EPOCH + timedelta(microseconds=self.now)
             self._instant_of = self.now
@@ -62,13 +62,13 @@ class Kernel:
 
 
 class KernelClock:
-    """The kernel's time, for production code that accepts a clock."""
+    """The virtual time as a clock for production code."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
     def now(self) -> datetime:
-        """Return the virtual instant."""
+        """Return the virtual time as a datetime."""
         return self._kernel.instant()
 
     def monotonic(self) -> float:
@@ -76,7 +76,7 @@ class KernelClock:
         return self._kernel.now / SECOND
 
     async def sleep(self, seconds: float) -> None:
-        """Raise NotImplementedError: simulated code never waits, the kernel calls it."""
+        """Raise NotImplementedError, because simulated code never waits: the kernel calls it when it is due."""
         raise NotImplementedError("simulated code never waits")
 
 
@@ -91,10 +91,13 @@ def since_start(instant: datetime) -> int:
 
 
 def coin(chance: Random) -> bool:
-    """Return true or false, equally likely."""
+    """Return True or False, each with probability 1/2."""
     return chance.random() < 0.5
 
 
 def seconds_drawn(chance: Random, low: int, high: int) -> int:
-    """Return a duration from `low` to `high` seconds, in microseconds; short ones are likelier."""
+    """Return a random duration in microseconds, between `low` and `high` seconds.
+
+    Short durations are more likely than long ones.
+    """
     return int(low + (high - low) * chance.random() ** 2) * SECOND

@@ -1,8 +1,8 @@
-"""The ground truth about each worker, whether or not any process has noticed it.
+"""The machines on which simulated workers run, with the true state of each worker.
 
-A machine is a slot that runs one worker process after another; each process is an instance. Everything that observers can
-detect (a canary's answer, a broken connection, a heartbeat) is derived from this truth. The watch compares it with the fleet's
-state.
+A machine runs one worker process after another, and each process is an instance of the worker. All that other processes can
+observe (the answer to a canary, a broken connection, a heartbeat) follows from the machine's true state. The invariant
+watch compares this state with the state that the fleet has derived.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ ANSWER_TOKENS = 4
 
 @dataclass(slots=True)
 class Condition:
-    """The faults of a machine. The defaults mean that it has none."""
+    """The faults of a machine at the moment. The default values mean that there are none."""
 
     hung: bool = False
     erring: bool = False  # the engine raises
@@ -48,7 +48,7 @@ class Condition:
 
 @dataclass(slots=True)
 class SimulatedWeights:
-    """The weights of a worker, identified by a number: equal weights give equal answers."""
+    """The weights of a worker, identified by a number. Workers with equal numbers give equal answers."""
 
     loaded: int = 0
     after_start: int = 0  # the weights that the next process loads
@@ -56,14 +56,14 @@ class SimulatedWeights:
     ever: set[int] = field(default_factory=lambda: {0})
 
     def load(self) -> None:
-        """Load the weights that are installed."""
+        """Load the weights that are installed for the next start."""
         self.loaded = self.after_start
         self.ever.add(self.loaded)
 
 
 @dataclass(slots=True)
 class Machine:
-    """One worker slot: its current process and its condition. Times are microseconds of virtual time."""
+    """One worker with its current process and its faults. Times are in microseconds of virtual time."""
 
     name: str
     model: str
@@ -97,7 +97,7 @@ class Machine:
 
     @property
     def instance(self) -> str:
-        """The current process's name."""
+        """The instance id of the current or last process."""
         return f"{self.name}.{self.life}"
 
     @property
@@ -107,7 +107,7 @@ class Machine:
         return self.up and self.broker.up and not condition.hung and not condition.cut
 
     def later(self, delay: int, act: Callable[..., None], *args: object) -> None:
-        """Schedule `act(*args)` for the current process only, not for its successors."""
+        """Schedule `act(*args)` for `delay` microseconds from now, if the same process is then still the current one."""
         self.kernel.after(delay, self._if_same, self.life, act, *args)
 
     def _if_same(self, life: int, act: Callable[..., None], *args: object) -> None:
@@ -115,15 +115,15 @@ class Machine:
             act(*args)
 
     def runs(self, instance: str) -> bool:
-        """Return whether this is the current process, and it is up."""
+        """Return whether `instance` is the current process and is up."""
         return self.up and self.instance == instance
 
     def reachable(self, peer: str) -> bool:
-        """Return whether the request plane works between this worker and a frontend or the prober."""
+        """Return whether `peer`, a frontend or the prober, can reach this worker over the request plane."""
         return self.up and not self.condition.hung and peer not in self.condition.dark
 
     def start(self) -> None:
-        """Start a new process in this slot."""
+        """Start a new process, unless one is up or the machine is retired."""
         if self.up or self.retired:
             return
         self.held.clear()
@@ -147,16 +147,16 @@ class Machine:
             self._report_limit(fault_class, weight)
 
     def observe(self, kind: type[observations.WorkerObservation], **fields: object) -> None:
-        """Report an observation about the current process."""
+        """Publish an observation of this kind about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
     def announce_again(self) -> None:
-        """Register a second time, as a worker does after it reconnects to its broker."""
+        """Register once more, as a worker does after it has reconnected to the broker."""
         if self.up and not self.condition.hung:
             self.outbox.observe(self.joined)
 
     def crash(self) -> None:
-        """End without notice."""
+        """End the current process without notice, which breaks all its connections."""
         if self.up:
             self.up = False
             self.held.clear()
@@ -164,7 +164,7 @@ class Machine:
             self.broken(self)
 
     def accept(self, request: object) -> bool:
-        """Accept a request, or reject it because the worker is full. Return whether it was accepted."""
+        """Add a request to the worker, and return True. If the worker is full, return False."""
         if self.waiting is None:
             return True
         if len(self.held) >= self.profile.max_batch + self.waiting:
@@ -173,7 +173,7 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Stop gracefully, as on SIGTERM: announce the shutdown, drain, leave."""
+        """Stop gracefully, as on SIGTERM: announce the shutdown, drain, and leave."""
         if not self.up or self.condition.hung:
             return
         self.observe(observations.ShutdownBegan, mode="graceful", grace_s=20.0)
@@ -181,13 +181,13 @@ class Machine:
         self.later(self.chance.randrange(1, 15) * SECOND, self._leave)
 
     def shut_down(self) -> None:
-        """Shut down at once on its own initiative, and report it."""
+        """Make the process end itself at once, after it has published the reason."""
         if self.up and not self.condition.hung:
             self.observe(observations.ShutdownBegan, mode="self_initiated", grace_s=0.0)
             self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
-        """Limit the worker's weight because of a device fault; None ends the limit."""
+        """Limit the worker's weight (0 to 1) because of a device fault. `weight` None ends the limit."""
         if weight is None:
             self.condition.limits.pop(fault_class, None)
         else:
@@ -204,31 +204,34 @@ class Machine:
             )
 
     def drain(self) -> None:
-        """Stop accepting new requests, as commanded."""
+        """Begin a drain that the controller has commanded, in which the worker accepts no new requests."""
         if self.up and not self.condition.hung and not self.draining:
             self.draining, self.drained = True, False
             self.later(self.chance.randrange(1, 20) * SECOND, self._empty)
 
     def resume(self) -> None:
-        """Accept requests again, as commanded."""
+        """Accept requests again, as the controller has commanded."""
         if self.up and not self.condition.hung:
             self.draining = False
 
     def corrupt(self, canaries: frozenset[int], in_hardware: bool) -> None:
-        """Start to answer these canaries, and possibly other requests, incorrectly."""
+        """Give wrong answers to these canaries from now on.
+
+        With `in_hardware`, this continues after a restart of the process.
+        """
         self.condition.corrupt = canaries
         self.condition.in_hardware = in_hardware
         self.condition.corrupt_since = self.kernel.now
         self.corrupt_lives.add(self.instance)
 
     def heal_corruption(self) -> None:
-        """Compute correctly again."""
+        """Give right answers again."""
         self.condition.corrupt = frozenset()
         self.condition.in_hardware = False
         self.condition.corrupt_since = -1
 
     def answer(self, canary: int) -> tuple[int, ...]:
-        """Return this worker's answer to a canary: the correct tokens, or its own incorrect ones."""
+        """Return the tokens that this worker answers to a canary, which are wrong if the worker is corrupt for this canary."""
         right = self.right_answer(canary, self.weights.loaded)
         if canary in self.condition.corrupt:
             wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
@@ -236,7 +239,7 @@ class Machine:
         return right
 
     def right_answer(self, canary: int, weights: int) -> tuple[int, ...]:
-        """Return the answer of a worker with these weights that computes correctly."""
+        """Return the tokens that a correct worker with these weights and this engine version answers to a canary."""
         first = 100_000_000 * weights + 100_000 * self.version + 1000 * (canary + 1)
         return tuple(first + i for i in range(ANSWER_TOKENS))
 
@@ -260,7 +263,7 @@ class Machine:
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
     def _gone(self, outbox: SimulatedOutbox) -> None:
-        """Close the outbox: it had time to flush, and the next process sends the remaining facts."""
+        """Close the outbox of a process that has left. The next process sends the facts that remain in it."""
         self.spool += outbox.crash()
 
 

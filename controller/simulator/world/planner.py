@@ -1,7 +1,7 @@
-"""A planner process: the production planner over the simulated state store, with fenced proposals.
+"""Simulates the projector with its state store, and planner processes with fenced proposals.
 
-It reads what the projector has committed, however late. It may pause between deciding and sending, and its proposal may then
-arrive after another planner's. Its forecast needs no library, so that every seed gives the same result on every machine.
+A planner reads only what the projector has committed. If a planner pauses between deciding and sending, its proposal can
+arrive after another planner's proposal. The forecast uses no library, so that a seed gives the same result on every machine.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ KINDS = (*PLANNED_BY, *LATEST)
 
 
 class SimulatedProjector(SimulatedProcess):
-    """A host that runs projector processes over one state store, which outlives them."""
+    """A host that runs projector processes, one after another. The state store is kept when a process ends."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__("projector", surroundings)
@@ -37,12 +37,12 @@ class SimulatedProjector(SimulatedProcess):
         self._committing = False
 
     def _begin(self) -> None:
-        """Start from what is stored."""
+        """Start a process with the fold from the state store."""
         self._waiting, self._committing = [], False
         self.replica = Replica(self.source, self._broker, self._absorbed, self.stored)
 
     def _end(self) -> None:
-        """End the process. An uncommitted transaction has no effect."""
+        """End the process. A transaction that was not committed has no effect."""
         self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
@@ -51,7 +51,7 @@ class SimulatedProjector(SimulatedProcess):
         self._commit()
 
     def _commit(self) -> None:
-        """Begin a transaction with everything that has been read."""
+        """Begin a transaction with all events read so far, unless one is running."""
         if self._committing or not self._waiting or not self.replica.whole:
             return
         self._committing = True
@@ -70,7 +70,7 @@ class SimulatedProjector(SimulatedProcess):
 
 @lru_cache(maxsize=256)  # planners repeat the same forecasts
 def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return the forecast of the more accurate of the two simple methods."""
+    """Return the load forecast by the better of the methods that need no library."""
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
@@ -84,7 +84,7 @@ class SimulatedPlanner(SimulatedProcess):
         self._clock = KernelClock(surroundings.kernel)
 
     def _begin(self) -> None:
-        """Start from the contents of the state store."""
+        """Start a planner without data, which then reads the state store."""
         seams, planning = self.surroundings.seams, self.surroundings.scenario.planning
         assert planning is not None
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
@@ -93,7 +93,7 @@ class SimulatedPlanner(SimulatedProcess):
         self._later(self._chance.randrange(EVERY), self._tick)
 
     def _end(self) -> None:
-        """End the process. Unsent facts are lost: its successor reports the state as it is then."""
+        """End the process. Facts that were not sent are lost, because the next process reports the state anew."""
         self.outbox.crash()
 
     def _tick(self) -> None:
@@ -126,7 +126,7 @@ class SimulatedPlanner(SimulatedProcess):
         self._broker.transmit(self._arrive, fact, self.source, after, held=held)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
-        """Deliver the proposal to the broker, whether or not its sender is still alive."""
+        """Deliver a proposal to the broker, even if its sender has ended meanwhile."""
         broker = self._broker
         if broker.up:
             broker.store_next(fact, source=source, after=after)

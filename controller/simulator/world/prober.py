@@ -1,7 +1,8 @@
 """The canary loop of the leading controller, on simulated machines instead of a request plane.
 
-One probe at a time per worker: round robin over the canaries, without delay after a join, as the trial of a half-open breaker.
-One probe is one fact, however many attempts it took. A wrong answer is confirmed by probing again at once.
+Each worker has at most one probe in flight. The probes of a worker use its canaries in turn. A probe is sent at an interval,
+directly after a join, or as the trial of a half-open breaker. A wrong answer is confirmed by repeating the canary at once.
+Each probe is reported as one fact, even if it needed several attempts.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
 @dataclass(slots=True)
 class ProberTurn:
-    """The probing schedule of one worker instance."""
+    """The state of the probes of one worker instance: which canary is next, and when."""
 
     instance: str
     due: int
@@ -64,7 +65,10 @@ class SimulatedProbe:
 
 @dataclass(slots=True)
 class SimulatedProber:
-    """The canary loop. While `stalled` it sends no probes, and probes in flight are never reported."""
+    """The canary loop of one controller.
+
+    While `stalled` is true, no probes are sent, and the results of probes in flight are lost.
+    """
 
     surroundings: Surroundings
     chance: Random
@@ -82,13 +86,13 @@ class SimulatedProber:
         self.kernel, self.interval = self.surroundings.kernel, self.surroundings.scenario.interval
 
     def resume(self) -> None:
-        """End the stall. Earlier probes stay unanswered."""
+        """End a stall. Probes that were in flight at its beginning get no result."""
         if self.stalled:
             self.stalled = False
             self.turns.clear()
 
     def round(self) -> None:
-        """Send a probe to every worker that is due."""
+        """Send a probe to each worker for which one is due."""
         if self.stalled:
             return
         fleet, now, turns = self.fleet(), self.kernel.now, self.turns
@@ -103,7 +107,10 @@ class SimulatedProber:
                 self._ask(fleet, turn, worker, kind)
 
     def _recheck(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> None:
-        """Send all canaries to a convicted worker at once, as its answers are votes; again when its golden is outvoted."""
+        """Make all canaries due for a convicted worker, because its answers count as votes.
+
+        They become due again when a golden of its canary key is outvoted.
+        """
         key = worker.joined.canary_key
         if not worker.health.corrupt:
             turn.outvoted = -1
@@ -146,7 +153,10 @@ class SimulatedProber:
         self._send(turn, probe)
 
     def _next(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> int:
-        """Return the next canary. A worker in doubt only gets canaries that another worker has answered."""
+        """Return the number of the next canary.
+
+        A worker in doubt only gets canaries that another worker has answered.
+        """
         doubtful = worker.health.convicted or bool(worker.health.disputed)
         key, name = worker.joined.canary_key, worker.joined.worker
         canaries = [c for c in range(CANARIES) if _useful(fleet.goldens.get((key, f"c{c}")), name, doubtful)]
@@ -160,7 +170,10 @@ class SimulatedProber:
         return canaries[turn.number % len(canaries)]
 
     def _plan(self, turn: ProberTurn, was_joining: bool, passed: bool) -> None:
-        """Schedule the next probe of a joining worker: at once after a pass, soon after a failure."""
+        """Schedule the next probe after a result.
+
+        For a joining worker it is due at once after a pass, and after a short, increasing wait after a failure.
+        """
         turn.busy = False
         now = self.kernel.now
         if was_joining and not passed:
@@ -274,7 +287,10 @@ class SimulatedProber:
 
 
 def _useful(golden: Golden | None, worker: str, doubtful: bool) -> bool:
-    """Return whether probing gives information: not if only doubtful workers know the answer, or if this one has voted."""
+    """Return whether an answer of this worker to the canary would give information.
+
+    It would not if only workers in doubt know the answer, or if this worker has already voted on a golden that is not agreed.
+    """
     if golden is not None and golden.status != "retired":
         return True
     return not doubtful and (golden is None or all(vote.worker != worker for vote in golden.votes))

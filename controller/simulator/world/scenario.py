@@ -1,7 +1,7 @@
-"""The scenario that a seed draws: the size of the fleet, its faults and its policy.
+"""Draws a scenario from a seed: the size of the fleet, its faults and its policy.
 
-A run has two halves. In the first, the faults that the seed selected strike. Then everything is healed, and the remaining
-time must suffice for the fleet to recover: that is the liveness bound.
+A run has two parts. In the first part, the faults that the seed selected are injected. Then all faults end, and the fleet
+must recover within the remaining time.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from events.observations import Profile
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A step function. Times are microseconds of virtual time."""
+    """A function of time with constant values between steps. Times are in microseconds of virtual time."""
 
     since: tuple[int, ...]
     values: tuple[float, ...]
@@ -32,13 +32,16 @@ class Steps:
         return self.values[max(0, bisect_right(self.since, now) - 1)]
 
     def then(self, at: int, value: float) -> "Steps":
-        """Return the same function with one constant value from `at` on."""
+        """Return the same function, but with the constant `value` from time `at` on."""
         kept = bisect_right(self.since, at - 1)
         return Steps((*self.since[:kept], at), (*self.values[:kept], value))
 
 
 def drawn(chance: Random, until: int, lasts: tuple[int, int], values: tuple[float, ...]) -> Steps:
-    """Return a function that is one of `values` at a time, each for a random number of minutes within `lasts`."""
+    """Return a step function until time `until` with random steps.
+
+    Each step has one of `values`, and lasts for a random number of minutes within the bounds `lasts`.
+    """
     since, drawn_values, at = list[int](), list[float](), 0
     while at < until:
         since.append(at)
@@ -68,7 +71,7 @@ CALM = 0.3  # share of what all workers serve, once every fault is healed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPlanning:
-    """The planners of a scenario, and the load that is reported to them."""
+    """The planners of a scenario, and the load that frontends report to them."""
 
     planners: int
     policy: PlannerPolicy
@@ -77,7 +80,7 @@ class SimulatedPlanning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """Workers with limited room, and a load that exceeds it at times."""
+    """An overload scenario: workers accept a limited number of requests, and the load exceeds it at times."""
 
     batch: int  # batch size of each worker
     waiting: int  # requests that each worker queues beyond its batch
@@ -86,7 +89,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that is drawn before a run begins."""
+    """All parameters of a run, drawn before it begins. Times and durations are in microseconds unless stated."""
 
     seed: int
     workers: int
@@ -114,7 +117,7 @@ class Scenario:
 
 
 def profile_of(crowd: Crowd | None) -> Profile:
-    """Return the profile that each worker registers."""
+    """Return the profile that each worker registers, which depends on the batch size in a crowd."""
     if crowd is None:
         return PROFILE
     slowest = PROFILE.tpot_ms[-1][1]
@@ -122,7 +125,10 @@ def profile_of(crowd: Crowd | None) -> Profile:
 
 
 def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
-    """Return the scenario of a seed. With `rates`, worker faults follow the mix of that field study."""
+    """Return the scenario of a seed.
+
+    With `rates`, the name of a preset, the faults of workers are distributed as in that field study.
+    """
     chance = Kernel(seed).chance("scenario")
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
@@ -157,7 +163,7 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
 
 
 def _faults(chance: Random, rates: str | None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the rates of the workers' and of the fleet's faults."""
+    """Return the rates of the workers' faults, per hour and worker, and of the fleet's faults, per hour."""
     heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
     worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
     fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
@@ -171,9 +177,9 @@ def _faults(chance: Random, rates: str | None) -> tuple[dict[str, float], dict[s
 def _policies(
     seed: int, chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
 ) -> list[FleetPolicy]:
-    """Return the first policy and, for one seed of four, one for controllers that are restarted later.
+    """Return the first policy and, for one seed in four, a second one for controllers that restart later.
 
-    One seed of three provisions each model's capacity as a multiple of its objective that is close to 1.
+    For one seed in three, the capacity of each model is exactly or slightly above its SLO.
     """
     policies = [_policy(chance, minutes, models, of_model, profile)]
     if chance.random() < 0.25:
@@ -187,16 +193,16 @@ def _policies(
 
 
 def _spares(seed: int, workers: int, models: int) -> int:
-    """Return the number of spares among the workers: none for two seeds of three, else equally many per model."""
+    """Return the number of spares among the workers. It is 0 for two seeds in three, else the same for each model."""
     chance = Kernel(seed).chance("waiting")
     many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
     return models * many if workers >= 4 * models * many else 0
 
 
 def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
-    """Return the planners of a seed; None for two seeds of three.
+    """Return the planners of a seed; None for two seeds in three, and for short runs.
 
-    `workers` is the number of workers per model. From `heal_at` on, the load is what they serve.
+    `workers` is the number of workers per model. From `heal_at` on, the load is what these workers serve well.
     """
     chance = Kernel(seed).chance("planners")
     if minutes < PLANNED_MINUTES or chance.random() < 0.67:
@@ -215,7 +221,7 @@ def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> Simulate
 
 
 def _crowd(seed: int, minutes: float) -> Crowd | None:
-    """Return the crowd of a seed; None for two seeds of three."""
+    """Return the overload of a seed; None for two seeds in three."""
     chance = Kernel(seed).chance("rush")
     if chance.random() < 0.67:
         return None
@@ -230,9 +236,10 @@ def _on_return(seed: int) -> SparesPolicy:
 def _policy(
     chance: Random, minutes: float, models: tuple[str, ...], of_model: int, profile: Profile
 ) -> FleetPolicy:
-    """Return the production default policy, or one with shorter waits, so that more happens in an hour.
+    """Return the production default policy with random changes.
 
-    An SLO is drawn so that the whole fleet meets it with a margin; every level can then be left.
+    Shorter waits make more happen in an hour. A random SLO is low enough for the whole fleet to meet it with a margin, so
+    that every degradation level can be left.
     """
     policy = FleetPolicy()
     if minutes < 30 or chance.random() < 0.7:
@@ -251,21 +258,22 @@ def _policy(
 
 
 def promising(policy: FleetPolicy, models: tuple[str, ...], throughput_rps: float) -> FleetPolicy:
-    """Return the policy with this throughput as each model's objective."""
+    """Return the policy with `throughput_rps` as the SLO throughput of each model."""
     slos = {model: Slo(slo_throughput_rps=throughput_rps) for model in models}
     return replace(policy, degradation=replace(policy.degradation, slos=slos))
 
 
 def capacity_of(workers: int, profile: Profile) -> float:
-    """Return the requests per second that `workers` workers serve."""
+    """Return the requests per second that `workers` workers can carry within the default SLO."""
     return fleet_capacity([(profile, 1.0)] * workers, Slo()).effective_capacity_rps
 
 
 def settling_time(policy: FleetPolicy, interval: int) -> int:
-    """Return how long after the last fault the fleet must have recovered, in microseconds.
+    """Return the time in microseconds within which a fleet must recover from its last fault.
 
-    It is the sum of the longest breaker wait and its trial, a drain that a worker may be in, a new process, and a series of
-    canaries: those that acquit a convicted worker, the trial and the ramp. Incidents and levels close last.
+    It is the sum of the longest breaker wait with its trials, a drain that may be running, the start of a new process, and 14
+    canary intervals for the acquittal of a convicted worker, the trial and the ramp. Another two minutes are for incidents
+    and levels.
     """
     waits = micros(policy.breaker.wait_max) + micros(policy.breaker.trial_timeout) * 2
     drains = micros(policy.drain.wait) + micros(policy.drain.margin) + 30 * SECOND

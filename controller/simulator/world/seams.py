@@ -1,7 +1,7 @@
-"""The replaceable pieces of the system, so that planted faults need no monkeypatching.
+"""The functions and rules that a test can replace to plant a fault, without monkeypatching.
 
-The defaults are production functions where production has one: the fold, the deciders, the order. The others are rules of
-the simulated servers and processes.
+By default, the fold, the deciders and the order are those of production. The other fields are rules of the simulated servers
+and processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # the part of a fold tha
 
 
 def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
-    """Return the part of an accepted batch that is stored: all of it."""
+    """Return the decisions of an accepted append that are stored, which are all of them."""
     return batch
 
 
 def gives_up(fact: Observation) -> bool:
-    """Return whether a fact without an acknowledgement is dropped: never."""
+    """Return whether a fact that was not acknowledged in time is dropped, which is never the case."""
     return False
 
 
 def snapshot(order: Order[fleet.Fleet]) -> Stored:
-    """Return the state store's contents: the settled fold, its position, and the sources as settled."""
+    """Return what the state store keeps: the settled fold, its position, and each source's last settled fact."""
     return order.settled, order.position, dict(order.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """One field per replaceable piece."""
+    """The replaceable functions and rules. Each default is correct, and a planted fault replaces one of them."""
 
     evolve: Callable[[fleet.Fleet, Recorded], fleet.Fleet] = fleet.evolve
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle

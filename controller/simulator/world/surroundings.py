@@ -1,7 +1,7 @@
-"""What every simulated process consists of: its surroundings, its fold of the journal, and its host.
+"""The parts that all simulated processes share: host, fold of the journal, and world interface.
 
-Ten processes fold the same facts in the same order. The fold is a pure function, so `Remembered` caches the result of each
-step for all of them. The watch folds everything once more without that cache, and compares.
+About ten processes fold the same facts in the same order. The fold is a pure function, so `Remembered` caches the result of
+each step for all processes. The invariant watch folds all events again without the cache, and compares the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ STEPS_MAX = 100_000  # cached steps of the fold
 
 
 class Remembered:
-    """A fold that computes each step only once for all processes."""
+    """A fold that computes each step once, and returns the cached result to all other processes."""
 
     def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
         self._evolve = evolve
@@ -32,7 +32,7 @@ class Remembered:
         self._steps: dict[tuple[int, int], tuple[Fleet, Recorded, Fleet]] = {}
 
     def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
-        """Return the fleet after this event."""
+        """Return the fleet after one event."""
         key = (id(fleet), id(recorded))
         known = self._steps.get(key)
         if known is not None:
@@ -45,7 +45,7 @@ class Remembered:
 
 
 class Replica(FleetFold):
-    """A fold and the follower that feeds it. `listen` is called after each batch."""
+    """One process's fold of the journal. `listen` is called after each batch of events."""
 
     def __init__(
         self,
@@ -64,11 +64,14 @@ class Replica(FleetFold):
 
     @property
     def known(self) -> int:
-        """The sequence up to which this fold contains all decisions; it may not have read all events in its snapshot."""
+        """The sequence up to which this fold contains all decisions.
+
+        Observations before this sequence may still be unread, if the fold started from a snapshot.
+        """
         return max(self.seq, self.order.position.decided)
 
     def store(self) -> Stored:
-        """Return the part of this fold that a state store keeps."""
+        """Return the part of this fold that the state store keeps."""
         return self._seams.snapshot(self.order)
 
     def close(self) -> None:
@@ -81,7 +84,7 @@ class Replica(FleetFold):
 
 
 class Surroundings(Protocol):
-    """The world as its processes see it. Durations are microseconds of virtual time."""
+    """The simulated world, as its processes use it. Durations are in microseconds of virtual time."""
 
     kernel: Kernel
     broker: Broker
@@ -95,22 +98,22 @@ class Surroundings(Protocol):
     stepped: Callable[..., None]  # called when the request machine has applied an event
 
     def policy(self) -> FleetPolicy:
-        """Return the policy of a controller that starts now."""
+        """Return the policy that a controller uses if it starts now."""
         ...
 
     def stored(self) -> Stored | None:
-        """Return what the state store contains."""
+        """Return the contents of the state store; None if nothing has been stored."""
         ...
 
     def linking(self) -> Sequence["SimulatedProcess"]:
-        """Return the running processes that report their live connections to workers: the frontends."""
+        """Return the running frontends, which report their live connections to workers."""
         ...
 
 
 class SimulatedProcess:
     """A host that runs processes of one kind, one after another.
 
-    Calls scheduled with `_later` run in the process that scheduled them, or not at all.
+    A call that was scheduled with `_later` runs only if the process that scheduled the call is still up.
     """
 
     outbox: SimulatedOutbox  # of a process that publishes facts
@@ -134,11 +137,11 @@ class SimulatedProcess:
             self._begin()
 
     def linked(self, machine: Machine) -> bool:
-        """Return whether this process recently reported a live connection to a worker."""
+        """Return whether this process has recently reported a live connection to a worker."""
         return False
 
     def crash(self) -> None:
-        """End without notice."""
+        """End the current process without notice."""
         if self.up:
             self.up = False
             self._end()

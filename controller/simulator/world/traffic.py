@@ -1,4 +1,4 @@
-"""Simulated requests in flight, the tally of their outcomes, and the load of a simulation's clients."""
+"""Simulated requests, the counts of their outcomes, and the load that simulated clients generate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,10 @@ PROMPT, OUTPUT = 600, 150  # tokens of each reported request
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request, from its arrival to its end. Its state belongs to the request machine. Times are microseconds."""
+    """One request, from its arrival to its end. Times are in microseconds of virtual time.
+
+    Only the request's state machine changes `state`.
+    """
 
     request: str
     model: str
@@ -44,13 +47,13 @@ class SimulatedRequest:
 
     @property
     def instance(self) -> str:
-        """The instance to which the request was last sent."""
+        """The worker instance to which the request was last sent."""
         return self.endpoint.instance
 
 
 @dataclass(slots=True)
 class ClientTally:
-    """The outcomes that clients saw, for the summary."""
+    """Counts of requests by the outcome that their clients saw."""
 
     requests: int = 0
     served: int = 0
@@ -62,25 +65,31 @@ class ClientTally:
 
 
 class SimulatedDemand:
-    """The load of a scenario's clients. Few of the reported requests are simulated: each stands for many."""
+    """The load of a scenario's clients.
+
+    Only a few of the reported requests are simulated, so each simulated request represents many.
+    """
 
     def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
         self._scenario, self._kernel = scenario, kernel
         self._suppressed_until = 0
 
     def suppress_reports(self, until: int) -> None:
-        """Suppress all traffic reports until a time."""
+        """Suppress all traffic reports until time `until`, in microseconds."""
         self._suppressed_until = until
 
     def per_second(self, now: int) -> float:
-        """Return the requests per second of one frontend."""
+        """Return the requests per second that arrive at one frontend at time `now`."""
         scenario, crowd = self._scenario, self._scenario.crowd
         if crowd is None:
             return scenario.requests_per_second
         return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
 
     def traffic_reports(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
-        """Yield a frontend's reports for a minute (a number from the beginning): its share of the load, ± 10 %."""
+        """Yield a frontend's traffic report of each model for a minute, which is numbered from the beginning.
+
+        The reported requests are the frontend's share of the load, with a random deviation of up to 10 %.
+        """
         scenario, planning = self._scenario, self._scenario.planning
         if planning is None or self._kernel.now < self._suppressed_until:
             return

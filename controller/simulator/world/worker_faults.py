@@ -1,6 +1,6 @@
 """Faults of one worker's process, engine and connections.
 
-Each kind of fault is one method, and ends by itself.
+Each entry of `WorkerFaults.kinds` injects one kind of fault, which ends after a random time.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ WELL = Condition()
 
 
 class WorkerFaults:
-    """The faults of workers."""
+    """Injects faults into single workers."""
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel, self._chance = world, world.kernel, chance
@@ -64,18 +64,18 @@ class WorkerFaults:
         self._kernel.after(seconds_drawn(self._chance, 60, 1200), machine.heal_corruption)
 
     def corrupt_from_start(self, machine: Machine) -> None:
-        """Make a worker corrupt before any golden is agreed."""
+        """Make a worker give wrong answers before any golden is agreed."""
         self._world.note(f"corrupt from the start: {machine.name}")
         machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
         self._kernel.after(seconds_drawn(self._chance, 60, 1800), machine.heal_corruption)
 
     def _degrade(self, machine: Machine, what: str, values: tuple[float, ...], longest: int) -> None:
-        """Give one condition of a worker a random value for a while."""
+        """Set one field of a worker's condition to a random value, for at most `longest` seconds."""
         setattr(machine.condition, what, self._chance.choice(values))
         self._kernel.after(seconds_drawn(self._chance, 20, longest), self._over, machine, what)
 
     def cut(self, machine: Machine) -> None:
-        """Disconnect a worker from the broker for a while."""
+        """Disconnect a worker from the broker for a random time."""
         machine.condition.cut = True
         if machine.up:
             machine.outbox.reachable = False
@@ -106,7 +106,7 @@ class WorkerFaults:
         self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
 
     def repair(self, machine: Machine) -> None:
-        """Let the device watch of the running process report that the device has recovered."""
+        """End a device fault, and report the recovery from the running process. If none runs, try again later."""
         if not machine.condition.device:
             return
         if not machine.up:
@@ -116,7 +116,7 @@ class WorkerFaults:
         machine.observe(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
 
     def _throttle(self, machine: Machine) -> None:
-        """Throttle its clocks in a few random steps, and then restore them."""
+        """Throttle a worker's device in one to three random steps, and then end the limit."""
         weights = self._chance.sample((0.8, 0.6, 0.5, 0.3, 0.1), k=self._chance.randrange(1, 4))
         self._limit(machine, "throttle", weights)
 
@@ -130,7 +130,10 @@ class WorkerFaults:
             self._kernel.after(at, self._relimit, machine, fault_class, weight)
 
     def _relimit(self, machine: Machine, fault_class: str, weight: float | None) -> None:
-        """Apply the next limit, unless the fault was healed meanwhile. A hung process applies it once it responds."""
+        """Apply the next limit of a device fault, unless the fault has ended meanwhile.
+
+        If the process hangs, the limit is applied when the process responds again.
+        """
         if fault_class not in machine.condition.limits:
             return
         if machine.condition.hung:
@@ -139,5 +142,5 @@ class WorkerFaults:
         machine.limit(fault_class, weight)
 
     def _over(self, machine: Machine, what: str) -> None:
-        """End one condition of a worker."""
+        """Reset one field of a worker's condition to its value without a fault."""
         setattr(machine.condition, what, getattr(WELL, what))

@@ -1,4 +1,4 @@
-"""The whole simulated world, its operators, and the supervisor that restarts and scales workers."""
+"""The interface of the simulated world, the operators, and the supervisor that restarts workers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -22,7 +22,7 @@ FAILS = 0.1  # share of proposals that fail for lack of room
 
 
 class SimulatedWorld(Surroundings, Protocol):
-    """Everything that is simulated in one run, for the faults, the operators and the checks."""
+    """All parts of a simulated run, as the faults, the operators and the checks use them."""
 
     controllers: list[SimulatedController]
     frontends: list[SimulatedFrontend]
@@ -36,11 +36,11 @@ class SimulatedWorld(Surroundings, Protocol):
         ...
 
     def add_machine(self, model: str) -> Machine:
-        """Add one more worker of a model, and return its machine."""
+        """Add a machine for one more worker of a model, and return it. No process is started yet."""
         ...
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader has folded it; without a leader, the fold of the whole journal."""
+        """Return the fleet that the leader has folded. Without a running leader, return the fold of the whole journal."""
         ...
 
     def replicas(self) -> list[Replica]:
@@ -52,17 +52,17 @@ class SimulatedWorld(Surroundings, Protocol):
         ...
 
     def stalled(self, machine: Machine) -> None:
-        """Report to every frontend that a worker has sent nothing for longer than the stall timeout."""
+        """Notify every frontend that a worker has sent nothing for longer than the stall timeout."""
         for frontend in self.frontends:
             frontend.stalled(machine)
 
     def was_corrupt(self, worker: str, instance: str) -> bool:
-        """Return whether this instance of a worker was ever corrupt."""
+        """Return whether this worker instance was corrupt at any time."""
         return instance in self.machines[worker].corrupt_lives
 
 
 class Operators:
-    """The operators: they send commands to any controller that is up, and try again later if none is."""
+    """Simulates the operators. A command goes to any controller that is up. If none is, it is repeated later."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._kernel = world, world.kernel
@@ -71,7 +71,7 @@ class Operators:
         self._resumed: set[str] = set()  # instances resumed although their own worker's golden convicts them
 
     def drain(self, machine: Machine) -> None:
-        """Drain a worker; later resume it, stop it, or leave it drained."""
+        """Drain a worker. Some time later, it is resumed, is stopped, or remains drained."""
         name, instance = machine.name, machine.instance
         deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
         self._publish(
@@ -86,13 +86,13 @@ class Operators:
             self._kernel.after(delay, self._stop, machine, instance)
 
     def resume(self, machine: Machine, instance: str) -> None:
-        """Request that a worker resumes."""
+        """Publish a command to resume a worker instance."""
         self._publish(observations.ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
-        """Resume everything that was drained, and restart workers with disputed answers to a canary.
+        """Resume all workers that were drained, and restart workers with disputed answers to a canary.
 
-        A dispute is voted on again only when a worker joins, so an operator has to resolve it.
+        Workers vote again on a dispute only when a worker joins, so an operator has to end the dispute.
         """
         for name, instance in self.drained.items():
             self.resume(self._world.machines[name], instance)
@@ -104,7 +104,10 @@ class Operators:
         self._resume_unjustly_convicted()
 
     def _resume_unjustly_convicted(self) -> None:
-        """Resume each worker convicted only by an unconfirmed golden of its own earlier instance: no vote can decide this."""
+        """Resume each worker that only the unconfirmed golden of its own former instance convicts.
+
+        No votes can decide this case. The check is repeated every LOOKS.
+        """
         self._kernel.after(LOOKS, self._resume_unjustly_convicted)
         for name, worker in self._world.believed().workers.items():
             machine, instance = self._world.machines[name], worker.joined.instance
@@ -113,14 +116,14 @@ class Operators:
                 self.resume(machine, instance)
 
     def scale(self, model: str) -> None:
-        """Set the number of a model's workers, and release it to the planner some time later."""
+        """Set the number of workers of a model, and release it to the planner some minutes later."""
         workers = self._chance.randint(1, self._world.scenario.workers)
         self._publish(observations.ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
-        """Release a model's size to the planner."""
+        """Let the planner choose the number of workers of a model again."""
         self._publish(observations.ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
@@ -137,7 +140,7 @@ class Operators:
 
 
 class SimulatedSupervisor:
-    """Starts processes that have ended, and kills those that the fleet considers DEAD but that still run."""
+    """Starts workers that have ended, and kills processes that the fleet considers DEAD."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._kernel = world, world.kernel
@@ -146,7 +149,7 @@ class SimulatedSupervisor:
         world.kernel.after(PATROL, self._patrol)
 
     def soon(self, machine: Machine) -> None:
-        """Restart a process that ended without notice; mostly report its end as well."""
+        """Schedule the restart of a worker that ended without notice. In most cases, also report its end."""
         if machine.up:
             return
         if self._chance.random() < 0.6:
@@ -180,7 +183,10 @@ class SimulatedSupervisor:
 
 
 class SimulatedScaling:
-    """Follows the proposals on the journal, as `holdfast up` does: starts workers, and stops the newest ones."""
+    """Applies the planners' proposals, as `holdfast up` does.
+
+    It starts new workers, or stops the newest ones.
+    """
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.outbox = SimulatedOutbox(world.broker, "scaling.1")

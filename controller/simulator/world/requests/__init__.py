@@ -1,1 +1,1 @@
-"""Requests in flight, and the frontends that send them."""
+"""The simulated frontends, and the requests that they send to workers."""

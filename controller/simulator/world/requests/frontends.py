@@ -1,16 +1,17 @@
-"""The requests of one simulated frontend process, driven by the production request machine.
+"""Simulates frontend processes and their requests, with the request state machine of production.
 
-The machine (`controller.frontend.request.step`) decides what happens to each request. This module simulates the workers and the
-machine's effects.
+The state machine (`controller.frontend.request.step`) decides the effects for each request. This module simulates the
+workers and applies these effects.
 
-Requests are deliberately few and long-lived: what matters is the verdict under which each was sent, and the order in which
-outcomes reach the journal. Answers have no tokens: the first one arrives right before the end of an attempt, and a request that
-finds no worker is abandoned at once. `live_requests` simulates them in full.
+Requests are few and long-lived, because the tests are about the fleet state under which each request was sent, and about
+the order in which outcomes reach the journal. Answers have no tokens: the event of a first token comes directly before the
+end of an attempt. A request for which no worker is found is abandoned at once. `live_requests` simulates tokens and waiting.
 
-In a crowd, workers accept a limited number of requests: the others are queued until their timeout. The queue
-(`controller.frontend.admission.queue`) and the filter that finds a worker with room are production code. The load of other
-frontends at a worker is known as of its last report. A worker that turns out to be full rejects a request. That is not a
-failure: the request is queued again, ahead of all others. Without a crowd there is always room, and no request waits.
+In a crowd (an overload), each worker accepts a limited number of requests, and further requests are queued until their
+timeout. The queue (`controller.frontend.admission.queue`) and the filter for workers with a free slot are production code. A
+frontend knows the load of other frontends only from a worker's last report, so a full worker may still have to reject a
+request. This rejection is not a failure: the request is queued again, ahead of all others. Without a crowd, workers always
+have free slots and no request is queued.
 """
 
 import itertools
@@ -58,18 +59,18 @@ TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 
 
 class SimulatedLinks(ConnectedWorkers):
-    """The connections of a simulated process. Sending to a worker shows whether it is reachable."""
+    """The connections of a simulated frontend. All workers count as connected until a request is sent to them."""
 
     def __init__(self) -> None:
         self.others: dict[str, Load] = {}  # by worker: the last known load of other frontends
 
     def external_load(self, worker: str) -> Load | None:
-        """Return the last known load of other frontends at a worker."""
+        """Return the last known load of other frontends at a worker; None if it is unknown."""
         return self.others.get(worker)
 
 
 class RequestsUnderWay:
-    """The requests of one process until it ends: those at a worker, and those queued for one."""
+    """The requests of one frontend process: those at a worker and those in the queue."""
 
     def __init__(self, frontend: "SimulatedFrontend", chance: Random, *, crowded: bool = False) -> None:
         self.open = True  # the process is up
@@ -100,14 +101,14 @@ class RequestsUnderWay:
             self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
-        """Drop all requests, because the process has ended."""
+        """Drop all requests, because the process has ended. They count as lost."""
         self._tally.lost += self.unanswered()
         self.open = False
         for request in self.requests:
             self.machine(request).held.discard(request)
 
     def unanswered(self) -> int:
-        """Return the number of requests that have had no answer yet."""
+        """Return the number of requests without an outcome; 0 after the process has ended."""
         return len(self.requests) + len(self._queued) if self.open else 0
 
     def waiting(self) -> list[SimulatedRequest]:
@@ -115,11 +116,18 @@ class RequestsUnderWay:
         return [*self._queued]
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
+        """Return the rank of the best tier among a model's queued requests, where 0 is the best tier.
+
+        None means that no request is queued.
+        """
         return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
 
     def could_serve(self, machine: Machine) -> bool:
-        """Return whether one more request could go to this worker: it serves, its breaker allows it, and it has room."""
+        """Return whether one more request could be sent to this worker.
+
+        The worker must be routable, reachable and not draining, its breaker must allow requests, and it must have a free
+        slot.
+        """
         endpoint = self._table.endpoints.get((machine.name, machine.instance))
         if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
             return False
@@ -131,7 +139,7 @@ class RequestsUnderWay:
     # --- the machine --------------------------------------------------------------------------------------------
 
     def feed(self, request: SimulatedRequest, event: on.Event) -> None:
-        """Advance a request by an event, and apply the effects."""
+        """Pass an event to a request's state machine, and apply the effects."""
         following: on.Event | None = event if self.open else None
         while following is not None:
             effects = self._step(request, following)
@@ -144,7 +152,7 @@ class RequestsUnderWay:
         return effects
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
-        """Apply one effect. Return the event that answers it, if any."""
+        """Apply one effect. Return the next event for the state machine, or None."""
         match effect:
             case do.SelectWorker():
                 return self._route(request, effect)
@@ -180,7 +188,10 @@ class RequestsUnderWay:
     # --- the queue -----------------------------------------------------------------------------------------------
 
     def admit(self, id: str, model: str, tier: str) -> None:
-        """Serve an admitted request. In a crowd it is queued, and sent at once only if no request is ahead of it."""
+        """Accept a new request.
+
+        In a crowd the request is queued, and sent at once only if no request is ahead of it.
+        """
         request = self._new(id, model, tier)
         if not self.crowded:
             self.feed(request, on.Launched())
@@ -200,7 +211,7 @@ class RequestsUnderWay:
         self._queue.line_of(queued).push(queued)
 
     def _push_back(self, request: SimulatedRequest) -> None:
-        """Queue a request ahead of all others: its worker had no room."""
+        """Queue a request ahead of all others, because its worker had no free slot."""
         if request in self._queued:
             return
         if not request.waits:
@@ -215,7 +226,10 @@ class RequestsUnderWay:
             self._queue.line_of(queued).remove(queued, served=served)
 
     def _wake(self, model: str) -> None:
-        """Send the requests that were sent back, then from the head of each line until a request finds no room."""
+        """Send queued requests of a model: first those that a worker had rejected, then the first ones of each line.
+
+        A line is finished when all workers are busy.
+        """
         if not self.open:
             return
         for queued in self._queue.sent_back(model):
@@ -228,13 +242,13 @@ class RequestsUnderWay:
                 self._remove(head, served=True)
 
     def _dispatch(self, request: SimulatedRequest) -> bool:
-        """Send a queued request, or end it if there is no worker. Return False if all workers are busy."""
+        """Send a queued request, or end it if no worker exists for it. Return False if all workers are busy."""
         begin: dict[str, on.Event] = {"new": on.Launched(), "parked": on.Woken()}
         self.feed(request, begin.get(request.state.phase, on.Resumed()))
         return request.state.phase not in ("queued", "parked")
 
     def _expire(self, request: SimulatedRequest, latest: int) -> None:
-        """End a request that has waited until its timeout."""
+        """End a request that is still queued at its timeout `latest`."""
         queued = self._queued.get(request)
         if not self.open or not self._seams.leaves_late or queued is None or request.latest != latest:
             return
@@ -268,7 +282,10 @@ class RequestsUnderWay:
         return on.NoWorkerFound((AllBusy if isinstance(none, AllBusy) else NoWorker).code)
 
     def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
-        """Return the worker for a request. A started request continues regardless of the frontend's own limits."""
+        """Return the worker for a request.
+
+        A request that has already begun may also go to a worker that has reached this frontend's own limit.
+        """
         in_line = request in self._queued
         if not in_line and request.sent_times and self._attempt(request) in self._refused:
             raise AllBusy
@@ -285,7 +302,7 @@ class RequestsUnderWay:
         return request.request, request.attempt, request.instance
 
     def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
-        """Return whether a connection succeeds. In the simulation, failures show only after sending."""
+        """Return whether a connection to the worker succeeds. In this class, failures show only after sending."""
         return True
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
@@ -302,7 +319,7 @@ class RequestsUnderWay:
             self._migrated(request, state.move, 5.0)
 
     def _look(self, model: str) -> Sequence[Endpoint]:
-        """Return a model's endpoints, and update the filter's rules."""
+        """Return a model's endpoints, and update the rules by which the filter selects among them."""
         endpoints, rules, surroundings = self._table.models.get(model, ()), self._rules, self._surroundings
         # The own breakers are ignored if less than half of the weight is routable. Fleet verdicts always apply.
         opened = self._breakers.open
@@ -312,7 +329,7 @@ class RequestsUnderWay:
         return endpoints
 
     def machine(self, request: SimulatedRequest) -> Machine:
-        """Return the machine of a request's worker."""
+        """Return the machine of the worker to which a request was last sent."""
         return self._machines[request.worker]
 
     # --- at the worker ------------------------------------------------------------------------------------------
@@ -337,7 +354,7 @@ class RequestsUnderWay:
         self._kernel.after(min(duration, 60 * SECOND), self._answered, request, request.sent_times)
 
     def _gone(self, request: SimulatedRequest, sent: int) -> bool:
-        """Return whether a request has left the worker that it was sent to as its `sent`-th dispatch."""
+        """Return whether a request is no longer at the worker of its dispatch number `sent`."""
         return not self.open or request not in self.requests or request.sent_times != sent
 
     def _leave(self, request: SimulatedRequest) -> None:
@@ -348,14 +365,14 @@ class RequestsUnderWay:
             self._kernel.after(0, self._wake, request.model)
 
     def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
-        """Handle the rejection of a request by a worker that has no room."""
+        """Handle the rejection of a request by a worker without a free slot."""
         if self._gone(request, sent):
             return
         self._refused.add(self._attempt(request))
         self.feed(request, on.AttemptFailed(Failure(FULL, ""), self._progress(request)))
 
     def _report(self) -> None:
-        """Read each worker's load from other frontends, and wake the queues."""
+        """Update the load of other frontends at each worker, and retry the queued requests."""
         if not self.open:
             return
         self._kernel.after(REPORT, self._report)
@@ -399,30 +416,36 @@ class RequestsUnderWay:
         self._surroundings.notify("judged", self._frontend, request, before, self._breaker(request))
 
     def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
-        """Fail the current attempt of a request. `sent` is the number of the dispatch, if the request may have left it since."""
+        """Fail the current attempt of a request.
+
+        If `sent` is given, the call is ignored unless the request is still at the worker of that dispatch.
+        """
         if self._gone(request, request.sent_times if sent is None else sent):
             return
         self._cut(request)
         self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
 
     def _cut(self, request: SimulatedRequest) -> None:
-        """Stop reading from the current attempt."""
+        """Stop reading tokens of the current attempt."""
         self.feed(request, on.FirstToken())
 
     def fail_all(self, worker: str, reason: str) -> None:
-        """Fail every request at a worker."""
+        """Fail the attempts of all requests at a worker."""
         for request in [f for f in self.requests if f.worker == worker]:
             self.failed(request, reason)
 
     def absorbed(self) -> None:
-        """Handle a batch of events: leave workers that are out of service."""
+        """Make requests leave workers that the journal's new events have taken out of service."""
         for request in list(self.requests):
             endpoint = self._table.endpoints.get(request.endpoint.key)
             if endpoint is None or endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY:
                 self.unhealthy(endpoint, request)
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """React to a request's worker being taken out of service; None: the worker is gone."""
+        """Handle that the worker of a request was taken out of service.
+
+        `endpoint` is None if the worker is no longer known.
+        """
         self.failed(request, "unhealthy")
 
     # --- reports ------------------------------------------------------------------------------------------------
@@ -459,7 +482,7 @@ class SimulatedFrontend(SimulatedProcess):
     """A host that runs frontend processes, one after another."""
 
     def __init__(self, name: str, surroundings: Surroundings, underway: type[RequestsUnderWay]) -> None:
-        """Set up the host. `underway` handles the requests of a process."""
+        """Create the host. `underway` is the class that simulates the requests of each process."""
         super().__init__(name, surroundings)
         self.lag = 0
         # The requests that found no room at a worker: request, attempt, instance.
@@ -469,7 +492,7 @@ class SimulatedFrontend(SimulatedProcess):
         self._make_underway, self._demand = underway, surroundings.demand
 
     def _begin(self) -> None:
-        """Start from the state store's rows if there are any, else from the journal's beginning."""
+        """Start a process, with the state store's fold in most cases, or else from the journal's beginning."""
         surroundings, kernel = self.surroundings, self._kernel
         self.outbox = self._outbox()
         self._arrived = 0
@@ -491,13 +514,13 @@ class SimulatedFrontend(SimulatedProcess):
         self._later(MINUTE - kernel.now % MINUTE, self._report_traffic, kernel.now // MINUTE)
 
     def _end(self) -> None:
-        """End the process, which breaks its streams."""
+        """End the process, which breaks the streams of all its requests."""
         self._spool = self.outbox.crash()
         self.replica.close()
         self.underway.close()
 
     def slow_down(self, lag: int) -> None:
-        """Read the journal `lag` microseconds late from now on."""
+        """Delay the reading of the journal by `lag` microseconds from now on."""
         self.lag = self.replica.follower.lag = lag
 
     def linked(self, machine: Machine) -> bool:
@@ -505,12 +528,12 @@ class SimulatedFrontend(SimulatedProcess):
         return self.up and self._broker.up and machine.reachable(self.name)
 
     def broken(self, machine: Machine) -> None:
-        """Handle a broken connection: every stream on it fails at once."""
+        """Fail all requests at a worker, because the connection to it is broken."""
         if self.up and self.name not in machine.condition.dark:
             self.underway.fail_all(machine.name, "disconnected")
 
     def stalled(self, machine: Machine) -> None:
-        """Handle a worker from which no data arrives any more."""
+        """Fail all requests at a worker from which no data has arrived for the stall timeout."""
         if self.up and not machine.reachable(self.name):
             self.underway.fail_all(machine.name, "stalled")
 
@@ -561,12 +584,12 @@ class SimulatedFrontend(SimulatedProcess):
         self.underway.absorbed()
 
     def _tick(self) -> None:
-        """Move the breakers that are due, and report what each worker has served."""
+        """Run the breakers' transitions that are due by time, and report what each worker has served."""
         self._later(TICK, self._tick)
         self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
     def _report_traffic(self, minute: int) -> None:
-        """Report the traffic of the minute that has ended."""
+        """Publish the traffic report of a minute that has ended."""
         self._later(MINUTE, self._report_traffic, minute + 1)
         for fact in self._demand.traffic_reports(self.name, minute):
             self.outbox.observe(fact)

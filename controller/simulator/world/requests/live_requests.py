@@ -1,9 +1,11 @@
-"""Token-by-token simulation of requests (`holdfast simulate --live-requests`).
+"""Simulates requests token by token (`holdfast simulate --live-requests`).
 
-Requests wait for workers, move as planned and with their KV cache, are handled after a conviction, and lose their clients.
+In addition to failures, requests wait for workers, are moved with or without their KV cache, contain tokens of convicted
+workers, and lose their clients.
 
-A worker's n-th token has the value n if the worker is correct, and -1 - n if it is corrupt or continues wrong tokens. A
-token that is lost, repeated or altered therefore shows in the answer. The random numbers come from a stream of their own.
+The token at position n has the value n if its worker is correct. It has the value -1 - n if the worker is corrupt or
+continues wrong tokens. A lost, repeated or altered token is therefore visible in the answer. These requests draw from a
+random stream of their own.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ POLICIES: Sequence[OnCorruption] = ("continue", "restart", "error")
 
 @dataclass(slots=True, eq=False)
 class SimulatedStream:
-    """The tokens that one worker sends for one request."""
+    """The tokens that one worker generates for one request."""
 
     machine: Machine
     key: Key
@@ -51,11 +53,11 @@ class SimulatedStream:
 
     @property
     def sources(self) -> set[Key]:
-        """The workers that computed the stream's tokens and KV cache."""
+        """The workers on which the stream's tokens depend: its own, and those that computed its KV cache."""
         return {self.key} | (self.after.sources if self.after is not None else set())
 
     def tokens(self, count: int) -> list[int]:
-        """Return the stream's next `count` tokens."""
+        """Generate and return the stream's next `count` tokens."""
         self.wrong = self.wrong or bool(self.machine.condition.corrupt)
         first, self.position = self.position, self.position + count
         return [-1 - n if self.wrong else n for n in range(first, self.position)]
@@ -63,7 +65,7 @@ class SimulatedStream:
 
 @dataclass(slots=True, eq=False)
 class LiveSimulatedRequest(SimulatedRequest):
-    """A request with its answer: the tokens that the frontend and the client have."""
+    """A request with the tokens that the frontend has accepted and those that its client has received."""
 
     holds_back: int = 0  # number of newest tokens that are held back from the client
     finished: bool = False  # the answer is complete
@@ -84,17 +86,17 @@ class LiveSimulatedRequest(SimulatedRequest):
         return self.streams[-1]
 
     def finish(self) -> None:
-        """Send the client all accepted tokens."""
+        """Complete the answer, and send the client all accepted tokens."""
         self.finished = True
         self.show(0)
 
     def show(self, holds_back: int) -> None:
-        """Send the client the accepted tokens, except the newest `holds_back`."""
+        """Send the client the accepted tokens except the last `holds_back`."""
         self.shown += self.accepted[len(self.shown) : max(0, len(self.accepted) - holds_back)]
 
 
 class LiveRequests(RequestsUnderWay):
-    """The requests of one process, simulated token by token."""
+    """The requests of one frontend process, simulated token by token."""
 
     def __init__(self, frontend: SimulatedFrontend, chance: Random) -> None:
         super().__init__(frontend, chance, crowded=True)
@@ -103,7 +105,7 @@ class LiveRequests(RequestsUnderWay):
         self._kernel.after(SECOND, self._tick)
 
     def unanswered(self) -> int:
-        """Return the number of requests that have had no answer yet."""
+        """Return the number of requests without an outcome; 0 after the process has ended."""
         return len(self.live) if self.open else 0
 
     def _new(self, id: str, model: str, tier: str) -> LiveSimulatedRequest:
@@ -239,7 +241,7 @@ class LiveRequests(RequestsUnderWay):
         self._kernel.after(int(duration * SECOND), self._emit, request, stream)
 
     def _emit(self, request: LiveSimulatedRequest, stream: SimulatedStream) -> None:
-        """Send the worker's next tokens, if the worker can compute them."""
+        """Generate the next tokens of a stream, or fail the attempt if the worker cannot compute them."""
         if not self.open or not stream.open or not stream.decodes:
             return
         machine, chance = stream.machine, self._chance
@@ -265,7 +267,7 @@ class LiveRequests(RequestsUnderWay):
             self.feed(request, on.Finished("length"))
 
     def _take(self, request: LiveSimulatedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
-        """Accept tokens of a stream. The caller passes only those of streams that are not cancelled."""
+        """Accept tokens of a stream, which must not be cancelled."""
         if not request.state.has_output:
             self.feed(request, on.FirstToken())
         request.accepted += tokens
@@ -285,14 +287,21 @@ class LiveRequests(RequestsUnderWay):
         self.live[request].stream.open = False
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """React to a request's worker being taken out of service; None: the worker is gone."""
+        """Handle that the worker of a request was taken out of service.
+
+        `endpoint` is None if the worker is no longer known.
+        """
         if endpoint is None or not endpoint.suspect:
             others = {one.key for one in self._look(request.model) if one.routable} - {request.endpoint.key}
             corrupt = endpoint is not None and endpoint.corrupt
             self.feed(request, on.WorkerUnhealthy(corrupt, others, self._progress(request)))
 
     def absorbed(self) -> None:
-        """Handle a batch of events: expose requests with tokens of convicted workers, and leave draining workers."""
+        """Handle a batch of events.
+
+        Requests with tokens of newly convicted workers are treated by their corruption policy, and requests leave draining
+        workers.
+        """
         for key, endpoint in self._table.endpoints.items():
             if not endpoint.corrupt:
                 self._convicted.discard(key)
@@ -313,7 +322,10 @@ class LiveRequests(RequestsUnderWay):
         self.feed(request, on.Exposed(first, key, carried, here, self._progress(request)))
 
     def _move(self, request: LiveSimulatedRequest, cause: PlannedCause) -> None:
-        """Start a planned move of a request: with its KV cache, by re-prefill or, if preempted, after a pause."""
+        """Start a planned move of a request.
+
+        The request moves with its KV cache or by re-prefill. A preempted request continues after a pause.
+        """
         state, chance = request.state, self._chance
         if not state.has_output or state.transfer is not None or stays(state.terms, len(request.accepted)):
             return
@@ -351,7 +363,10 @@ class LiveRequests(RequestsUnderWay):
             self.feed(request, on.Resumed())
 
     def _tick(self) -> None:
-        """Every second, retry parked requests, end those that have waited too long, and move some at random."""
+        """Advance all requests by one second.
+
+        Parked requests are retried, requests that have waited too long end, and a few are moved at random.
+        """
         if not self.open:
             return
         self._kernel.after(SECOND, self._tick)
@@ -366,7 +381,7 @@ class LiveRequests(RequestsUnderWay):
     # --- KV transfers -----------------------------------------------------------------------------------------------
 
     def _ask(self, request: LiveSimulatedRequest, target: Endpoint) -> None:
-        """Ask a worker to take over a request with its KV cache."""
+        """Ask a worker to continue a request with its KV cache."""
         source, machine = request.stream, self._machines[target.worker]
         request.target = SimulatedStream(machine, target.key, 0, False, source, decodes=False)
         request.target_at, request.asked_at = target, len(request.accepted)
@@ -385,7 +400,10 @@ class LiveRequests(RequestsUnderWay):
             self._advance(request, kv.TargetReserved() if taken else declined)
 
     def _committed(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
-        """Continue at the target, which has the KV cache. The source's last tokens may still be in transit."""
+        """Report that the target has received the KV cache and decodes.
+
+        The source's last tokens may still be in transit.
+        """
         source = target.after
         if not self.open or request.target is not target or source is None:
             return
@@ -425,7 +443,7 @@ class LiveRequests(RequestsUnderWay):
         return None
 
     def _adopt(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
-        """Read the target's stream from now on."""
+        """Continue the request with the target's stream."""
         endpoint, state = request.target_at, request.state
         assert state.last is not None
         request.sent, request.routed_under = self._breakers.routed(endpoint.key), self._table.number
