@@ -45,9 +45,9 @@ class Budget:
 @fast_constructor
 @dataclass(frozen=True, slots=True)
 class BudgetRank:
-    """The properties of one worker from which the ejection budget is computed.
+    """The properties of one worker that the computation of the ejection budget uses.
 
-    Of two doubted workers, the one with the lower `badness` is kept in service first.
+    Of two doubted workers, the worker with the lower `badness` is kept in service first.
     """
 
     budget: Budget

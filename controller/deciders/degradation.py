@@ -95,7 +95,7 @@ class DegradationPolicy:
         return Tiers(self.priority_tiers, self.tier_default)
 
     def slo(self, model: str) -> Slo | None:
-        """Return the SLO of `model`, or else the one of all models (`*`); None if neither is set."""
+        """Return the SLO of `model`, or else the default SLO of all models (`*`); None if neither is set."""
         return self.slos.get(model) or self.slos.get(ANY_MODEL)
 
 

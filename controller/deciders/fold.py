@@ -176,7 +176,7 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
 
 
 def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> Fleet:
-    """Apply an operator's request to the goldens that it names.
+    """Apply an operator's request to the goldens that the request names.
 
     A request that reached the stream after its deadline is ignored.
     """
@@ -193,7 +193,7 @@ def _requested(fleet: Fleet, fact: seen.GoldenRequested, recorded: Recorded) -> 
 
 
 def _revised(fleet: Fleet, fact: decided.GoldenAgreed, before: Golden | None) -> Fleet:
-    """Withdraw the charges of a provisional golden against workers that revised their own answer to it.
+    """Withdraw the charges of a provisional golden against its own voters that have revised their answer.
 
     Only workers in `fact.by` qualify, because these agreed on the new golden.
     """
@@ -301,7 +301,7 @@ def _observed(fleet: Fleet, worker: Worker, fact: seen.WorkerObservation, record
 
 
 def _intruded(fleet: Fleet, fact: seen.IntrusionRefused, cause: str) -> Fleet:
-    """Record an intrusion attempt in the health of the worker instance that made it, if the fact requires an ejection."""
+    """Record an intrusion attempt in the health of the responsible worker instance, if the fact requires an ejection."""
     worker = fleet.workers.get(fact.worker) if fact.eject else None
     if worker is None or worker.joined.instance != fact.instance:
         return fleet
@@ -401,7 +401,7 @@ def _golden(fleet: Fleet, fact: GoldenFact, cause: str) -> Fleet:
 
 
 def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
-    """Update, for each worker of these canary keys, the list of canaries with disputed answers."""
+    """Update each worker's list of canaries with disputed answers, for the workers of these canary keys."""
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet

@@ -168,7 +168,7 @@ def _requested(state: Golden | None, fact: seen.GoldenRequested, cause: str) -> 
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
-    """Return the last answer of a worker instance as a vote; None if no complete answer is known."""
+    """Return a worker instance's last complete answer to this canary, as a vote; None if none is known."""
     known = (*state.contradictions, *state.votes)
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
@@ -374,7 +374,10 @@ def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
 
 
 def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
-    """Return the votes of the workers in `by`. The first of them, with logprobs if possible, is the golden answer."""
+    """Return the votes of the workers in `by`. The first vote is the golden answer.
+
+    Votes with logprobs come before votes without them.
+    """
     return sorted((v for v in votes if v.worker in by), key=lambda v: not v.top_k)
 
 
@@ -433,9 +436,9 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
-    """Return whether enough workers contradict an agreed golden that it could be outvoted.
+    """Return whether at least `voters_min` workers contradict an agreed golden, so that voices must be counted.
 
-    Whether they have enough voices is not checked.
+    The result is False if the policy does not allow outvoting.
     """
     return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
 

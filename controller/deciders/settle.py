@@ -184,7 +184,7 @@ class _Settling:
         self.barred = new_kinds() - self.force.kinds
 
     def include_all(self, canary_key: str) -> None:
-        """Also evaluate all workers of a canary key from now on, because a decision about a golden changed them."""
+        """Select all workers of a canary key too, because a decision about a golden changed these workers."""
         same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
         self.selected = sorted({*self.selected, *same})
 

@@ -99,9 +99,9 @@ def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> I
 
 
 def _best(spares: Iterable[SpareView], lost: SpareView) -> SpareView | None:
-    """Return the best spare for a lost worker, by preference one on another host; None if no spare is of its kind.
+    """Return the best spare for a lost worker; None if no spare is of its kind.
 
-    Another host is preferred because a host failure affects every worker on the host.
+    A spare on another host is preferred, because a host failure affects every worker on the host.
     """
     able = (spare for spare in spares if spare.kind == lost.kind)
     return min(able, key=lambda one: (bool(lost.host) and one.host == lost.host, one.worker), default=None)

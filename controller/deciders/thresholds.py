@@ -38,7 +38,7 @@ class BusyThresholds:
         return self != NEVER
 
     def over(self, below: "BusyThresholds") -> "BusyThresholds":
-        """Return these thresholds. A threshold that is None here has its value from `below`."""
+        """Return these thresholds, in which each None is replaced by the value from `below`."""
         return replace(below, **{name: value for name, value in asdict(self).items() if value is not None})
 
 

@@ -220,10 +220,10 @@ class Prices:
         )
 
     def _crossover(self, at_once: int, queued_tokens: int) -> int | None:
-        """Return the number of missing tokens from which the other method than for one token is always faster.
+        """Return the number of missing tokens from which the faster method changes; None if one method is always faster.
 
-        None means that one method is faster at every length. The time of a transfer grows with each block, the time of a
-        re-prefill with each token. In each block, a transfer compares worst at the first token and best at the last one.
+        The comparison starts at one token. The time of a transfer grows with each block, and the time of a re-prefill with
+        each token. In each block, a transfer compares worst at the first token and best at the last one.
         """
         head_start = at_once * self.fixed_s - queued_tokens * self.token_s  # of re-prefill
         step = at_once * self.block_s

@@ -46,7 +46,7 @@ class Kernel:
         heappush(self._heap, (self.now + delay, tie, act, args))
 
     def run(self, until: int) -> None:
-        """Run all calls that are due by the time `until`, in microseconds, and advance the time to it."""
+        """Run all calls that are due by `until`, in microseconds, and then advance the virtual time to `until`."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, act, args = heappop(heap)

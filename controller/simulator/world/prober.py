@@ -92,7 +92,7 @@ class SimulatedProber:
             self.turns.clear()
 
     def round(self) -> None:
-        """Send a probe to each worker for which one is due."""
+        """Send a probe to each worker with a due probe."""
         if self.stalled:
             return
         fleet, now, turns = self.fleet(), self.kernel.now, self.turns

@@ -62,7 +62,7 @@ class SimulatedWorld(Surroundings, Protocol):
 
 
 class Operators:
-    """Simulates the operators. A command goes to any controller that is up. If none is, it is repeated later."""
+    """Simulates the operators. A command goes to any running controller, and is repeated later if no controller runs."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._kernel = world, world.kernel
