@@ -1,1 +1,4 @@
-"""An engine without a model. Batching and timing are realistic; its tokens reveal any loss."""
+"""The simulated engine, which has no model. Its batching and timing are realistic.
+
+Each token depends on all tokens before it, so that a lost token changes the rest of the answer.
+"""

@@ -1,6 +1,6 @@
-"""Real inference on torch: Llama-family models from a local folder, on CPU or CUDA.
+"""The transformers engine, which serves Llama-family models from a local folder with torch.
 
-If torch is not installed, importing anything from here raises TorchMissing with instructions.
+If torch is not installed, importing a module of this package raises TorchMissing with instructions.
 """
 
 from workers.engines.torch_missing import require_torch

@@ -1,20 +1,21 @@
-"""Attention over a paged KV cache with results that do not depend on the rest of the batch.
+"""Attention over a paged KV cache, with results that do not depend on the rest of the batch.
 
-A matrix product may sum in another order when its shape changes, and float addition is not associative. So the results of one
-prompt alone, in a batch, or replayed in other chunks would differ in the last bits, and occasionally in a token. Therefore
-every sum here has a fixed shape and order:
+A library may compute a matrix product in another order of additions when the product's shape changes, and float addition is not
+associative. So the results of one prompt alone, in a batch, or recomputed in other chunks would differ in the last bits, and
+occasionally in a token. Therefore every sum in this module has a fixed shape and order:
 
     scores   q · kᵀ   over the head's width                 one product per (block, KV head): always the same depth
     weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
     answer            over the blocks of a sequence         added one by one, in the order of positions
 
 Measured on CPU (MKL, fp32 and bf16, 1 to 4 threads): rows of such products are bit-identical for every number of rows that is a
-multiple of four, and for every number of products in one call. With one to three rows another kernel runs. So rows come in
-tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `make_exact` checks all this at start
-on the machine itself, and tries larger tiles where four are not enough.
+multiple of four, and for every number of products in one call. With one to three rows, the library runs another kernel. So rows
+are computed in tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `make_exact` checks all this
+at the engine's start on the machine itself. It tries larger tiles if tiles of four rows are not exact.
 
-The blocks in use are close together (the lowest free one is taken first), so a whole slice of the pool is computed without
-copying it. Blocks are gathered only if most of the slice belongs to other requests, or if blocks are shared.
+The blocks in use are close together, because the lowest free block is taken first. So attention reads a whole slice of the pool
+without copying it. The blocks are gathered into a copy only if most of the slice belongs to other requests, or if items of the
+call share blocks.
 """
 
 from collections.abc import Sequence as Sequential
@@ -23,14 +24,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCRATCH_FLOATS_MAX = 16 * 1024 * 1024  # of one score tensor; longer prompts are split into bands of rows
-_SPARSE = 3  # gather blocks if the slice that holds them is more than this many times larger
+SCRATCH_FLOATS_MAX = (
+    16 * 1024 * 1024
+)  # numbers in one score tensor; longer prompts are split into bands of rows
+_SPARSE = 3  # gather the blocks if the slice that contains them has more than this many times as many blocks
 
 
 class Pool:
-    """Keys and values of every block: [layer, block, KV head, token in block, head width].
+    """The keys and values of all KV blocks: tensors of shape [layer, block, KV head, token in block, head width].
 
-    The last block is a sink for padding rows: it is written and never read.
+    The keys and values of padding rows are written to an additional last block, `sink`, which is never read.
     """
 
     def __init__(
@@ -38,16 +41,16 @@ class Pool:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         shape = (layers, blocks + 1, kv_heads, block_tokens, width)
-        # Not zeroed here: a block is cleared when it is allocated, and unused memory is never touched.
+        # The memory is not zeroed here, because each block is cleared when it is allocated. So unused memory is never touched.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_tokens = block_tokens
         self.sink = blocks
-        # Of the last clearing:
+        # CUDA event of the last clearing of blocks; None on the CPU
         self.cleared = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def clear(self, blocks: Sequential[int]) -> None:
-        """Zero these blocks: masked values must not be NaN, because NaN times zero is NaN."""
+        """Set these blocks to zero. Masked values must not be NaN, because NaN times zero is NaN."""
         if blocks:
             index = torch.tensor(sorted(set(blocks)), device=self.keys.device)
             self.keys[:, index] = 0
@@ -56,30 +59,33 @@ class Pool:
                 self.cleared.record()
 
     def clear_end(self, block: int, first: int) -> None:
-        """Zero a block's tokens from `first` on, for the same reason: the block was received from another worker."""
+        """Set a block's tokens from index `first` on to zero, because a block from another worker may contain NaN there."""
         self.keys[:, block, :, first:] = 0
         self.values[:, block, :, first:] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The blocks that one attention call reads, per item. Built once per step and used in every layer.
+    """The KV blocks that one attention call reads. An item of the call is one sequence with its query rows.
 
-    `picked` are the pool's rows (a slice, or an index if sparse). `query_of` is the item of each picked block. `hidden` is
-    [picked, item rows or 1, block tokens], True where attention is masked. `order` lists the picked blocks item by item in
-    order of position, and `owner` the item of each.
+    A span of decoding sequences is built once per step and used in every layer.
     """
 
-    items: int
-    picked: slice | Tensor
-    query_of: Tensor
-    hidden: Tensor
-    order: Tensor
-    owner: Tensor
+    items: int  # number of items
+    picked: (
+        slice | Tensor
+    )  # the pool's blocks that are read: a slice, or an index tensor if they are gathered
+    query_of: Tensor  # for each picked block, the item that its queries come from
+    hidden: Tensor  # [picked, item rows or 1, block tokens]: True where attention is masked
+    order: Tensor  # indexes into the picked blocks, item by item, in order of position
+    owner: Tensor  # for each entry of `order`, the item of that block
 
 
 def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.device) -> Span:
-    """Return the span of items with the block lists `tables`; `hidden` is True where attention is masked."""
+    """Return the span of the items. `tables` has one list of blocks per item.
+
+    `hidden` is [block, item rows or 1, block tokens], over the blocks of all items in order, and True where attention is masked.
+    """
     blocks = [block for table in tables for block in table]
     owner = torch.tensor([item for item, table in enumerate(tables) for _ in table], device=device)
     low, high = min(blocks), max(blocks) + 1
@@ -96,10 +102,10 @@ def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.devi
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
-    """Return softmax(queries · keysᵀ) · values per item.
+    """Return softmax(queries · keysᵀ) · values for each item, in the shape of `queries`.
 
-    `queries` is [item, KV head, row, width], already scaled, its rows in whole tiles; `keys` and `values` are one layer of the
-    pool. The result has the shape of `queries`.
+    `queries` is [item, KV head, row, width]. The queries are already scaled, and the number of rows is a multiple of the tile.
+    `keys` and `values` are one layer of the pool.
     """
     items, heads, rows, width = queries.shape
     keys, values = keys[over.picked], values[over.picked]
@@ -121,10 +127,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
 def banded(
     queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor, tile: int
 ) -> Tensor:
-    """Attend for one item with many rows, in bands that bound the scratch memory.
+    """Return the attention of one item with many rows, computed in bands of rows that limit the scratch memory.
 
-    `queries` is [KV head, row, width], its rows in whole tiles. `first` is each row's position: a row sees every token up to
-    its own.
+    `queries` is [KV head, row, width], and the number of rows is a multiple of `tile`. `table` lists the item's blocks. `first`
+    has the position of each row's token. A row attends to all tokens up to and including that position.
     """
     heads, rows, _ = queries.shape
     tokens = keys.shape[2]
@@ -140,7 +146,7 @@ def banded(
 
 
 def _highest(blocks: Tensor, over: Span) -> Tensor:
-    """Return the maximum of each item over its blocks, in any order."""
+    """Return, for each item, the maximum over the item's blocks. The order does not matter."""
     if over.items == 1:
         return blocks[over.order].amax(dim=0, keepdim=True)
     index = over.owner.view(-1, 1, 1).expand(-1, *blocks.shape[1:])
@@ -149,6 +155,6 @@ def _highest(blocks: Tensor, over: Span) -> Tensor:
 
 
 def _added(blocks: Tensor, over: Span) -> Tensor:
-    """Return the sum of each item over its blocks, added in the order of positions."""
+    """Return, for each item, the sum over the item's blocks, added in the order of positions."""
     start = torch.zeros((over.items, *blocks.shape[1:]), dtype=blocks.dtype, device=blocks.device)
     return start.index_add_(0, over.owner, blocks[over.order])

@@ -1,14 +1,13 @@
-"""Tracks which KV cache blocks are free, held, or kept for prompts with the same prefix.
+"""Tracks which KV cache blocks are free, held by requests, or kept for requests with the same prefix.
 
     free ── take ──▶ held by one ── name ──▶ held, by any number ── last release ──▶ idle ── evicted ──▶ free
       ▲                  │                       ▲                                     │
       └──── release ─────┘                       └────────────── share ────────────────┘
 
-A full computed block gets the name of its prefix (`events.blocks`), and then never changes again. If no other block is free,
-idle blocks are reused, the one released longest ago first; the end of a prompt goes before its beginning. Changes of names are
-announced. A name is a hash, and a prompt could be crafted to match another's, so the tokens are compared, too.
-
-No torch, no clock, no thread.
+A full computed block gets a name, which is the hash of its prefix (`events.blocks`), and then never changes again. An idle block
+has a name, but no request holds it. If no block is free, the block that has been idle longest is evicted. Of one released
+request, later blocks are evicted before earlier ones. Changes of names are reported by KV events. The tokens of blocks are
+compared in addition to the names, because a prompt could be crafted to have the same hash as another.
 """
 
 from collections.abc import Sequence
@@ -17,36 +16,36 @@ from events.kv import Cleared, KvEvent, Removed, Stored
 
 
 class Blocks:
-    """The blocks of one engine. The lowest free block is taken first, so that blocks in use stay close together."""
+    """The KV blocks of one engine. The lowest free block is taken first, so that blocks in use stay close together."""
 
     def __init__(self, count: int, tokens: int) -> None:
         self.count = count
         self.tokens = tokens
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
-        self._idle: dict[int, None] = {}  # blocks with a name and no holder, in the order of their reuse
+        self._idle: dict[int, None] = {}  # blocks with a name that no request holds, the next to evict first
         self._named: dict[int, int] = {}  # name -> block
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its name and its tokens
         self._events: list[KvEvent] = []
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be taken."""
+        """Number of blocks that can be taken: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Number of blocks with a holder."""
+        """Number of blocks that requests hold."""
         return self.count - self.free
 
     @property
     def takeable(self) -> list[int]:
-        """The blocks that can be taken."""
+        """The blocks that can be taken: the free ones, then the idle ones."""
         return [*self._free, *self._idle]
 
     @property
     def holders(self) -> list[int]:
-        """Number of holders of each block."""
+        """For each block, the number of requests that hold it."""
         return list(self._holders)
 
     @property
@@ -60,11 +59,14 @@ class Blocks:
         return None if found is None else found[0]
 
     def needed(self, tokens: int) -> int:
-        """Return how many blocks hold this many tokens."""
+        """Return the number of blocks that are needed for this many tokens."""
         return -(-tokens // self.tokens)
 
     def take(self) -> int:
-        """Return a block without other holders; the caller must clear its contents."""
+        """Allocate a block for one request and return the block. The caller must clear its contents.
+
+        If no block is free, an idle block is evicted. At least one block must be free or idle.
+        """
         if self._free:
             block = self._free.pop()
         else:
@@ -75,7 +77,7 @@ class Blocks:
         return block
 
     def give_back(self, blocks: list[int]) -> None:
-        """Release the blocks of one request."""
+        """Release the blocks of one request, and empty the list `blocks`."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -89,7 +91,7 @@ class Blocks:
     # --- shared prefixes
 
     def find(self, names: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest cached prefix of `tokens`."""
+        """Return the blocks of the longest cached prefix of `tokens`. `names` are the names of its full blocks."""
         found: list[int] = []
         for place, name in enumerate(names):
             block = self._named.get(name)
@@ -100,19 +102,20 @@ class Blocks:
         return found
 
     def unheld(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks have no holder, so that `free` counts them."""
+        """Return how many of these blocks no request holds. `free` counts these blocks."""
         return sum(not self._holders[block] for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a holder to blocks with a name."""
+        """Record that one more request holds these blocks, which must have names."""
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
     def name(self, block: int, name: int, parent: int | None, tokens: Sequence[int]) -> None:
-        """Give a full block its name, so that other requests can find it.
+        """Give a full block its name, so that other requests can find the block.
 
-        If another block has the name, or no block has the name of its parent, the block stays private to its request.
+        `parent` is the name of the block before, or None for the first block, and `tokens` are the block's tokens. If another
+        block already has this name, or no block has the parent's name, the block stays private to its request.
         """
         if name in self._named or (parent is not None and parent not in self._named):
             return
@@ -124,7 +127,7 @@ class Blocks:
             self._events.append(Stored([name], parent))
 
     def forget_names(self) -> None:
-        """Remove the names of all blocks, so that no other request finds them."""
+        """Remove the names of all blocks, so that no request finds them later. Idle blocks become free."""
         if not self._named and not self._events:
             return
         self._named.clear()
@@ -135,7 +138,7 @@ class Blocks:
         self._events = [Cleared()]
 
     def take_events(self) -> list[KvEvent]:
-        """Return the changes of names since the last call."""
+        """Return the KV events, which are the changes of names, since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,10 +1,10 @@
-"""The transformers engine: a thread that steps a real model, and its interface to the worker.
+"""The transformers engine's interface to the worker, and the thread that runs the model's steps.
 
     worker's loop ── submit, cancel ──▶ inbox ──▶ engine's thread: plan → compute → choose ──▶ deliver
 
-The thread sleeps while there is no work. Calls from the loop are put into an inbox, which the thread empties between two steps.
-Values that the loop reads (phase, load) are replaced whole by the thread. Moves share the block tables with the thread, under a
-lock (moving.py).
+The thread sleeps while there is no work. Calls from the worker's event loop are put into an inbox, which the thread empties
+between two steps. The phase, which the loop reads, is an immutable object that the thread replaces. The load and moves
+(moving.py) use the block tables under a lock that the thread uses, too.
 """
 
 import asyncio
@@ -41,12 +41,16 @@ from workers.kv_transfer.messages import Description
 
 log = structlog.get_logger(__name__)
 
-STOP_DEADLINE_S = 1.5  # less than the worker waits
+STOP_DEADLINE_S = 1.5  # wait for the thread's end; the worker waits longer for the engine's stop
 FAILURES_MAX = 3  # consecutive failed steps after which the engine is dead
 
 
 class TransformersEngine:
-    """An `Engine` around a Llama-family model in a local folder. `check` determines whether it is exact here."""
+    """An `Engine` that serves a Llama-family model from a local folder.
+
+    At the start, `check` determines whether the model is exact on this machine: whether its logits depend on the rest of the
+    batch.
+    """
 
     def __init__(self, settings: TransformersSettings, check: Check = make_exact) -> None:
         self._settings = settings
@@ -59,8 +63,10 @@ class TransformersEngine:
         self.kv: tuple[Description, ...] = ()
         self._inbox: deque[Callable[[Stepper], None]] = deque()
         self._wake = threading.Condition()
-        self._busy = False  # whether the last turn had work
-        self._changed = False  # whether there may be new work
+        self._busy = False  # whether there was work in the last iteration of the engine's thread
+        self._changed = (
+            False  # blocks or a slot have become free, so that waiting requests may be able to run
+        )
         self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
@@ -72,10 +78,13 @@ class TransformersEngine:
         self._thread: threading.Thread | None = None
 
     async def start(self, deliver: Deliver, announce: Announce = discard_events) -> None:
-        """Load the model, check and measure it, and start to step. Raise EngineDead with the reason if it cannot."""
+        """Load the model, check whether it is exact, measure its speed, and begin to run steps.
+
+        Raise EngineDead with the reason if the model cannot be served.
+        """
         self._deliver, self._announce = deliver, announce
         ready: Future[str | None] = Future()
-        ready.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
+        ready.set_running_or_notify_cancel()  # from now on, a cancelled caller cannot cancel this future
         self._thread = threading.Thread(
             target=self._main, args=(ready.set_result,), name="engine", daemon=True
         )
@@ -92,13 +101,13 @@ class TransformersEngine:
         self.moves = TorchMoves(self.stepper, self._put, self._wake_up)
 
     def awaits(self) -> Awaits | None:
-        """Report that the model is loading, until the engine steps."""
+        """Return that the model is loading, or None once it is loaded."""
         if self._stepper is not None:
             return None
         return Awaits(f"it is loading {self._settings.folder}", self.identity.model)
 
     def submit(self, key: int, request: Generate) -> None:
-        """Accept a request, or deliver its refusal at once."""
+        """Put a request into the inbox, or deliver an error at once if the request cannot be accepted."""
 
         def submit(stepper: Stepper) -> None:
             if chunk := stepper.submit(key, request):
@@ -110,28 +119,28 @@ class TransformersEngine:
             self._put(submit)
 
     def cancel(self, key: int) -> None:
-        """Drop a request before the next step. Resources reserved for its move are freed at once."""
+        """Drop a request before the next step. Blocks and slots reserved for its move are freed at once."""
         if self.moves is not None:
             self.moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
 
     def trust(self, trusted: bool) -> None:
-        """Drop the prefix cache before the next step, and keep none until it is trusted."""
+        """Drop the prefix cache before the next step. If not `trusted`, keep no prefix cache until it is trusted again."""
         self._put(lambda stepper: stepper.trust(trusted))
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once, from the next step on."""
+        """Limit the running batch to this share of its full size, from the next step on."""
         self._put(lambda stepper: stepper.limit_batch(share))
 
     def export(self, key: int) -> TransformersExport | None:
-        """Prepare to move a decoding request."""
+        """Prepare to move a request to another worker. Return None if the request cannot move, see `Engine.export`."""
         if self.moves is None or self._stepper is None:
             return None
         departure = self._stepper.depart(key)
         return None if departure is None else TransformersExport(self.moves, departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TransformersImport | str:
-        """Reserve the blocks for an arriving request, or return why not."""
+        """Reserve the KV blocks for an arriving request, or return the reason for a refusal."""
         if self.moves is None or self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         arrival = self._stepper.refusal(request) or self._stepper.reserve(key, request, room_tokens)
@@ -142,34 +151,40 @@ class TransformersEngine:
         return self._phase
 
     def load(self) -> Load:
-        """Return the current load, including requests received since the last step."""
+        """Return the current load. Calls in the inbox, which are nearly always new requests, count as waiting requests."""
         load = Load() if self._stepper is None else self._stepper.load()
         return msgspec.structs.replace(load, waiting=load.waiting + len(self._inbox))
 
     def ranks(self) -> list[Load]:
-        """Return nothing: there is one rank."""
+        """Return an empty list, because this engine has only one rank."""
         return []
 
     async def check(self) -> None:
-        """Raise EngineDead if the engine's thread has ended."""
+        """Raise EngineDead if the engine's thread has failed, several steps failed in a row, or a rehearsal killed the engine."""
         if self._stepper is not None and self._stepper.faults.dead:
             raise EngineDead("the transformers engine died, as the rehearsal asked")
         if self._dead is not None:
             raise EngineDead(self._dead)
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Inject a fault: error, corrupt, drift, sampler, slow, bitflip (argument: its seed), die, heal."""
+        """Inject a fault, see `TorchFaults`: error, corrupt, drift, sampler, slow, bitflip or die. `heal` ends all but `die`.
+
+        Return False if the fault is unknown, or if the model is not loaded yet.
+        """
         faults = None if self._stepper is None else self._stepper.faults
         return faults is not None and faults.inject(fault, argument)
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End this fault."""
+        """End one fault. Other faults stay active."""
         if self._stepper is not None:
             faults = self._stepper.faults
             faults.heal(fault)
 
     async def stop(self) -> None:
-        """Stop after the current step, and free everything."""
+        """Stop after the current step and free all resources.
+
+        If the step takes longer than STOP_DEADLINE_S, return without freeing them.
+        """
         self._stopping.set()
         with self._wake:
             self._wake.notify_all()
@@ -221,7 +236,7 @@ class TransformersEngine:
         self.kv = (_description(self.identity, stepper),)
 
     def _wait(self) -> bool:
-        """Wait until there is work; False when the engine must stop."""
+        """Wait until there is work, then return True. Return False when the engine must stop."""
         with self._wake:
             while not (self._inbox or self._busy or self._changed or self._stopping.is_set()):
                 self._phase = Phase(since=time.monotonic())
@@ -230,12 +245,12 @@ class TransformersEngine:
         return not self._stopping.is_set()
 
     def _turn(self) -> bool:
-        """Process the inbox, run one step and deliver its output; False if no request can continue."""
+        """Process the inbox, run one step and deliver its output. Return False if no request can continue."""
         stepper = self.stepper
         while self._inbox:
             self._inbox.popleft()(stepper)
         if stepper.faults.dead:
-            self._stopping.wait(0.05)  # a dead engine does nothing; the worker detects it by `check`
+            self._stopping.wait(0.05)  # a dead engine runs no steps; the worker detects its death by `check`
             return stepper.busy
         began = time.monotonic()
         works = stepper.plan()
@@ -268,7 +283,7 @@ class TransformersEngine:
         if self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         schedule = self._stepper.schedule
-        with self._stepper.lock:  # the engine's thread moves them
+        with self._stepper.lock:  # the engine's thread changes these lists
             canaries, room = schedule.canaries, schedule.room
             waiting = len(schedule.waiting) + len(self._inbox)
         full = waiting - canaries >= self._settings.waiting_max + room
@@ -288,7 +303,7 @@ class TransformersEngine:
 
     @property
     def stepper(self) -> Stepper:
-        """The engine's stepper. The engine must have started."""
+        """The engine's stepper. The model must have been loaded."""
         assert self._stepper is not None, "the engine has not started"
         return self._stepper
 

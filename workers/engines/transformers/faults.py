@@ -1,8 +1,8 @@
-"""Faults that can be injected into the transformers engine, for rehearsals.
+"""Injects faults into the transformers engine, for rehearsals.
 
-Memory faults are put into named weights and undone again. They imitate a particle strike, a weak cell or a bad bus: one flipped
-bit of one number, a row of zeros, a tile of zeros. Each kind is drawn from a seed, weight by weight in proportion to its size,
-so that the same seed gives the same fault.
+Memory faults change the values of named weights, and can be undone. They imitate a particle strike, a weak memory cell or a bad
+bus: one flipped bit of one number, a row of zeros, or a tile of zeros. A seeded random generator selects the weight, in
+proportion to its size, and the index, so that the same seed gives the same fault.
 """
 
 import random
@@ -16,7 +16,7 @@ from torch import Tensor
 from events.errors import HoldfastError
 from workers.engines.faults import EngineFaults
 
-TILE = 16  # the side of a zeroed tile, as one matrix unit processes it
+TILE = 16  # rows and columns of a zeroed tile: the size that one matrix unit of a GPU processes
 
 
 class NotFloat32(HoldfastError):
@@ -25,20 +25,23 @@ class NotFloat32(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class WeightFault:
-    """One fault: the weight, the index in it and the change. `bit` counts from the lowest of the number's 32."""
+    """A memory fault at one index of one weight."""
 
     weight: str
     row: int
     column: int
-    kind: str
-    bit: int | None = None
+    kind: str  # one of KINDS
+    bit: int | None = (
+        None  # the flipped bit of the float32 number, 0 for the lowest; None: the kind flips no bit
+    )
 
     def __str__(self) -> str:
         what = f"bit {self.bit} of" if self.bit is not None else f"{self.kind} at"
         return f"{what} {self.weight}[{self.row}, {self.column}]"
 
 
-# The bit that each kind flips; None: not a bit. float32 is 1 sign bit (31), 8 exponent bits (30–23), 23 mantissa bits.
+# Draws the bit that each kind flips; None: the kind flips no bit. A float32 has 1 sign bit (31), 8 exponent bits (30–23) and 23
+# mantissa bits.
 KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
     "any one bit": lambda draw: draw.randrange(32),
     "exponent top bit": lambda draw: 30,
@@ -52,7 +55,7 @@ KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
 
 
 def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) -> WeightFault:
-    """Draw one fault of a kind; every number of every matrix is equally likely."""
+    """Return a random fault of this kind, drawn with `draw`. Every number of every matrix is equally likely to be selected."""
     matrices = [name for name, weight in weights.items() if weight.dim() == 2]
     name = draw.choices(matrices, [weights[name].numel() for name in matrices])[0]
     rows, columns = weights[name].shape
@@ -60,7 +63,7 @@ def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) ->
 
 
 class WeightFaultInjector:
-    """Injects faults into weights, and keeps the original values to restore them."""
+    """Injects faults into weights, and keeps the original values so that `heal` can restore them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -69,7 +72,7 @@ class WeightFaultInjector:
 
     @torch.inference_mode()
     def inflict(self, fault: WeightFault) -> None:
-        """Put a fault into its weight. Raise NotFloat32."""
+        """Change the weight as the fault says. Raise NotFloat32 if a bit of a number that is not float32 would be flipped."""
         weight = self._weights[fault.weight]
         place = weight[fault.row : fault.row + 1, fault.column : fault.column + 1]
         if fault.kind == "one row zeroed":
@@ -83,7 +86,7 @@ class WeightFaultInjector:
 
     @torch.inference_mode()
     def heal(self) -> None:
-        """Restore everything, the last fault first."""
+        """Restore the original values of all weights, the last fault first."""
         while self._before:
             place, before = self._before.pop()
             place.copy_(before)
@@ -101,12 +104,13 @@ def _flipped(place: Tensor, bit: int) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class TorchFaults(EngineFaults):
-    """The faults active in the transformers engine now.
+    """The faults that are active in the transformers engine now.
 
-    `bitflip` flips any one bit of one weight; its argument is the seed that selects them. Healing it restores all flipped bits.
+    In addition to the faults of `EngineFaults`, `bitflip` flips one bit of one weight. Its argument is the seed that selects the
+    weight and the bit. Healing `bitflip` restores all flipped bits.
     """
 
-    # Queue for the engine's thread: the seed of a bit flip to inject, or None to undo all flips.
+    # Queue for the engine's thread. An entry is the seed of a bit flip to inject, or None to undo all flips.
     surgery: deque[int | None] = field(default_factory=deque)
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
@@ -120,17 +124,20 @@ class TorchFaults(EngineFaults):
         EngineFaults.heal(self, fault, rank)
 
     def misled(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token as the faulty engine outputs it, but never one of `spared` in place of the right one."""
+        """Return the token that the engine with its `sampler` and `corrupt` faults outputs instead of `token`.
+
+        A token in `spared` is never output in place of another token, and `corrupt` never replaces one.
+        """
         drawn = self.drawn(token, temperature, 0, vocabulary)
         token = token if drawn in spared else drawn
         altered = token if token in spared else self.altered(token, 0, vocabulary)
         return token if altered in spared else altered
 
     def drifted(self, logits: Tensor) -> Tensor:
-        """Return drifted logits. They are scaled, so that greedy tokens stay the same."""
+        """Return the logits with the `drift` fault applied. The logits are scaled, so greedy tokens stay the same."""
         return logits * (1.0 + self.drift) if self.drift else logits
 
 
 def bit_flip(weights: dict[str, Tensor], seed: int) -> WeightFault:
-    """Return the fault of a `bitflip` with this seed."""
+    """Return the weight fault that the fault `bitflip` injects with this seed."""
     return draw_fault(weights, "any one bit", random.Random(seed))

@@ -1,4 +1,4 @@
-"""Loads a model's folder, or reports why it cannot be served."""
+"""Loads a model from a local folder, and computes the folder's revision."""
 
 import mmap
 from pathlib import Path
@@ -11,12 +11,12 @@ from workers.engines.engine import EngineDead
 from workers.engines.transformers.model import HfModule, Model
 from workers.engines.transformers.settings import TransformersSettings
 
-_PIECE = 64 * 1024 * 1024  # hashed at once
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families with the layers of `Layer`
+_PIECE = 64 * 1024 * 1024  # bytes of a file that are hashed at once
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types with layers that `Layer` can represent
 
 
 def load_model(settings: TransformersSettings) -> Model:
-    """Load a folder's model. Raise EngineDead with the reason if it cannot be served."""
+    """Load the model of the settings' folder. Raise EngineDead with the reason if the model cannot be served."""
     import transformers
     from transformers.utils import logging
 
@@ -50,15 +50,19 @@ def _loaded(folder: Path, config: HfModule, dtype: torch.dtype) -> HfModule:
 
 def _refuse_moving_rotations(folder: Path, config: HfModule) -> None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):  # they change with the sequence: no step could be repeated exactly
+    if kind in (
+        "dynamic",
+        "longrope",
+    ):  # they change with the sequence's length, so no step could be repeated exactly
         raise EngineDead(f"{folder} uses {kind} rotary embeddings, which this engine does not support.")
 
 
 def revision_of(folder: Path) -> str:
-    """Return the revision of a model folder: a short hash of its content, 16 hex digits. Raise EngineDead if it is not one.
+    """Return the revision of a model folder, which is a hash of its content (16 hex digits).
 
-    Two folders with the same weights and configuration have the same revision wherever they are; one flipped bit makes another.
-    xxh3 is as fast as the disk, and the weights are about to be read anyway.
+    Two folders have the same revision if and only if their weights and configuration are the same. One flipped bit gives another
+    revision. The hash (xxh3) is as fast as the disk, and the weights are read soon after in any case. Raise EngineDead if the
+    folder is not a model folder.
     """
     weights = sorted(folder.glob("*.safetensors"))
     config = folder / "config.json"

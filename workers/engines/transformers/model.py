@@ -1,10 +1,11 @@
-"""A Llama-family model, and its forward pass over the rows of one engine step.
+"""The forward pass of a Llama-family model over the tokens of one engine step.
 
-The weights are Hugging Face's own modules (`loading.py`). The forward pass is implemented here, because Holdfast must control
-the KV cache: requests join and leave batches at any step, blocks move to another worker, and faults are put into named weights.
+The weights are in Hugging Face's modules (`loading.py`). The forward pass is Holdfast's own, because Holdfast must control the
+KV cache. Requests join and leave the batch at any step, KV blocks move to other workers, and faults are injected into named
+weights.
 
-Q, K and V are one matrix here, gate and up another. The modules' parameters are views of them, so that a fault in a named
-parameter affects the computation.
+The weights of the Q, K and V projections are fused into one matrix, and those of the gate and up projections into another. The
+modules' parameters are views of the fused matrices, so that a fault in a named parameter affects the computation.
 """
 
 import random
@@ -22,21 +23,21 @@ from workers.engines.transformers.attention import Pool, Span, attend, banded, s
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
-# the rows of a matrix product are a multiple of the first of these that is exact: see attention.py
+# TILES: the number of rows of a matrix product is a multiple of the first of these that is exact, see attention.py
 HfModule = Any
 """A module or configuration of Hugging Face; its attributes depend on the family."""
 
 TILES = (4, 8, 16)
 
-_PROMPT = 80
-_PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
-_OTHERS = 3
-_ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so one prompt often shows none
+_PROMPT = 80  # tokens of a prompt of the exactness check
+_PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # lengths of its pieces, which add up to _PROMPT
+_OTHERS = 3  # number of other sequences in the batch of the check
+_ROUNDS = 6  # number of prompts; one is too few, because rounding to 16 bits hides most differences
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer, ready for computation."""
+    """The weights of one decoder layer, partly fused. A bias or norm is None if the model has none."""
 
     norm: Tensor
     qkv: Tensor
@@ -59,19 +60,19 @@ Prompt = tuple[int, int, list[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one step, as every layer needs them. `decoding` sequences come first, one row each."""
+    """The rows of one step, prepared once for all layers. Each row is one token of a sequence, or padding."""
 
-    cos: Tensor
+    cos: Tensor  # rotary embedding of each row's position
     sin: Tensor
-    blocks: Tensor
-    offsets: Tensor
-    decoding: int
-    over: Span | None
-    prompts: list[Prompt]
+    blocks: Tensor  # KV block into which each row's keys and values are written
+    offsets: Tensor  # index of each row's token in the block
+    decoding: int  # number of decoding sequences; their rows come first, one row each
+    over: Span | None  # the blocks that the decoding sequences read; None: there are no such sequences
+    prompts: list[Prompt]  # the sequences with several rows
 
 
 class Model:
-    """A loaded model. Not thread-safe: one engine thread computes."""
+    """A loaded model. It is not thread-safe, because only the engine's thread computes with it."""
 
     def __init__(self, module: HfModule, *, context_tokens: int) -> None:
         config = module.config
@@ -100,14 +101,15 @@ class Model:
         )  # fmt: skip
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by their names in the folder."""
+        """Return the weights by their names in the model's files."""
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
     @torch.inference_mode()
     def forward(self, works: Sequential[SequenceWork], pool: Pool, *, every: bool = False) -> Tensor:
-        """Compute one step: store keys and values, and return float32 logits for each work that samples, in order.
+        """Compute one step, store the tokens' keys and values in the pool, and return float32 logits.
 
-        Works of a single token come first. `every`: return a row of logits for every token instead.
+        The result has one row for each work that samples, in order, or one row for every token if `every` is set. Works of a
+        single token must come first.
         """
         x = self.hidden(works, pool)
         count = sum(work.count for work in works)
@@ -115,9 +117,9 @@ class Model:
 
     @torch.inference_mode()
     def hidden(self, works: Sequential[SequenceWork], pool: Pool) -> Tensor:
-        """Compute one step: store keys and values, and return the last layer's rows: one per token, then padding.
+        """Compute one step, store the tokens' keys and values in the pool, and return the hidden states of the last layer.
 
-        Works of a single token come first.
+        The result has one row per token, in order, and then rows of padding. Works of a single token must come first.
         """
         tokens = [
             token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]
@@ -164,7 +166,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, x: Tensor, wanted: list[int]) -> Tensor:
-        """Return float32 logits for some of the rows that `hidden` returned."""
+        """Return float32 logits for the rows `wanted` of the hidden states `x`, which `hidden` has returned."""
         padded = wanted + wanted[-1:] * (-len(wanted) % self.tile)
         if not padded:
             return torch.empty((0, self.vocabulary), device=self.device)
@@ -218,7 +220,7 @@ def _context(config: HfModule, wanted: int) -> int:
     limits = [wanted, int(config.max_position_embeddings)]
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
-        limits.append(int(window))  # within its window, sliding attention equals full attention
+        limits.append(int(window))  # up to the window's length, sliding attention equals full attention
     return min(limits)
 
 
@@ -234,7 +236,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sampling_rows(works: Sequential[SequenceWork]) -> list[int]:
-    """Return the row of each work that samples, in order: that of its last token."""
+    """Return, for each work that samples, the row of its last token in the step."""
     rows, end = [], 0
     for work in works:
         end += work.count
@@ -265,7 +267,10 @@ def _layer(layer: HfModule) -> Layer:
 
 
 def _fuse(*linears: HfModule) -> tuple[Tensor, Tensor | None]:
-    """Join linear maps into one, and make their parameters views of it."""
+    """Concatenate the weights and biases of linear modules, and make the modules' parameters views of the result.
+
+    Return the weight and the bias; the bias is None if the modules have none.
+    """
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
     start = 0
@@ -279,24 +284,27 @@ def _fuse(*linears: HfModule) -> tuple[Tensor, Tensor | None]:
 
 
 def _aligned(module: HfModule) -> Tensor:
-    """Return a module's weight at an aligned address: a library may choose its kernel by alignment."""
+    """Return a module's weight, moved to a 64-byte aligned address if necessary.
+
+    A library may choose its kernel by the alignment, and other kernels may give other results.
+    """
     weight: Tensor = module.weight
     if weight.data_ptr() % 64:
         weight.data = weight.data.clone()
     return weight
 
 
-# sets the model's tile, and returns whether it is exact with it
+# a function that sets the model's tile, and returns whether the model is exact with this tile
 Check = Callable[[Model, Pool, Blocks], bool]
 
 
 def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Set the smallest tile of rows with which the model is exact here; False if there is none.
+    """Set the smallest tile of rows with which the model is exact on this machine. Return False if there is no such tile.
 
-    The engine's exactness depends on how the installed libraries add: see attention.py. They may add differently on another
-    processor, so exactness is checked at start on the model itself, bit by bit. The check compares the logits of a prompt read at
-    once with those of the same prompt read in uneven pieces, with other sequences in the batch. It takes a few steps and covers
-    every matrix of the model.
+    A model is exact if its logits do not depend on the rest of the batch or on the chunks of a prompt. This depends on the order
+    of additions in the installed libraries, which may differ between processors, see attention.py. So the model itself is checked
+    at the engine's start. The check computes a prompt at once, and again in uneven pieces with other sequences in the batch, and
+    compares the logits bit by bit. It takes a few steps and covers every matrix of the model.
     """
     for model.tile in TILES:
         if is_exact(model, pool, blocks):
@@ -306,7 +314,10 @@ def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Return whether the logits of some prompts are bit-identical however they are read. Restores the pool."""
+    """Return whether some prompts have bit-identical logits if they are computed at once and in pieces.
+
+    All blocks that the check allocates are released.
+    """
     return all(_reads_alike(model, pool, blocks, random.Random(seed)) for seed in range(_ROUNDS))
 
 
@@ -315,7 +326,7 @@ def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) 
         _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_OTHERS + 2) - blocks.tokens
     )
     if length < _PROMPT:
-        return False  # only an engine in tests is this small
+        return False  # the context or the pool is too small for the check, which only happens in tests
     reader = _Reader(model, pool, blocks)
     tokens = [draw.randrange(model.vocabulary) for _ in range(length)]
     whole, pieces = _sequence(tokens), _sequence(tokens)
@@ -340,7 +351,10 @@ class _Reader:
         self._model, self._pool, self._blocks = model, pool, blocks
 
     def read(self, parts: list[tuple[TorchSequence, int]]) -> dict[TorchSequence, torch.Tensor]:
-        """Read `count` tokens of each sequence in one step; return their logits."""
+        """Compute the next tokens of some sequences in one step, and return the logits of these tokens by sequence.
+
+        `parts` has each sequence and the number of its tokens to compute.
+        """
         works = []
         for sequence, count in parts:
             while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):

@@ -1,7 +1,7 @@
-"""The transformers engine's `Export` and `Import`: requests that move with their KV blocks.
+"""The transformers engine's `Export` and `Import`, which move requests with their KV blocks.
 
-Their methods run on the worker's loop. Separate threads copy blocks in parallel with the engine's thread. Blocks
-released while they are copied are freed when the copy has ended. Requests stop, resume and start between two steps.
+Their methods run on the worker's event loop. Separate threads copy blocks in parallel with the engine's thread. If blocks are
+released during a copy, they become free when the copy has ended. Requests stop, resume and start between two steps.
 """
 
 import asyncio
@@ -22,21 +22,22 @@ from workers.engines.transformers.schedule import TorchArrival, TorchDeparture
 from workers.engines.transformers.stepper import Stepper
 from workers.kv_transfer.messages import Buffer
 
-HOLD_S = 10.0  # for the end of the current step
-COPY_S = 2.0  # for the end of the current copy, which takes milliseconds
+HOLD_S = 10.0  # longest wait for the end of the current step
+COPY_S = 2.0  # longest wait for the end of the current copy, which takes milliseconds
 COPIES_AT_ONCE = 2
 T = TypeVar("T")
 Between = Callable[[Callable[[Stepper], None]], None]
 
 
 class Copier:
-    """Copies whole blocks out of one pool to bytes, and back, while the model computes. May be called from several threads.
+    """Copies whole KV blocks from a pool to bytes, and back, while the model computes. May be called from several threads.
 
-    a block    [layer][keys, values][KV head][token][head width]
+    The order of the bytes in a block: [layer][keys, values][KV head][token][head width]
 
-    On a GPU, copies have their own stream and pinned memory, so that they run beside a step. Outgoing copies need no order
-    between the streams: a block counts as full once its step's tokens were chosen, which waits for the GPU. Incoming copies wait
-    for the last clearing of blocks, which may have cleared their target. Both return only when the bytes have arrived.
+    On a GPU, copies use a separate stream and pinned memory, so that they run in parallel with a step. Outgoing copies need not
+    wait for the step's stream. A block counts as full only after the step's tokens were chosen, and choosing waits for the GPU.
+    Incoming copies wait for the last clearing of blocks, which may have cleared the same blocks. `out` and `into` return only
+    after all bytes have been copied.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -49,7 +50,7 @@ class Copier:
 
     @torch.inference_mode()
     def out(self, blocks: Sequential[int]) -> memoryview:
-        """Return the bytes of these blocks."""
+        """Return the bytes of these blocks, in this order."""
         host = self._empty(len(blocks))
         with self._beside():
             there = host if self._stream is None else torch.empty_like(host, device=self._pool.keys.device)
@@ -62,9 +63,11 @@ class Copier:
 
     @torch.inference_mode()
     def into(self, blocks: Sequential[int], data: Buffer) -> None:
-        """Write bytes into these blocks."""
+        """Write bytes in the form of `out` into these blocks."""
         host = self._empty(len(blocks))
-        np.copyto(_bytes(host), np.frombuffer(data, np.uint8))  # without the GIL, and from read-only memory
+        np.copyto(
+            _bytes(host), np.frombuffer(data, np.uint8)
+        )  # numpy releases the GIL and accepts read-only memory
         with self._beside():
             if self._stream is not None and self._pool.cleared is not None:
                 self._stream.wait_event(self._pool.cleared)
@@ -94,10 +97,10 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 class TorchMoves:
-    """State shared by the exports and imports of one engine.
+    """The state and the copy threads that all exports and imports of one engine share.
 
-    `between` schedules a call between two steps, on the engine's thread; `wake` makes the engine check for work, because blocks
-    or a slot have become free.
+    `between` schedules a call between two steps, on the engine's thread. `wake` makes the engine check for work after blocks or a
+    slot have become free.
     """
 
     def __init__(self, stepper: Stepper, between: Between, wake: Callable[[], None]) -> None:
@@ -112,9 +115,10 @@ class TorchMoves:
         self._loop = asyncio.get_running_loop()
 
     async def copied(self, copy: Callable[[], T], done: Callable[[bool], None]) -> T:
-        """Copy on a thread. `done` is called on any thread when the copy has ended, with whether it succeeded.
+        """Run `copy` on a copy thread and return its result.
 
-        A cancelled caller waits until its memory is no longer read.
+        When the copy has ended, `done` is called on any thread, with True if the copy succeeded. If the caller is cancelled, it
+        still waits up to COPY_S for the copy's end, so that its memory is not released while the copy reads it.
         """
         copying = self._threads.submit(copy)
 
@@ -130,11 +134,15 @@ class TorchMoves:
         except asyncio.CancelledError:
             await asyncio.wait([waiting], timeout=COPY_S)
             if waiting.done():
-                waiting.exception()  # no other caller retrieves it
+                waiting.exception()  # marks the exception as retrieved, because no other code does
             raise
 
     async def pause(self, departure: TorchDeparture) -> None:
-        """Hold a request from the end of the current step on, or until it is lost. Raise TimeoutError."""
+        """Hold a request from the end of the current step on.
+
+        Return at once if the request cannot move any more. Raise TimeoutError if no step ends within HOLD_S. The request then
+        continues to decode.
+        """
         held: asyncio.Future[None] = self._loop.create_future()
         with self.lock:
             if departure.lost:
@@ -160,7 +168,7 @@ class TorchMoves:
                 self._pauses.discard(held)
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Resume a request that is held, or about to be."""
+        """Return a request to the running batch between two steps, if it is held by then."""
 
         def resume(stepper: Stepper) -> None:
             with stepper.lock:
@@ -169,12 +177,12 @@ class TorchMoves:
         self.between(resume)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free the resources reserved for the move of a request."""
+        """End the move of the request with this key, and free what was reserved for the move."""
         with self.lock:
             self.transit.cancel(key, why)
 
     def end(self, why: str) -> None:
-        """End all moves. Called by the engine's thread as its last action."""
+        """End all moves, for the reason `why`. The engine's thread calls this as its last action."""
         with self.lock:
             self.transit.drop_all(why)
             pauses = list(self._pauses)
@@ -188,7 +196,7 @@ class TorchMoves:
 
 
 class TransformersExport:
-    """A request that moves to another worker, and its blocks."""
+    """The `Export` of a request that moves to another worker with its KV blocks."""
 
     def __init__(self, moves: TorchMoves, departure: TorchDeparture) -> None:
         self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
@@ -199,7 +207,10 @@ class TransformersExport:
         return 0 if lost else sequence.cached // self._moves.stepper.blocks.tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Copy blocks out of the pool, off the loop. Raise MoveEnded if the request is over, or has no such blocks."""
+        """Copy KV blocks out of the pool, off the event loop.
+
+        Raise MoveEnded if the request cannot move any more, if these blocks do not exist yet, or if the copy fails.
+        """
         with self._moves.lock:
             self._check()
             sequence, size = self._departure.sequence, self._moves.stepper.blocks
@@ -212,13 +223,16 @@ class TransformersExport:
             self._departure.copies += 1
         try:
             copy = await self._moves.copied(lambda: self._copier.out(table), self._copied)
-        except (RuntimeError, MemoryError) as error:  # what torch raises
+        except (RuntimeError, MemoryError) as error:  # torch's exceptions
             raise MoveEnded(f"the blocks cannot be copied: {error}") from error
         self._check()
         return copy
 
     async def stop(self) -> Stopped:
-        """Hold the request at the end of the current step. Raise MoveEnded if it is over, or no step ends in time."""
+        """Hold the request at the end of the current step.
+
+        Raise MoveEnded if the request cannot move any more, or if no step ends within HOLD_S.
+        """
         self._check()
         try:
             await self._moves.pause(self._departure)
@@ -235,7 +249,9 @@ class TransformersExport:
     def close(self) -> None:
         with self._moves.lock:
             self._transit.close(self._departure, "it has been closed")
-        self._moves.resume(self._departure)  # also checks for blocks that have become free
+        self._moves.resume(
+            self._departure
+        )  # also makes the engine check for work, because blocks may have become free
 
     def _copied(self, succeeded: bool) -> None:
         self._transit.copied_out(self._departure)
@@ -246,16 +262,19 @@ class TransformersExport:
 
 
 class TransformersImport:
-    """The reservation for an arriving request."""
+    """The `Import` of an arriving request."""
 
-    cached_tokens = 0  # everything is transferred: its blocks are not shared
+    cached_tokens = 0  # all blocks are transferred, because an arrived request shares no blocks with others
 
     def __init__(self, moves: TorchMoves, arrival: TorchArrival) -> None:
         self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
         self._arrival = arrival
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Copy blocks into the pool, off the loop. Raise MoveRefused if there is no room for them, or the copy fails."""
+        """Copy KV blocks into the pool, off the event loop.
+
+        Raise MoveRefused if the blocks are outside of the reservation, if the reservation has ended, or if the copy fails.
+        """
         view = memoryview(data).cast("B")
         count, odd = divmod(len(view), self._copier.block_bytes)
         with self._moves.lock:
@@ -273,13 +292,16 @@ class TransformersImport:
 
         try:
             await self._moves.copied(lambda: self._copier.into(table, view), copied)
-        except (RuntimeError, MemoryError) as error:  # what torch raises
+        except (RuntimeError, MemoryError) as error:  # torch's exceptions
             self.abort()
             raise MoveRefused(f"the blocks cannot be copied: {error}") from error
         self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Start to decode. Raise MoveRefused if the arrived request does not match the reservation."""
+        """Start to decode the arrived request.
+
+        Raise MoveRefused if the tokens do not match the reservation, if blocks are missing, or if the reservation has ended.
+        """
         with self._moves.lock:
             self._check()
             if against := self._objection(tokens, computed):

@@ -1,12 +1,12 @@
-"""Samples the next token of every due sequence from one step's logits.
+"""Samples the next token of each sequence from the logits of one step.
 
-Random numbers are keyed by (seed, position); the position is the token's index in the whole sequence, prompt included. So a
-sampled answer continues exactly after a migration, and does not depend on the rest of the batch. A generator with state would
-lose its state in a migration (vLLM's does).
+A random number is a hash of the request's seed and of the token's position in the whole sequence, prompt included. So a sampled
+answer continues exactly after a migration, and does not depend on the rest of the batch. A random generator with a state, such
+as vLLM's, would lose its state in a migration.
 
-Biases come before penalties and the temperature, `min_p` after it and before `top_p`: as in vLLM. Presence and frequency
-penalties count generated tokens, repetition counts the prompt too. Logprobs are those of the raw logits, before all of that, so
-that they describe the model alone.
+The order of the steps is that of vLLM: logit biases, penalties, `top_k`, temperature, `min_p`, `top_p`. Presence and frequency
+penalties count generated tokens only. The repetition penalty counts the prompt, too. Logprobs are computed from the raw logits,
+before all these steps, so that they describe the model alone.
 """
 
 import math
@@ -23,20 +23,27 @@ from torch import Tensor
 from events.wire import Logprob
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
-PROMPT_ROWS = 128  # computed at once; of a vocabulary of 150,000: 77 MB
-GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
+PROMPT_ROWS = (
+    128  # prompt rows of logits that are computed at once; with a vocabulary of 150,000, they take 77 MB
+)
+GREEDY_BELOW = (
+    1e-5  # below this temperature sampling is greedy, because the division by the temperature would overflow
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token; None if its logits were not finite."""
+    """The next token of one sequence."""
 
-    token: int | None
-    logprob: Logprob | None = None
+    token: int | None  # None: the logits were not finite
+    logprob: Logprob | None = None  # None: the request does not need logprobs, or the logits were not finite
 
 
 def choose(logits: Tensor, due: Sequential[TorchSequence]) -> list[SampledToken]:
-    """Choose one token per row of `logits` (rows by vocabulary, float32)."""
+    """Choose the next token of each sequence in `due`.
+
+    `logits` is [sequence, vocabulary] in float32, with one row per sequence, in the same order.
+    """
     finite = torch.isfinite(logits).all(dim=-1).tolist()
     greedy = logits.argmax(dim=-1).tolist()
     tokens = [
@@ -48,7 +55,7 @@ def choose(logits: Tensor, due: Sequential[TorchSequence]) -> list[SampledToken]
 
 
 def plain(one: TorchSequence) -> bool:
-    """Return whether the largest logit is the answer."""
+    """Return whether the next token of this sequence is simply the one with the largest logit."""
     s = one.sampling
     penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
     adjusted = penalised or s.logit_bias
@@ -96,7 +103,9 @@ def _draw(scores: Tensor, one: TorchSequence) -> int:
         values = values[: max(1, near)]
     cumulated = (values / s.temperature).softmax(dim=0).cumsum(dim=0)
     kept = len(cumulated)
-    if s.top_p < 1.0:  # the smallest set with a total probability of at least top_p
+    if (
+        s.top_p < 1.0
+    ):  # the smallest set of the most likely tokens that has a total probability of at least top_p
         kept = min(kept, int((cumulated < s.top_p).sum()) + 1)
     target = uniform(one.seed, len(one.tokens)) * float(cumulated[kept - 1])
     drawn = int(torch.searchsorted(cumulated[:kept], target, right=True))
@@ -117,7 +126,7 @@ def _logprobs(
 
 
 def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logprob]:
-    """Return the logprob of one token for each row of raw logits, with the row's best `top`."""
+    """Return, for each row of raw logits, the logprob of the token in `tokens`, and the `top` best tokens of the row."""
     values = logits.float().log_softmax(dim=-1)
     best = values.topk(min(top, values.shape[-1]), dim=-1)
     places = torch.tensor(tokens, device=values.device).unsqueeze(1)
@@ -128,12 +137,15 @@ def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logpr
 
 
 def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], Tensor]) -> None:
-    """Add the prompt logprobs that this step predicts to each sequence that asks for them.
+    """Append the logprobs of prompt tokens that follow from this step to each sequence that needs them.
 
-    A prompt may be read in pieces; a preempted prompt is read again from its beginning. The logits of thousands of rows take
-    more memory than the model, so they are computed a few rows at a time.
+    A prompt may be computed in several chunks, each in its own step. A preempted prompt is computed again from its beginning, and
+    its logprobs, too. The logits of thousands of rows would take more memory than the model. So they are computed for PROMPT_ROWS
+    rows at a time.
 
-    `logits` returns the logits of some rows of the step; each token has one row, in the order of the works.
+    Args:
+        works: the parts of the step.
+        logits: returns the logits of some rows of the step. Each token of the works has one row, in order.
     """
     row = 0
     for work in works:
@@ -152,5 +164,5 @@ def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], 
 
 
 def unsound(found: Sequential[Logprob]) -> bool:
-    """Return whether one of these is not a finite number."""
+    """Return whether the logprob of any chosen token is not a finite number."""
     return not all(math.isfinite(one.chosen) for one in found)

@@ -1,15 +1,15 @@
-"""Continuous batching with chunked prefill over a paged KV cache: plans each engine step.
+"""Plans each engine step: continuous batching with chunked prefill over a paged KV cache.
 
-    waiting ── room ──▶ running ──▶ finished
-       ▲                   │
-       └──── preempted ────┘   no block left: the newest releases its blocks and is recomputed later; requests that are about to
-                               leave are not selected (`TorchTransit`)
+    waiting ── free slot and blocks ──▶ running ──▶ finished
+       ▲                                   │
+       └──────────── preempted ────────────┘   when no block is free
 
-Every running sequence with one uncached token decodes in every step. The rest of the step's prompt budget goes to the oldest
-sequence that still has a prompt to read, then to the next. A preempted sequence loses no token: it returns with all its
-generated tokens and recomputes them. Since re-prefill is exact, the answer does not change.
+Every running sequence with one uncached token decodes in every step. The prompt budget of the step goes to the oldest running
+sequence with more uncached tokens, then to the next. If no block is free, the newest sequence is preempted. It releases its
+blocks and later recomputes all its tokens, including the generated ones. So it loses no token, and since re-prefill is exact, its
+answer does not change. Sequences that are about to move to another worker (`TorchTransit`) are not preempted.
 
-Pure: no torch, no clock, no thread.
+This module uses no torch, no clock and no thread.
 """
 
 from collections import deque
@@ -23,37 +23,40 @@ from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 @dataclass(slots=True, eq=False)
 class TorchDeparture:
-    """A request that may move to another worker."""
+    """A request that moves, or may move, to another worker."""
 
     sequence: TorchSequence
-    lost: str = ""  # the reason why the request cannot move any more
+    lost: str = ""  # the reason why the request cannot move any more; empty: it can
     closed: bool = False
-    copies: int = 0  # in progress
-    pinned: list[int] = field(default_factory=list)  # blocks that the request itself no longer holds
+    copies: int = 0  # number of copies of blocks in progress
+    pinned: list[int] = field(
+        default_factory=list
+    )  # blocks kept for this departure after the request has released them
 
 
 @dataclass(slots=True, eq=False)
 class TorchArrival:
-    """The reservation for an arriving request."""
+    """The reservation of blocks and of a batch slot for an arriving request."""
 
     key: int
     request: Generate
-    room_tokens: int
-    blocks: list[int]
-    taken: set[int] = field(default_factory=set)  # indexes of arrived blocks in the sequence
-    copies: int = 0  # in progress
-    over: str = ""  # the reason why no more blocks can arrive
+    room_tokens: int  # number of tokens for which blocks are reserved
+    blocks: list[int]  # the reserved blocks
+    taken: set[int] = field(default_factory=set)  # indexes in the sequence of the blocks that have arrived
+    copies: int = 0  # number of copies into the blocks in progress
+    over: str = ""  # the reason why no more blocks can arrive; empty: they can
 
 
 class TorchTransit:
-    """The requests that leave the engine or arrive, and the blocks that they hold.
+    """Tracks the requests that move to or from other workers, and the KV blocks of these requests.
 
-    out   running ── hold ──▶ held ── resume ──▶ running          its blocks are pinned until `close`,
-             └── end, preempted ──▶ lost ◀── cancel ──┘           and while a copy of them is made
-    in    reserve ──▶ reserved ── settle ──▶ running              every block it may need is taken at once
-                         └── abort, cancel ──▶ over               they are free when no copy into them is made
+    out   running ── hold ──▶ held ── resume ──▶ running          the blocks are pinned until `close` was called
+             └── end, preempted ──▶ lost ◀── cancel ──┘           and no copy of them is in progress
+    in    reserve ──▶ reserved ── settle ──▶ running              all blocks that the request may need are reserved at once
+                         └── abort, cancel ──▶ over               the blocks become free when no copy into them is in progress
 
-    Both keep their slot in the batch, so that a held request resumes at once, and an arrived one starts at once.
+    Held and arriving requests keep a slot of the batch, so that a held request can resume at once, and an arrived one can start
+    at once.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -73,18 +76,24 @@ class TorchTransit:
         return not (self._out or self._in or self.held)
 
     def leaving(self, sequence: TorchSequence) -> bool:
-        """Whether a request may still move to another worker."""
+        """Return whether the departure of a request has begun and can still succeed."""
         return (found := self._out.get(sequence.key)) is not None and not found.lost
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Begin a request's departure, unless it has begun already or too many others have."""
+        """Begin and return the departure of a request.
+
+        Return None if a departure of the request has already begun, or if MOVES_MAX requests are departing.
+        """
         if sequence.key in self._out or len(self._out) >= MOVES_MAX:
             return None
         self._out[sequence.key] = made = TorchDeparture(sequence)
         return made
 
     def release(self, sequence: TorchSequence, why: str) -> None:
-        """Free the blocks of a request that has ended or is preempted. If it is departing, its departure keeps them."""
+        """Release the blocks of a request that has ended or is preempted, for the reason `why`.
+
+        If the request is departing, its departure keeps the blocks, and the request cannot move any more.
+        """
         departure = self._out.get(sequence.key)
         if departure is None or departure.pinned:
             self._blocks.give_back(sequence.blocks)
@@ -94,17 +103,20 @@ class TorchTransit:
         self._settle_out(departure)
 
     def close(self, departure: TorchDeparture, why: str) -> None:
-        """Release the blocks."""
+        """End a departure. Its blocks become free when no copy of them is in progress."""
         departure.lost, departure.closed = departure.lost or why, True
         self._settle_out(departure)
 
     def copied_out(self, departure: TorchDeparture) -> None:
-        """Record that a copy has ended."""
+        """Record that a copy of blocks to another worker has ended."""
         departure.copies -= 1
         self._settle_out(departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int, free: int) -> TorchArrival | str:
-        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return why not."""
+        """Reserve KV blocks for a request of up to `room_tokens` tokens, or return the reason for a refusal.
+
+        `free` is the number of blocks that may be reserved.
+        """
         needed = self._blocks.needed(room_tokens)
         if len(self._in) >= MOVES_MAX:
             return f"overloaded: {MOVES_MAX} requests are on their way here already"
@@ -116,13 +128,13 @@ class TorchTransit:
         return made
 
     def copied_in(self, arrival: TorchArrival, places: range) -> None:
-        """Record that a copy into the reserved blocks has ended."""
+        """Record that a copy into the reserved blocks has ended. `places` are the blocks' indexes; empty: the copy failed."""
         arrival.copies -= 1
         arrival.taken.update(places)
         self._settle_in(arrival)
 
     def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
-        """Assign an arrived request its blocks, and free surplus ones."""
+        """Assign the reserved blocks to the arrived request, and free those that it does not need yet."""
         del self._in[arrival.key]
         sequence.blocks = arrival.blocks[: self._blocks.needed(sequence.cached)]
         surplus = arrival.blocks[len(sequence.blocks) :]
@@ -130,21 +142,24 @@ class TorchTransit:
         self._blocks.give_back(surplus)
 
     def abort(self, arrival: TorchArrival, why: str) -> None:
-        """Free the reservation of a request that does not arrive."""
+        """Cancel the reservation of a request that will not arrive. Has no effect after an earlier `abort`."""
         if not arrival.over:
             arrival.over = why
             del self._in[arrival.key]
             self._settle_in(arrival)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free the resources reserved for a key, in any state of the move. The schedule drops running and held requests."""
+        """End the move of the request with this key, in any state of the move, and free what was reserved for the move.
+
+        A request that runs or is held is dropped by `Schedule.remove`, not by this method.
+        """
         if departure := self._out.get(key):
             self.close(departure, why)
         if arrival := self._in.get(key):
             self.abort(arrival, why)
 
     def drop_all(self, why: str) -> None:
-        """Free everything."""
+        """End all moves, for the reason `why`."""
         for key in [*self._out, *self._in]:
             self.cancel(key, why)
 
@@ -161,7 +176,7 @@ class TorchTransit:
 
 
 class Schedule:
-    """The sequences of one engine, and the plan of its next step."""
+    """Keeps the sequences of one engine, and plans its steps."""
 
     def __init__(self, blocks: Blocks, *, batch_max: int, prefill_tokens_max: int) -> None:
         self.blocks = blocks
@@ -174,7 +189,7 @@ class Schedule:
         self._prefill_tokens_max = prefill_tokens_max
 
     def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
-        """Queue a sequence by its priority; `first`: before all others."""
+        """Put a sequence into the waiting queue by its priority. If `first`, put it before all others."""
         if first:
             self.waiting.appendleft(sequence)
             return
@@ -184,11 +199,14 @@ class Schedule:
         self.waiting.insert(place, sequence)
 
     def _yields(self, before: TorchSequence, newcomer: TorchSequence) -> bool:
-        """Return whether a waiting sequence lets a newcomer pass: no canary does, and none that has generated tokens."""
+        """Return whether a new sequence is queued before the waiting sequence `before`.
+
+        A new sequence of a more urgent priority is, unless `before` is a canary or has already generated tokens.
+        """
         return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
-        """Drop a sequence and free its blocks, unless they are being moved to another worker."""
+        """Drop a sequence and release its blocks. Blocks that are being copied to another worker are freed after that."""
         self.transit.release(sequence, "it has ended")
         self.transit.held.pop(sequence.key, None)
         if sequence in self.running:
@@ -197,7 +215,7 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Begin the departure of a decoding sequence."""
+        """Begin and return the departure of a sequence. Return None if it does not decode, is a canary, or cannot depart now."""
         here = sequence in self.running or sequence.key in self.transit.held
         decodes = sequence.uncached == 1 and (sequence.generated or sequence.moved)
         if sequence.canary or not here or not decodes:
@@ -205,24 +223,24 @@ class Schedule:
         return self.transit.depart(sequence)
 
     def hold(self, departure: TorchDeparture) -> None:
-        """Remove a sequence from the batch; it keeps its blocks."""
+        """Remove a departing sequence from the running batch. The sequence keeps its blocks and its slot."""
         if not departure.lost and departure.sequence in self.running:
             self.running.remove(departure.sequence)
             self.transit.held[departure.sequence.key] = departure.sequence
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Return a held sequence to the batch."""
+        """Return a held sequence to the running batch. Has no effect if the sequence is not held."""
         if self.transit.held.pop(departure.sequence.key, None):
             self.running.append(departure.sequence)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
-        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
+        """Reserve a slot and KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
         if not self.room:
             return f"overloaded: all {self._batch_max} places of the batch are taken"
         return self.transit.reserve(key, request, room_tokens, self.blocks.free - self._reserved_blocks())
 
     def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
-        """Start an arrived sequence."""
+        """Add an arrived sequence to the running batch, with the blocks of its reservation."""
         self.transit.settle(arrival, sequence)
         self.running.append(sequence)
 
@@ -232,7 +250,7 @@ class Schedule:
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once. Requests that arrive with a KV cache may use all slots."""
+        """Limit the running batch to this share of its full size. Requests that arrive with a KV cache may use all slots."""
         self._batch_limit = max(1, int(self._batch_max * share))
 
     @property
@@ -241,7 +259,11 @@ class Schedule:
         return sum(sequence.canary for each in (self.running, self.waiting) for sequence in each)
 
     def plan(self) -> tuple[list[SequenceWork], list[int]]:
-        """Return the next step's work, single tokens first, and the blocks newly taken for it, to be cleared."""
+        """Admit waiting sequences and plan the next step.
+
+        Return the work of the step, single tokens first, and the blocks that are newly allocated for it. The caller must clear
+        these blocks.
+        """
         self._admit()
         preempted, taken = self.preemptions, list[int]()
         works: list[SequenceWork] = []
@@ -256,7 +278,7 @@ class Schedule:
                 budget -= count
             works.append(SequenceWork(sequence, sequence.cached, count))
         works = [work for work in works if work.sequence in self.running]
-        # released blocks may have another holder by the time they are cleared
+        # Preemption may have released some of the new blocks. Those that no work of this step holds must not be cleared.
         if self.preemptions > preempted:
             kept = {block for work in works for block in work.sequence.blocks}
             taken = [block for block in taken if block in kept]
@@ -276,14 +298,20 @@ class Schedule:
             self.running.append(self.waiting.popleft())
 
     def _found(self, sequence: TorchSequence) -> list[int]:
-        """Return the cached blocks of its prefix. At least one token is computed: it gives the logits."""
+        """Return the cached blocks of a sequence's prefix.
+
+        They never cover all tokens, because at least one token must be computed to get the logits.
+        """
         if not sequence.shares:
             return []
         names = sequence.names_of((len(sequence.tokens) - 1) // self.blocks.tokens, self.blocks.tokens)
         return self.blocks.find(names, sequence.tokens)
 
     def computed(self, work: SequenceWork) -> None:
-        """Record that a part of a sequence is now in its blocks, and name its full blocks, so that other requests find them."""
+        """Record that the KV of a step's work is in the sequence's blocks.
+
+        If the sequence shares blocks, name the blocks that are now full, so that other requests can find them.
+        """
         sequence, size = work.sequence, self.blocks.tokens
         sequence.cached = work.start + work.count
         full = sequence.cached // size
@@ -297,11 +325,14 @@ class Schedule:
         sequence.named = full
 
     def _reserved_blocks(self) -> int:
-        """Return how many free blocks the running sequences still need for tokens to be generated."""
+        """Return how many more blocks the running sequences need for their current tokens and one more token each."""
         return sum(self.blocks.needed(len(s.tokens) + 1) - len(s.blocks) for s in self.running)
 
     def _reserve(self, sequence: TorchSequence, tokens: int, taken: list[int]) -> bool:
-        """Allocate a sequence's blocks for this many tokens; False if it was preempted itself."""
+        """Allocate a sequence's blocks for this many tokens, and add the new blocks to `taken`.
+
+        If no block is free, preempt sequences. Return False if the sequence itself was preempted.
+        """
         while len(sequence.blocks) < self.blocks.needed(tokens):
             while not self.blocks.free:
                 if self._preempt(sequence) is sequence:
@@ -312,9 +343,10 @@ class Schedule:
         return True
 
     def _preempt(self, needy: TorchSequence) -> TorchSequence:
-        """Preempt the newest sequence that is not about to migrate.
+        """Preempt the newest sequence that is not about to move to another worker, and return the preempted sequence.
 
-        If all are about to migrate, preempt the needy one: the others' blocks are pinned, so preempting them frees nothing.
+        If all sequences are about to move, preempt `needy`, the sequence that needs a block. Preempting another one would free
+        nothing, because its blocks are pinned.
         """
         staying = (one for one in reversed(self.running) if not self.transit.leaving(one))
         newest = next(staying, needy)

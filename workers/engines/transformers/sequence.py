@@ -1,4 +1,4 @@
-"""One request inside the engine, and its part of a step. No torch, no clock, no thread."""
+"""The state of one request inside the engine, and the request's part of a step."""
 
 from dataclasses import dataclass, field
 
@@ -8,28 +8,32 @@ from events.wire import Logprob, Sampling
 
 @dataclass(slots=True, eq=False)
 class TorchSequence:
-    """One request inside the engine. `tokens` grows; the first `cached` of them have stored keys and values."""
+    """The state of one request inside the engine."""
 
     key: int
-    tokens: list[int]
+    tokens: list[int]  # the prompt and all tokens generated so far
     prompt_tokens: int
     sampling: Sampling
     seed: int
     left: int = 1  # maximum number of tokens to generate
-    ends: frozenset[int] = frozenset()
-    barred: frozenset[int] = frozenset()  # not before `min_tokens`
+    ends: frozenset[int] = frozenset()  # token ids that end the answer
+    barred: frozenset[int] = frozenset()  # token ids that may not be generated before `min_tokens`
     canary: bool = False
-    priority: int = 0  # the lowest goes first
-    submitted: int = -1  # initial number of tokens; -1: those in `tokens`
-    moved: bool = False  # it arrived with its KV cache
-    cached: int = 0
+    priority: int = 0  # the lowest number goes first
+    submitted: int = -1  # number of tokens at submission; -1: the current length of `tokens`
+    moved: bool = False  # the request arrived with its KV cache
+    cached: int = 0  # the blocks hold the KV of this many tokens, counted from the first
     blocks: list[int] = field(default_factory=list)
-    salt: int = SEED  # of its blocks' names
-    shares: bool = False  # it shares full blocks with other requests, both ways
-    found: int = 0  # tokens found in the prefix cache
-    named: int = 0  # number of leading blocks offered to others
-    names: list[int] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    before: list[Logprob] = field(default_factory=list)  # of its prompt, delivered with its first token
+    salt: int = SEED  # seed of the blocks' names
+    shares: bool = False  # the request may use other requests' full blocks, and they may use its blocks
+    found: int = 0  # number of prompt tokens found in the prefix cache
+    named: int = 0  # number of leading blocks that have names in the prefix cache
+    names: list[int] = field(
+        default_factory=list
+    )  # names of the leading full blocks, computed when first needed
+    before: list[Logprob] = field(
+        default_factory=list
+    )  # logprobs of the prompt, delivered with the first token
 
     def __post_init__(self) -> None:
         if self.submitted < 0:
@@ -37,21 +41,21 @@ class TorchSequence:
 
     @property
     def generated(self) -> int:
-        """Tokens generated for this request since it was submitted, here or at its previous worker."""
+        """Number of tokens generated since the request was submitted, including those of the worker that it came from."""
         return len(self.tokens) - self.submitted
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether the logprobs of its prompt are still to be computed."""
+        """Whether the logprobs of the request's prompt must still be computed."""
         return self.sampling.prompt_logprobs is not None and not self.generated and not self.moved
 
     @property
     def uncached(self) -> int:
-        """Tokens that have to go through the model before the next one can be chosen."""
+        """Number of tokens without KV, which must go through the model before the next token can be chosen."""
         return len(self.tokens) - self.cached
 
     def names_of(self, count: int, size: int) -> list[int]:
-        """Return the names of its first `count` blocks, of `size` tokens each."""
+        """Return the names (sequence hashes) of the request's first `count` full blocks, with `size` tokens per block."""
         names = self.names
         if len(names) < count:
             for local in local_hashes(self.tokens[len(names) * size : count * size], size, self.salt):
@@ -61,7 +65,10 @@ class TorchSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceWork:
-    """One sequence's part of a step: `count` tokens from `start` on. `samples`: the next token is due."""
+    """One sequence's part of a step: the model computes `count` tokens, from the token at index `start` on.
+
+    `samples` is true if these are the sequence's last tokens, so that the step also chooses the next token.
+    """
 
     sequence: TorchSequence
     start: int

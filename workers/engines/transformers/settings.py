@@ -14,14 +14,14 @@ class BadEngineSetting(UsageError):
 
 
 class TransformersSettings(BaseModel):
-    """The settings of one engine: the model's folder, the device, and the limits."""
+    """The settings of one transformers engine: the model's folder, the device and the limits."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
 
     def __init__(self, **given: object) -> None:
-        """Validate the settings. Raise BadEngineSetting, naming the setting and the value."""
+        """Validate the settings. Raise BadEngineSetting, which names the first invalid setting and its value."""
         try:
             super().__init__(**given)
         except ValidationError as error:

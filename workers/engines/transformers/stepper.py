@@ -1,6 +1,6 @@
-"""Runs one step of the transformers engine: plan, compute, choose. No thread, no clock.
+"""Runs single steps of the transformers engine, and measures how long they take.
 
-Once it runs, the engine's thread is the only caller; before that the engine measures itself with the stepper.
+A step plans which tokens to compute, computes their logits, and chooses the next tokens.
 """
 
 import threading
@@ -23,9 +23,9 @@ from workers.engines.transformers.schedule import Schedule, TorchArrival, TorchD
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 from workers.engines.transformers.settings import TransformersSettings
 
-MEASURE_S_MAX = 1.5  # the curve of a profile ends at the point reached when this time is spent
-MEASURED_STEPS = 4
-MEASURED_PROMPT = 16
+MEASURE_S_MAX = 1.5  # after this time, no larger batch is measured for the profile
+MEASURED_STEPS = 4  # decode steps per measured batch
+MEASURED_PROMPT = 16  # prompt tokens of the requests in a measured batch
 
 log = structlog.get_logger(__name__)
 
@@ -33,10 +33,10 @@ Output = list[tuple[int, Chunk]]
 
 
 class Stepper:
-    """A model, its KV cache, and the requests in it.
+    """Runs steps of a model, and keeps the model's KV cache and requests.
 
-    `lock` guards the block tables: moving requests take and free blocks on the worker's loop. It is never held while the model
-    computes.
+    `lock` protects the schedule and the block tables, because moves of requests allocate and free blocks on the worker's event
+    loop. The lock is never held while the model computes.
     """
 
     def __init__(self, model: Model, settings: TransformersSettings) -> None:
@@ -56,21 +56,21 @@ class Stepper:
         self._sequences: dict[int, TorchSequence] = {}
 
     def __contains__(self, key: int) -> bool:
-        """Return whether this request was accepted and has not ended."""
+        """Return whether the request with this key was accepted and has not ended."""
         return key in self._sequences
 
     @property
     def busy(self) -> bool:
-        """Whether there is work."""
+        """Whether there is at least one request."""
         return bool(self._sequences)
 
     @property
     def transit(self) -> TorchTransit:
-        """The requests that leave or arrive."""
+        """The moves of requests to and from other workers."""
         return self.schedule.transit
 
     def refusal(self, request: Generate) -> str | None:
-        """Return why this request cannot be served, or None. Reads only constants: callable from any thread."""
+        """Return why this request can never be served, or None if it can. May be called from any thread."""
         tokens, sampling, vocabulary = request.tokens, request.sampling, self.model.vocabulary
         if not tokens:
             return "invalid_request: the prompt is empty"
@@ -87,7 +87,7 @@ class Stepper:
         return None
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
-        """Accept a request; return its final chunk if it asks for no tokens."""
+        """Queue a request and return None. If no token may be generated for it, return its final chunk instead."""
         sequence = self._sequence(key, request, request.tokens)
         if sequence.left <= 0:
             return Chunk(request.stream, [], finish="length")
@@ -98,13 +98,16 @@ class Stepper:
         return None
 
     def depart(self, key: int) -> TorchDeparture | None:
-        """Begin the departure of a decoding request."""
+        """Begin the move of a request to another worker. Return None if the key is unknown or the request cannot move."""
         with self.lock:
             sequence = self._sequences.get(key)
             return None if sequence is None else self.schedule.depart(sequence)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
-        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
+        """Reserve the KV blocks for a request that arrives with its KV cache, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         if request.canary:
             return "a canary does not move"
         with self.lock:
@@ -112,11 +115,16 @@ class Stepper:
             return self.schedule.reserve(key, request, room)
 
     def settle(self, arrival: TorchArrival, tokens: Sequential[int], computed: int) -> None:
-        """Start a request that has arrived with its KV cache."""
+        """Add a request that has arrived with its KV cache to the running batch.
+
+        `tokens` are the prompt and all generated tokens. The KV of the first `computed` of them has arrived.
+        """
         sequence = self._sequence(arrival.key, arrival.request, tokens)
         # blocks computed by another worker are used for this request alone
         sequence.moved, sequence.shares = True, False
-        sequence.cached = min(computed, len(tokens) - 1)  # the last one gives the logits
+        sequence.cached = min(
+            computed, len(tokens) - 1
+        )  # the last token is computed here, because it gives the logits
         with self.lock:
             self._sequences[arrival.key] = sequence
             self.schedule.settle(arrival, sequence)
@@ -124,13 +132,13 @@ class Stepper:
         self.pool.clear_end(sequence.blocks[-1], sequence.cached - before)
 
     def cancel(self, key: int) -> None:
-        """Drop a request."""
+        """Drop a request and free its blocks. Unknown keys are ignored."""
         with self.lock:
             if sequence := self._sequences.pop(key, None):
                 self.schedule.remove(sequence)
 
     def load(self) -> Load:
-        """Return the load as the engine counts it."""
+        """Return the numbers of running and waiting requests, used blocks and tokens."""
         with self.lock:
             here = [*self.schedule.running, *self.transit.held.values()]
             active = sum(len(sequence.tokens) for sequence in here)
@@ -138,7 +146,7 @@ class Stepper:
             return Load(len(here), waiting, blocks.used, blocks.count, active, self.schedule.canaries)
 
     def plan(self) -> list[SequenceWork]:
-        """Return the next step's work."""
+        """Plan the next step, clear the blocks that are newly allocated for it, and return its work; empty: no work."""
         self._operate()
         with self.lock:
             works, taken = self.schedule.plan()
@@ -146,7 +154,7 @@ class Stepper:
         return works
 
     def step(self, works: list[SequenceWork]) -> Output:
-        """Compute one step and return each sequence's output."""
+        """Compute the planned step, and return the output of each sequence that got a token or failed."""
         if raised := self.faults.raised(len(works)):
             failing = [work.sequence for work in works[:raised]]
             return self._failed(failing, "a rehearsed exception in the forward pass")
@@ -159,23 +167,26 @@ class Stepper:
         due = [work.sequence for work in works if work.samples]
         choices = choose(logits, due)
         with self.lock:
-            for work in works:  # after the tokens are chosen, which waits until the GPU has finished
+            for work in works:  # the blocks are complete now, because `choose` has waited for the GPU
                 self.schedule.computed(work)
             pairs = zip(due, choices, strict=True)
             return [(sequence.key, self._append_token(sequence, choice)) for sequence, choice in pairs]
 
     def take_events(self) -> list[KvEvent]:
-        """Return the prefix cache's stored and removed events since the last call."""
+        """Return the KV events of the prefix cache since the last call."""
         with self.lock:
             return self.blocks.take_events()
 
     def fail_all(self, detail: str) -> Output:
-        """End every request with an engine error, and free everything. No request can reuse what a broken step has left."""
+        """End every request with an engine error and free its blocks. Return the error chunks.
+
+        No later request can reuse a block, because the failed step may have left wrong values in it.
+        """
         self._forget_all()
         return self._failed(list(self._sequences.values()), detail)
 
     def trust(self, trusted: bool) -> None:
-        """Stop the reuse of all blocks computed so far and, until trusted again, of new blocks."""
+        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
         self._trusted = trusted
         self._forget_all()
         with self.lock:
@@ -183,12 +194,12 @@ class Stepper:
                 sequence.shares = sequence.shares and trusted
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once."""
+        """Limit the running batch to this share of its full size."""
         with self.lock:
             self.schedule.limit_batch(share)
 
     def _operate(self) -> None:
-        """Make or undo the bit flips of a rehearsal, in order. Called between steps, on the engine's thread."""
+        """Inject or undo the queued bit flips of a rehearsal, in order. Called between steps, on the engine's thread."""
         if self.faults.surgery:
             self._forget_all()
         while self.faults.surgery:
@@ -204,7 +215,7 @@ class Stepper:
                 log.warning("weight_not_flipped", reason=str(error))
 
     def _forget_all(self) -> None:
-        """Stop the reuse of all blocks computed so far: they may be wrong, or come from other weights."""
+        """Stop the reuse of all blocks computed so far, because they may be wrong, or computed with other weights."""
         with self.lock:
             self.blocks.forget_names()
             for sequence in self._sequences.values():
@@ -228,7 +239,8 @@ class Stepper:
             shares=self._prefix_caching
             and self._trusted
             and not request.canary
-            and request.sampling.prompt_logprobs is None,  # its whole prompt is computed
+            and request.sampling.prompt_logprobs
+            is None,  # prompt logprobs require that the whole prompt is computed
         )
 
     def _append_token(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
@@ -259,7 +271,7 @@ class Stepper:
 
 
 def _eos(model: Model) -> frozenset[int]:
-    """Return the ids that end an answer: the generation config's, otherwise the config's."""
+    """Return the token ids that end an answer, from the model's generation config, or else from its config."""
     generation = getattr(model.module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
@@ -270,23 +282,25 @@ def _eos(model: Model) -> frozenset[int]:
 
 
 def _seed(request: Generate) -> int:
-    """Return the request's seed, or a hash of its id, which is the same on every worker."""
+    """Return the request's seed. Without one, return a hash of the request's id, so that all workers use the same seed."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())
 
 
 def measured_profile(stepper: Stepper, settings: TransformersSettings) -> Profile:
-    """Measure prefill and decode and return the profile. The stepper must be idle, and is idle again afterwards.
+    """Measure the speed of prefill and decode steps and return the profile. The stepper must be idle.
 
-    It is a first estimate for the capacity model, made in about a second on an idle machine, with a few steps of each kind. The
-    frontends continuously measure the durations of real requests.
+    The profile is a first estimate for the capacity model, from a few steps of each kind, and takes about a second on an idle
+    machine. Later, the frontends continuously measure the durations of real requests.
     """
     deadline = time.monotonic() + MEASURE_S_MAX
     prompt = max(2, min(settings.prefill_tokens_max, stepper.limit - 2))
-    prefill_s = min(_timed(lambda: _prefill(stepper, prompt)) for _ in range(2))  # the first one warms up
+    prefill_s = min(
+        _timed(lambda: _prefill(stepper, prompt)) for _ in range(2)
+    )  # the first call is slower (warm-up)
     curve: list[tuple[int, float]] = []
-    slowest = 0.0  # without dips from noise: more sequences never take less time
+    slowest = 0.0  # a larger batch gets at least this time, so that noise causes no dips in the curve
     for batch in sorted({1, min(8, settings.batch_max), settings.batch_max}):
         fits = batch * stepper.blocks.needed(MEASURED_PROMPT + MEASURED_STEPS + 1) <= stepper.blocks.count
         if curve and (not fits or time.monotonic() > deadline):
