@@ -1,4 +1,4 @@
-"""Builds simulated engines from settings."""
+"""Builds simulated engines from worker settings."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from workers.engines.simulated.timing import (
     Timing,
 )
 
-USUAL = 131_072  # an 8B model with 32 layers, 8 KV heads of 128 numbers, 16 bits each
+USUAL = 131_072  # bytes of one token's KV in an 8B model: 32 layers, 8 KV heads of 128 numbers, 16 bits each
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -34,7 +34,7 @@ class BadFatal(UsageError):
 
 
 def read_fatal(text: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of token ids. Raise BadFatal."""
+    """Parse the setting `fatal_tokens`, a comma-separated list of token ids. Raise BadFatal if it is invalid."""
     try:
         tokens = tuple(int(one) for one in text.split(","))
     except ValueError:
@@ -51,7 +51,7 @@ class BadReasoning(UsageError):
 
 
 def read_reasoning(text: str) -> Reasoning:
-    """Parse a JSON object. Raise BadReasoning."""
+    """Parse the setting `reasoning`, a JSON object. Raise BadReasoning if it is invalid."""
     try:
         return msgspec.json.decode(text, type=Reasoning)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -63,9 +63,10 @@ class BadConfig(UsageError):
 
 
 def kv_bytes_per_token(folder: Path) -> int:
-    """Return the bytes of one token's KV: layers x 2 x KV heads x numbers per head x bytes per number.
+    """Return the size in bytes of one token's KV: layers × 2 × KV heads × numbers per head × bytes per number.
 
-    Without a model's folder, return the size of an 8B model. Raise BadConfig.
+    If `folder` has no config.json, return the size of an 8B model. Raise BadConfig if the config.json lacks a value or cannot be
+    read.
     """
     path = folder / "config.json"
     if not folder.name or not path.is_file():
@@ -91,15 +92,18 @@ def _size(config: Mapping[str, Any]) -> int:
 
 
 def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
-    """Build a simulated engine, not yet started. Raise BadShape if its bounds contradict one another."""
+    """Return a simulated engine for these settings. The engine is not started yet.
+
+    Raise BadShape if its bounds contradict one another.
+    """
     shape = _shape(settings)
     timing, dp = _timing(settings, shape), settings.dp_size
     return SimulatedEngine(shape, timing, dp=dp, start_s=settings.startup_s, turn_tokens=TURN_TOKENS)
 
 
-@cache  # like `_timing`: a process may have a thousand engines, and only the first reads the files
+@cache  # here and for `_timing`: a process may have a thousand engines, and only the first must read the files
 def _shape(settings: WorkerSettings) -> EngineShape:
-    """Return a simulated engine's bounds."""
+    """Return the bounds of a simulated engine with these settings."""
     bounds = given(
         settings,
         "context_tokens", "block_tokens", "kv_blocks", "batch_max", "waiting_max", "prefill_tokens_max",
@@ -122,13 +126,13 @@ def _shape(settings: WorkerSettings) -> EngineShape:
 
 
 def _token_bytes(settings: WorkerSettings) -> int:
-    """Return the size of a token's KV in bytes."""
+    """Return the size in bytes of one token's KV, from the settings or from the model's config.json."""
     return settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model))
 
 
 @cache
 def _timing(settings: WorkerSettings, shape: EngineShape) -> Timing:
-    """Return the timing of a simulated engine's steps."""
+    """Return the timing of a simulated engine with these settings and bounds."""
     timing: Timing
     faster, decode = settings.speedup_ratio, settings.decode_speedup_ratio
     model = settings.perf_model or (

@@ -1,4 +1,4 @@
-"""The simulated engine: DP ranks, each with its own queue, KV cache and pace."""
+"""The simulated engine's interface to the worker, over one or more simulated DP ranks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ TOKENIZER = "builtin:sim"
 
 
 class Stats(NamedTuple):
-    """One rank's load and its last pass, with the fields of Dynamo's snapshot, named like vLLM's and Dynamo's load metrics.
+    """The load of one rank and the work of its current pass, for metrics.
 
-    The values of an idle rank are zero, except its limits and its cache hit rate.
+    The fields are those of Dynamo's load snapshot, with the names of vLLM's and Dynamo's load metrics. The `scheduled_…` fields
+    and `wall_time` describe the current pass, and are 0 while the rank is idle.
     """
 
     request_active_slots: int  # requests in the batch or in prefill
@@ -34,26 +35,30 @@ class Stats(NamedTuple):
     kv_active_blocks: int
     kv_total_blocks: int
     gpu_cache_usage_perc: float  # share from 0 to 1
-    gpu_prefix_cache_hit_rate: float  # share of the prompt tokens of recently admitted requests
+    gpu_prefix_cache_hit_rate: float  # mean share of cached prompt tokens, over recently admitted requests
     num_preemptions: int
     scheduled_num_prefill_requests: int = 0
     scheduled_sum_prefill_tokens: int = 0  # prompt tokens computed by the pass
-    scheduled_var_prefill_length: float = 0.0  # variance of the prompts' lengths, up to the end of the pass
-    scheduled_sum_prefill_kv_tokens: int = 0  # tokens of the same prompts computed earlier
+    scheduled_var_prefill_length: float = (
+        0.0  # variance of the numbers of prompt tokens that are computed after the pass
+    )
+    scheduled_sum_prefill_kv_tokens: int = (
+        0  # tokens of the same prompts that were computed or cached before the pass
+    )
     scheduled_num_decode_requests: int = 0
     scheduled_sum_decode_kv_tokens: int = 0
     scheduled_var_decode_kv_tokens: float = 0.0
-    queued_num_prefill_requests: int = 0  # requests without output so far
+    queued_num_prefill_requests: int = 0  # waiting requests without output so far
     queued_sum_prefill_tokens: int = 0
     queued_var_prefill_length: float = 0.0
-    queued_num_decode_requests: int = 0  # preempted requests
+    queued_num_decode_requests: int = 0  # waiting requests with output, which were preempted
     queued_sum_decode_kv_tokens: int = 0
     queued_var_decode_kv_tokens: float = 0.0
-    wall_time: float = 0.0  # seconds of the pass
+    wall_time: float = 0.0  # duration of the pass in seconds
 
 
 def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
-    """Return a rank's statistics now, in a pass that takes `pass_s` seconds."""
+    """Return the current statistics of a rank. `pass_s` is the duration of its current pass in seconds."""
     load, busy = scheduler.load(), scheduler.busy
     plan = scheduler.planned if busy else StepPlan()
     fresh, preempted = scheduler.waiting.lengths()
@@ -88,7 +93,7 @@ def _variance(numbers: Sequence[int]) -> float:
 
 
 class SimulatedEngine:
-    """An `Engine` without a model."""
+    """An `Engine` that simulates batching, timing and the KV cache, and needs no model."""
 
     def __init__(
         self,
@@ -100,7 +105,11 @@ class SimulatedEngine:
         start_s: float = 0.0,
         turn_tokens: int = 0,
     ) -> None:
-        """`turn_tokens`: maximum tokens from steps without a duration in one turn of the loop, not counting its last step."""
+        """Create an engine of `dp` DP ranks. Its start takes `start_s` seconds.
+
+        If steps have no duration, an event loop iteration runs several steps, with up to `turn_tokens` tokens before the last
+        one.
+        """
         timing = timing or ConstantTiming()
         self.shape = shape
         self.announces = shape.prefix_caching
@@ -129,7 +138,7 @@ class SimulatedEngine:
             rank.start(deliver, announce)
 
     def awaits(self) -> None:
-        """Return None: this engine never waits at its start."""
+        """Return None, because this engine waits for nothing at its start."""
 
     def submit(self, key: int, request: Generate) -> None:
         if isinstance(rank := self._of(request), SimulatedRank):
@@ -163,7 +172,7 @@ class SimulatedEngine:
             rank.limit_batch(share)
 
     def phase(self) -> Phase:
-        """Return the phase of the rank that has been busy longest."""
+        """Return the phase of the rank with the oldest current step; idle if all ranks are idle."""
         if len(self.each) == 1:
             return self.each[0].phase
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]
@@ -177,16 +186,19 @@ class SimulatedEngine:
         return [rank.load() for rank in self.each] if len(self.each) > 1 else []
 
     def stats(self) -> list[Stats]:
-        """Return the load statistics of each rank."""
+        """Return the statistics of each DP rank, in rank order."""
         return [stats(rank.scheduler, rank.pass_s) for rank in self.each]
 
     async def check(self) -> None:
-        """Raise EngineDead once a rehearsal has killed a rank."""
+        """Raise EngineDead after a rehearsal has killed the engine."""
         if any(rank.faults.dead for rank in self.each):
             raise EngineDead("the simulated engine died, as the rehearsal asked")
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Inject a fault into one rank. Ranks are numbered by DP rank, then by TP rank within it."""
+        """Inject a fault into one rank. `die` and `heal` affect all ranks. Return False if the fault is unknown.
+
+        `rank` is the DP rank times the number of TP ranks, plus the TP rank.
+        """
         number, within = divmod(rank, self.shape.tp)
         if fault in ("die", "heal"):
             for one in self.each:
@@ -195,7 +207,7 @@ class SimulatedEngine:
         return self.each[number].faults.inject(fault, argument, within)
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End this fault of this rank."""
+        """End one fault of one rank, which is numbered as for `chaos`."""
         number, within = divmod(rank, self.shape.tp)
         self.each[number].faults.heal(fault, within)
 
@@ -210,7 +222,7 @@ class SimulatedEngine:
 
 
 def _of_all(profile: Profile, dp: int) -> Profile:
-    """Return the combined profile of `dp` ranks that each have this profile."""
+    """Return the profile of an engine with `dp` DP ranks, if `profile` is that of one rank."""
     if dp == 1:
         return profile
     return replace(
@@ -223,7 +235,7 @@ def _of_all(profile: Profile, dp: int) -> Profile:
 
 
 def _description(shape: EngineShape, revision: str, rank: int) -> Description:
-    """Return the layout of one TP rank's blocks: one layer, one head, a byte per number, keys like values."""
+    """Return the layout of one TP rank's KV blocks: one layer and one head, with one byte per number."""
     size = max(1, shape.kv_block_bytes // (2 * shape.block_tokens))
     return Description(
         shape.model, revision, "uint8", 1, 1, size, shape.block_tokens, shape.kv_block_bytes, shape.tp, rank

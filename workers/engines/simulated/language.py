@@ -1,12 +1,12 @@
-"""The next token as a pure function of the model's name and of all tokens so far.
+"""Computes the next token of the simulated model from the model's name and all tokens so far.
 
-The name seeds a 64-bit hash that runs over the whole sequence; its digest at a position *is* the distribution there. So any
-lost, doubled or altered token changes everything that follows it, in the same way on every worker. A continuation elsewhere
-equals the undisturbed answer if and only if the replayed tokens were right. A hash that consumes one token at a time costs the
-same at any length; rehashing the sequence for each token would make long answers quadratic.
+A 64-bit hash runs over the whole sequence, with the model's name as its seed. The hash's digest at a position determines the
+distribution of the next token. So a lost, duplicated or altered token changes all tokens that follow, in the same way on every
+worker. A continuation on another worker equals the undisturbed answer if and only if the replayed tokens were right. The hash is
+updated with one token at a time, so that the cost of a token does not grow with the length of the sequence.
 
-Ids follow the shipped tokenizer (`builtin:sim`): 2,048 ids, and 2 ends the answer. Answers consist only of merges (from 259
-on), so every token is whole text by itself.
+Token ids are those of the tokenizer that is part of Holdfast (`builtin:sim`). It has 2,048 ids, and id 2 ends the answer. Answers
+consist only of merges (ids from 259 on), so that each token is complete text by itself.
 """
 
 import math
@@ -23,25 +23,25 @@ from events.wire import Logprob, Sampling
 
 VOCABULARY = 2048
 EOS = 2
-FIRST = 259  # the ids below are 3 special tokens and 256 bytes
-SPAN = VOCABULARY - FIRST  # 1,789, a prime: every stride below visits all ids once
-EOS_BELOW = (1 << 64) // 400  # digests below this end the answer: one in 400
-CANDIDATES = 20
+FIRST = 259  # the lowest id of an answer's tokens; lower ids are 3 special tokens and 256 bytes
+SPAN = VOCABULARY - FIRST  # 1,789, a prime number, so that steps of any constant stride visit each id once
+EOS_BELOW = (1 << 64) // 400  # digests below this end the answer, which is one in 400
+CANDIDATES = 20  # number of tokens at each position that have a logit of their own
 TAIL = 0.01  # the total weight of all other tokens, relative to the first candidate
-TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # the logit of each other token, to which a bias is added
+TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # the logit of each token that is no candidate
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
 
-KEPT = 256  # cached positions: a simulated fleet computes the same canary answers a thousand times
+KEPT = 256  # number of cached positions, because a simulated fleet computes the same canary answers a thousand times
 
 TokenId = Annotated[int, Meta(ge=0, lt=VOCABULARY)]
 Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
 
 def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
-    """Return the running hash of `tokens` under a model's name.
+    """Return the running hash of `tokens` for a model.
 
-    `digest` it for the next position, `update` it with the next token.
+    The hash's digest determines the next token. Call its `update` with `TOKEN_BYTES` of each further token.
     """
     running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(model.encode()))
     running.update(as_bytes(tokens))
@@ -49,21 +49,22 @@ def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return tokens as the hash's input: four bytes each, little endian."""
+    """Return tokens in the form of the hash's input: four bytes per token, little endian."""
     packed = array("I", tokens)
     return packed.tobytes()
 
 
 def plain_token(digest: int) -> int:
-    """Return the best token of a position, ignoring the end of the answer."""
+    """Return the most likely token of the position with this digest. The end of the answer is not considered."""
     return FIRST + digest % SPAN
 
 
 @lru_cache(KEPT)
 def candidates(digest: int, *, eos: bool) -> Candidates:
-    """Return the best candidates of a position with their logits. The first has logit 0, nearly always far above the others.
+    """Return the candidates of the position with this digest, with their logits, the best one first.
 
-    With `eos` False they exclude the end of the answer (min_tokens not reached, or ignore_eos).
+    The best candidate has logit 0, which is nearly always far above the others. If `eos` is false, the candidates never contain
+    the end of the answer, as needed before `min_tokens` and with `ignore_eos`.
     """
     tokens = _in_order(digest, range(CANDIDATES))
     if eos and digest < EOS_BELOW:
@@ -80,15 +81,18 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
 
 
 def _in_order(digest: int, ranks: range) -> list[int]:
-    """Return the tokens at these ranks of a position, without the end of the answer. The `SPAN` ranks contain each token once."""
+    """Return the tokens at these ranks (0 for the best) of a position. The end of the answer is not considered.
+
+    The ranks from 0 to SPAN - 1 contain each token once.
+    """
     place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
     return [FIRST + (place + rank * stride) % SPAN for rank in ranks]
 
 
 def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> Candidates:
-    """Return a position's candidates, followed by the other tokens that `bias` names.
+    """Return a position's candidates, then the other tokens that `bias` names, then the best token that `bias` does not name.
 
-    The best remaining token comes last, in case the bias bans all candidates.
+    The last token is needed if the biases ban all candidates.
     """
     known = {token for token, _ in ranked}
     named = [token for token in bias if token not in known]
@@ -99,7 +103,10 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 
 @lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
-    """Return a position's logprobs. `drift` shifts them with alternating sign, as a faulty device would."""
+    """Return the logprob of the token `chosen` at a position with the candidates `ranked`, and the `top` best tokens.
+
+    `drift` imitates a faulty device: it is subtracted from and added to the logprobs in turn.
+    """
     total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
     shifted = [
         (token, logit - total + (drift if rank % 2 else -drift)) for rank, (token, logit) in enumerate(ranked)
@@ -111,9 +118,12 @@ def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> L
 def prompt_logprobs(
     model: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
 ) -> list[Logprob]:
-    """Return the logprobs of a prompt's own tokens, as if each had been generated. The first one has no meaning."""
+    """Return the logprob of each token of a prompt, as if the model had generated the prompt, with the `top` best tokens.
+
+    The logprob of the first token is 0, because no token precedes it. `eos` and `drift` are those of `candidates` and `logprobs`.
+    """
     running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
-    for token in tokens[1:]:  # not cached: no position of a prompt returns
+    for token in tokens[1:]:  # bypasses the caches, because a prompt's positions are rarely needed again
         ranked = candidates.__wrapped__(running.intdigest(), eos=eos)
         found.append(logprobs.__wrapped__(ranked, token, top, drift))
         running.update(TOKEN_BYTES[token])
@@ -123,10 +133,16 @@ def prompt_logprobs(
 def choose(
     ranked: Candidates, sampling: Sampling, counts: Mapping[int, int], banned: Collection[int], luck: float
 ) -> int:
-    """Return the token that the sampling parameters select. `luck` in [0, 1) is the random number.
+    """Return the token that the sampling parameters select from the candidates.
 
-    `counts` is how often each token was generated before; `banned` are the ids that may not end the answer yet. Biases are
-    applied last: penalties cannot undo what they force or ban.
+    Biases are applied after the penalties, so that penalties cannot undo what a bias forces or bans.
+
+    Args:
+        ranked: the candidates with their logits, the best one first.
+        sampling: the request's sampling parameters.
+        counts: how often each token was generated before; empty if penalties do not need the counts.
+        banned: the token ids that would end the answer too early.
+        luck: a random number in [0, 1).
     """
     bias = sampling.logit_bias
     if sampling.temperature <= 0 and not counts and not banned and not bias:
@@ -145,7 +161,7 @@ def _penalised(logit: float, count: int, sampling: Sampling) -> float:
     if not count:
         return logit
     logit -= sampling.presence_penalty + sampling.frequency_penalty * count
-    # Candidate logits are at most 0, where a repetition penalty multiplies; the offset lets it affect the best one.
+    # A repetition penalty multiplies negative logits. The best candidate's logit is 0, so an offset makes it negative first.
     return (logit - 1.0) * sampling.repetition_penalty + 1.0
 
 
@@ -154,11 +170,13 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
         scored = scored[: sampling.top_k]
     best = scored[0][1]
     weights = [math.exp((logit - best) / sampling.temperature) for _, logit in scored]
-    if sampling.min_p > 0:  # the best one's weight is 1
+    if sampling.min_p > 0:  # the best token's weight is 1
         weights = [weight for weight in weights if weight >= sampling.min_p]
     total = sum(weights)
     kept, reached = 0.0, 0
-    for weight in weights:  # top_p keeps the smallest set of the best tokens with at least this share
+    for weight in (
+        weights
+    ):  # top_p keeps the smallest set of the best tokens that has at least this share of the weight
         kept += weight
         reached += 1
         if kept >= sampling.top_p * total:
@@ -172,25 +190,28 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
 
 
 def luck_at(seed: int, digest: int) -> float:
-    """Return a position's random number in [0, 1), keyed by the seed and all tokens so far.
+    """Return the random number in [0, 1) of a position, which is a hash of the seed and of the position's digest.
 
-    It is the same after an interruption, on any worker.
+    So every worker that continues an answer draws the same number.
     """
     return xxhash.xxh64_intdigest(digest.to_bytes(8, "little"), seed=seed & _MASK) / (1 << 64)
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The reasoning part of an answer, as in Dynamo's mocker: two delimiter tokens, and the share of the answer."""
+    """The configuration of the reasoning at the start of each answer, as in Dynamo's mocker.
+
+    It consists of the two delimiter tokens, and of the share (0 to 1) of the answer's tokens that are reasoning.
+    """
 
     start_thinking_token_id: TokenId
     end_thinking_token_id: TokenId
     thinking_ratio: Annotated[float, Meta(ge=0, le=1)]
 
     def tokens(self, answer: int) -> int:
-        """Return how many of the answer's tokens are reasoning, both delimiters included.
+        """Return how many tokens of an answer of `answer` tokens are reasoning, both delimiters included.
 
-        The number follows from the configured share, and includes at least the two delimiters. It is 0 if the answer is too short
-        for them, or if the share is below one token.
+        The number is the configured share of the answer, but at least 2, for the two delimiters. It is 0 if the answer has only
+        one token, or if the share is less than one token.
         """
         share = int(answer * self.thinking_ratio)
         return max(2, share) if share and answer > 1 else 0

@@ -1,11 +1,11 @@
-"""The simulated engine's `Export` and `Import`: requests that move with the bytes of their KV blocks.
+"""The simulated engine's `Export` and `Import`, which move requests with the bytes of their KV blocks.
 
-    a block    [token][filler], zeros where no token is yet
-    a token    the hash of the whole prefix up to it and of the rank, repeated
+    a block    the bytes of its tokens, in order; zeros where there is no token yet, and to fill the block
+    a token    a hash of the TP rank and of all tokens up to and including this token, repeated to the size of a token
 
-So the target detects any byte that was lost, duplicated, altered, or moved to another position, block, rank or request, and any
-difference in the tokens before it. The bytes are not stored. The source computes them when it sends a block, and the target
-when it receives one. Both compute on the event loop, in slices shorter than a step without a duration: a thread would only
+So the target detects any byte that was lost, duplicated, altered, or moved to another position, block, rank or request. It also
+detects any difference in the earlier tokens. The bytes are not stored. The source computes them when it sends a block, and the
+target computes them again when it receives the block. Both compute on the event loop in short slices, because a thread would only
 contend for the interpreter lock.
 """
 
@@ -23,11 +23,11 @@ from workers.engines.simulated.timing import SimulatedArrival, SimulatedDepartur
 from workers.kv_transfer.messages import Buffer
 
 _DIGEST_BYTES = 16
-SLICE_BYTES = 128 * 1024
+SLICE_BYTES = 128 * 1024  # bytes that are computed before other callbacks of the event loop may run
 
 
 class Contents:
-    """The tokens of one sequence, and the bytes of its blocks. Both grow with it."""
+    """Computes the bytes of one sequence's KV blocks from its tokens, which can be appended."""
 
     def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
         """Start with the first tokens of the sequence."""
@@ -39,18 +39,21 @@ class Contents:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append these tokens."""
+        """Append these tokens to the sequence."""
         for token in tokens:
             self._add(token)
 
     def grow(self, length: int, unusual: Mapping[int, int]) -> None:
-        """Append tokens up to this length: the plain token of each position, or the one in `unusual`."""
+        """Append tokens until the sequence has this length.
+
+        `unusual` maps positions to tokens. At other positions, the token is the one that the hash of the earlier tokens selects.
+        """
         for place in range(len(self.tokens), length):
             token = unusual.get(place)
             self._add(language.plain_token(self._hash.intdigest()) if token is None else token)
 
     def block(self, rank: int, index: int, computed: int) -> bytes:
-        """Return a block of one rank, given that the KV of the first `computed` tokens exists."""
+        """Return the bytes of the block at `index` of one TP rank, if the KV of the first `computed` tokens exists."""
         first, size = index * self._shape.block_tokens, self._shape.block_tokens
         times = -(-self._token_bytes // _DIGEST_BYTES)
         held = [
@@ -66,7 +69,7 @@ class Contents:
 
 
 class SimulatedExport:
-    """A request that moves to another worker, and its blocks."""
+    """The `Export` of a request that moves to another worker with its KV blocks."""
 
     def __init__(self, rank: SimulatedRank, departure: SimulatedDeparture) -> None:
         self._rank, self._transit = rank, rank.transit
@@ -78,7 +81,10 @@ class SimulatedExport:
         return 0 if self._departure.lost else self._departure.computed // self._rank.shape.block_tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Compute the bytes of blocks from the tokens. Raise MoveEnded if the request has ended, or has no such blocks."""
+        """Compute and return the bytes of `count` blocks of one TP rank, from the block at index `first` on.
+
+        Raise MoveEnded if the request cannot move any more, or if these blocks do not exist yet.
+        """
         self._check()
         shape, computed = self._rank.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
@@ -120,10 +126,10 @@ class SimulatedExport:
 
 
 class SimulatedImport:
-    """The reservation for an arriving request.
+    """The `Import` of an arriving request, which compares each arrived block with the expected bytes.
 
-    If a block's tokens were known at the reservation, the block is compared when it arrives, so that the commit does not take
-    longer for long requests. The other blocks are compared at the commit, which contains their tokens.
+    If the tokens of a block were known at the reservation, the block is compared when it arrives, so that the commit of a long
+    request is short. The other blocks are compared by the commit, which has their tokens.
     """
 
     def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
@@ -133,7 +139,10 @@ class SimulatedImport:
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Accept arrived blocks, and compare those with known tokens. Raise MoveRefused if there is no room for them."""
+        """Accept arrived blocks, and compare those with known tokens.
+
+        Raise MoveRefused if the blocks are outside of the reservation, or if the reservation has ended.
+        """
         self._check()
         shape, view = self._rank.shape, memoryview(data).cast("B")
         size = shape.kv_block_bytes
@@ -155,7 +164,10 @@ class SimulatedImport:
                 self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Compare the remaining blocks and start to decode. Raise MoveRefused if any byte differs."""
+        """Compare the remaining blocks and start to decode the arrived request.
+
+        Raise MoveRefused if a byte differs, a block is missing, or the tokens do not match the reservation.
+        """
         self._check()
         try:
             arrival, context = self._arrival, self._rank.shape.context_tokens
@@ -177,7 +189,7 @@ class SimulatedImport:
         self._rank.kick()
 
     async def _difference(self, tokens: Sequence[int], computed: int) -> str:
-        """Return the first difference between the arrived and the expected blocks; empty if there is none."""
+        """Return a description of the first missing or wrong block; empty if all blocks are right."""
         shape, taken, contents = self._rank.shape, self._arrival.taken, self._contents
         contents.extend(tokens[len(contents.tokens) :])
         cached, end = self.cached_tokens // shape.block_tokens, -(-computed // shape.block_tokens)

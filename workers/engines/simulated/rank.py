@@ -1,10 +1,11 @@
-"""One DP rank of the simulated engine: runs its scheduler's timed steps on the worker's loop.
+"""Runs the timed steps of one DP rank of the simulated engine on the worker's event loop.
 
-A step is so cheap that a thread would only contend for the interpreter lock (5 ms per switch). So steps run as callbacks of the
-event loop, one per turn, and the loop does its I/O between any two steps. Many steps may run in one turn if they have no
-duration and only generate tokens, because a turn costs ten times as much as such a step.
+A step is so cheap that a thread for it would only contend for the interpreter lock (5 ms per switch). So each step is a callback
+of the event loop, and the loop does its I/O between two steps. If steps have no duration and only generate tokens, many of them
+run in one loop iteration, because an iteration costs ten times as much as such a step.
 
-uvloop rounds timers to whole milliseconds, and a step of a small model takes three; on Linux `Alarm` uses a timerfd.
+uvloop rounds timers to whole milliseconds, which is too coarse for a step of a small model (about 3 ms). So on Linux, `Alarm`
+uses a timerfd.
 """
 
 import asyncio
@@ -32,9 +33,11 @@ from workers.engines.simulated.timing import (
 
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-SHORT_S = 0.02  # shorter steps use a finer timer than the loop's, which would be too costly for all steps of many engines
-LATE_S = 0.005  # a delay longer than this is not made up for
-TURN_TOKENS = 512  # in a worker, tokens of steps without a duration per turn: less than half a millisecond
+SHORT_S = 0.02  # shorter steps use the finer timer, which would be too costly for all steps of many engines
+LATE_S = 0.005  # the next step does not make up for a longer delay
+TURN_TOKENS = (
+    512  # tokens of steps without a duration per loop iteration of a worker, which take less than 0.5 ms
+)
 IDLE = Phase()
 
 
@@ -47,7 +50,10 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """One timer; setting it again replaces the previous time. Raises OSError where there is no timerfd."""
+    """A sub-millisecond timer, which uses a timerfd. The event loop watches `file`, which becomes readable at the set time.
+
+    The constructor raises OSError if the system has no timerfd.
+    """
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -59,7 +65,7 @@ class Alarm:
         self._set = False
 
     def set(self, at: float) -> None:
-        """Make the file readable at a monotonic time in seconds, or at once if it has passed."""
+        """Set the timer to a monotonic time in seconds. This replaces the previous time. A time in the past expires at once."""
         self._set = True
         self._arm(max(1, round(at * 1e9)))
 
@@ -69,7 +75,7 @@ class Alarm:
         self._arm(0)
 
     def close(self) -> None:
-        """Close the file, which no loop watches any more."""
+        """Close the file. No event loop may still watch it."""
         self._set = False
         os.close(self.file)
 
@@ -78,7 +84,7 @@ class Alarm:
         self._libc.timerfd_settime(self.file, _ABSOLUTE, ctypes.byref(setting), None)
 
     def expired(self) -> bool:
-        """Return whether the alarm is due, True once for each `set`. For the reader of the file."""
+        """Return whether the set time has passed. True is returned at most once per `set`. Called when the file is readable."""
         try:
             os.read(self.file, 8)
         except BlockingIOError:  # the alarm has been set again in the meantime
@@ -88,7 +94,10 @@ class Alarm:
 
 
 class SimulatedRank:
-    """One rank: a scheduler and its clock. The worker's calls and the steps run on the same loop, so there are no locks."""
+    """One DP rank: a scheduler, and the timer of its steps.
+
+    There are no locks, because the worker's calls and the steps run on the same event loop.
+    """
 
     def __init__(self, number: int, shape: EngineShape, timing: Timing, turn_tokens: int = 0) -> None:
         self.shape = shape
@@ -97,27 +106,31 @@ class SimulatedRank:
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
         self.faults = self.scheduler.faults
-        self._fatal: set[int] = set()  # keys of requests that end the process in the next pass with prefill
+        self._fatal: set[int] = (
+            set()
+        )  # keys of requests with fatal tokens: the next pass with prefill ends the process
         self._number = number
         self.timing = timing
         self._turn_tokens = turn_tokens
         self._next: asyncio.Handle | Alarm | None = None  # the next callback; None while idle
-        self._alarm: Alarm | None = None  # for loops with coarse timers
-        self._due = 0.0  # when the alarm is due
+        self._alarm: Alarm | None = None  # the finer timer; None until a short step needs it
+        self._due = 0.0  # end of the step for which the alarm is set; loop seconds
         self.stepping = False  # a step with a duration is running
-        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # held when the step ends
+        self._holding: dict[
+            asyncio.Future[None], SimulatedDeparture
+        ] = {}  # departures to hold when the step ends
         self._deliver: Deliver = discard_output
         self._announce: Announce = discard_events
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, deliver: Deliver, announce: Announce) -> None:
-        """Start to accept requests, on the running loop."""
+        """Start to accept requests on the running event loop."""
         self._deliver, self._announce = deliver, announce
         self._loop = asyncio.get_running_loop()
         self.scheduler.kv.heard = announce is not discard_events and self.shape.prefix_caching
 
     def stop(self) -> None:
-        """Stop stepping and drop all requests and blocks."""
+        """Stop the steps, and drop all requests and their blocks."""
         if self._next is not None:
             self._next.cancel()
         if self._alarm is not None and self._loop is not None:
@@ -128,7 +141,7 @@ class SimulatedRank:
         self._hold_all()
 
     def submit(self, key: int, request: Generate) -> None:
-        """Accept a request, or deliver its refusal."""
+        """Accept a request, or deliver the chunk that refuses it."""
         if refusal := self.scheduler.submit(key, request):
             self._deliver([(key, refusal)])
         else:
@@ -143,20 +156,20 @@ class SimulatedRank:
         self.kick()
 
     def trust(self, trusted: bool) -> None:
-        """Hide all current blocks from other requests, and new ones until the worker is trusted again."""
+        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
         self.scheduler.trust(trusted)
         self._announce_events()
 
     def limit_batch(self, share: float) -> None:
-        """Run at most this share of the batch at once, from the next step on."""
+        """Limit the running batch to this share of its full size, from the next step on."""
         self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
 
     def refuse(self, key: int, refusal: Chunk) -> None:
-        """Deliver the refusal of a request that no rank has accepted."""
+        """Deliver the chunk that refuses a request which belongs to no rank."""
         self._deliver([(key, refusal)])
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
         arrival = self.scheduler.reserve(key, request, room_tokens)
         if self._next is None:
             self._announce_events()  # no step will end soon
@@ -167,7 +180,10 @@ class SimulatedRank:
         return self.scheduler.load()
 
     async def hold(self, departure: SimulatedDeparture) -> None:
-        """Stop decoding a request at the end of the current step. Raise MoveEnded if the engine stops first."""
+        """Hold a departing request, which means that it stops to decode, at the end of the current step.
+
+        Return after that. Raise MoveEnded if the engine is dead or stopped.
+        """
         if self.faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
         if not self.stepping:
@@ -178,24 +194,26 @@ class SimulatedRank:
         try:
             await held
         except asyncio.CancelledError:
-            self.transit.resume(departure)  # the scheduler may already hold it
+            self.transit.resume(departure)  # has an effect only if the request is already held
             self.kick()
             raise
 
     def kick(self) -> None:
-        """Begin a step if the rank is idle and there is work."""
+        """Schedule a step if the rank is idle and there is work."""
         if self._next is None and self._loop is not None and self.scheduler.busy:
             self._next = self._loop.call_soon(self._begin, self._loop.time())
 
     def _begin(self, at: float) -> None:
-        """Begin a step that could begin at `at` (loop time), or become idle."""
+        """Begin a step, or become idle if there is no work. The step counts from the loop time `at`."""
         assert self._loop is not None
         plan = self.scheduler.plan()
         if plan.idle or self.faults.dead:
             self._next, self.phase = None, IDLE
             return
         if self._fatal and plan.prefill_tokens:
-            os.kill(os.getpid(), signal.SIGABRT)  # like a failed assertion in a kernel: silently
+            os.kill(
+                os.getpid(), signal.SIGABRT
+            )  # ends the process without a message, as a failed assertion in a GPU kernel
         lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)
@@ -212,7 +230,7 @@ class SimulatedRank:
             self._next = self._loop.call_at(due, self._finish, due)
 
     def _fine(self) -> Alarm | None:
-        """Return a finer timer than the loop's; None if the loop's is fine enough, or no finer one exists."""
+        """Return the finer timer. Return None if the event loop is not uvloop, or if the system has no timerfd."""
         if self._alarm is None and isinstance(self._loop, uvloop.Loop):
             with contextlib.suppress(OSError):
                 self._alarm = Alarm()
@@ -228,14 +246,14 @@ class SimulatedRank:
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:
-        """Finish a step that was due at `due`."""
+        """Generate the tokens of a step that had to end at the loop time `due`, and end the step."""
         self._end(due, self.scheduler.step())
 
     def _end(self, due: float, out: Output) -> None:
-        """End a step that was due at `due`: deliver its output, and begin the next one in the next turn of the loop.
+        """Deliver the output of a step that had to end at the loop time `due`, and schedule the next step.
 
-        The next step counts from the time when this one was due, so that timer delays do not add up. If the loop is later than
-        LATE_S, the next step counts from now, to avoid a burst of steps.
+        The next step begins in the next loop iteration. Its duration counts from `due`, so that timer delays do not add up. If
+        the delay is at least LATE_S, the duration counts from now, to avoid a burst of steps.
         """
         assert self._loop is not None
         self.stepping = False
@@ -264,7 +282,7 @@ class SimulatedRank:
 
 
 def _contains(tokens: Sequence[int], wanted: tuple[int, ...]) -> bool:
-    """Return whether `wanted` occurs in `tokens` as a consecutive run."""
+    """Return whether `tokens` contains the tokens `wanted` one right after the other, in this order."""
     size, first = len(wanted), wanted[0]
     return any(
         tokens[place] == first and tuple(tokens[place : place + size]) == wanted

@@ -4,9 +4,9 @@ A random number is a hash of the request's seed and of the token's position in t
 answer continues exactly after a migration, and does not depend on the rest of the batch. A random generator with a state, such
 as vLLM's, would lose its state in a migration.
 
-The order of the steps is that of vLLM: logit biases, penalties, `top_k`, temperature, `min_p`, `top_p`. Presence and frequency
-penalties count generated tokens only. The repetition penalty counts the prompt, too. Logprobs are computed from the raw logits,
-before all these steps, so that they describe the model alone.
+As in vLLM, logit biases are applied before the penalties and the temperature, and `min_p` after the temperature and before
+`top_p`. Presence and frequency penalties count generated tokens only. The repetition penalty counts the prompt, too. Logprobs are
+computed from the raw logits, before all these steps, so that they describe the model alone.
 """
 
 import math
