@@ -1,5 +1,7 @@
 """The KV cache of one simulated rank: blocks, eviction order, and the slower tiers below the device.
 
+The states of a block on the device, and the moves between the tiers:
+
     absent ── use ──▶ active (counted) ── deref to 0 ──▶ inactive ── evicted ──▶ absent, or a slower tier
                         │    ▲                              │
                         │    └───────────── use ────────────┘
@@ -9,20 +11,23 @@
        ▲                   │                                        │
        └──── fetched ──────┴────────────────────────────────────────┘   the copy below stays, as the newest
 
-A block is either full and named by its sequence hash (`events.blocks`), or partial. A partial block belongs to one request, and
-is promoted to a full block once it has filled. Partial blocks have negative numbers, which no hash has. Active and inactive
-blocks together never exceed the capacity. Full blocks cause events, as in a real engine: `stored` once for each run of
-consecutive new blocks, `removed` when blocks are evicted or destroyed. Reuse and release of a block cause no events.
+Requests hold the active blocks, and each active block has a count of these requests. An inactive block is held by no request, but
+a request with the same prefix can use it. A block is identified by a number. A full block's number is its name, the sequence hash
+(`events.blocks`). A partial block belongs to one request, and has a negative number, which no hash has. When it is full, it is
+promoted, which means that it gets its name. Active and inactive blocks together never exceed the capacity.
 
-A block is on at most one of the two slower tiers. A block is dropped if its prefix is on no tier, because no prompt could use
-it. An evictor selects the inactive block to evict:
+Full blocks cause KV events, as in a real engine. `stored` is reported once for each run of consecutive new blocks, and `removed`
+when blocks are evicted or destroyed. Reuse and release of a block cause no events.
 
-    lru        the one that has been idle longest
-    multi-lru  the one idle longest among those used least often: four classes, by number of uses
-    lineage    the one idle longest among those without an idle child: a block is never evicted before its children
+A block is on at most one of the two slower tiers. If the block before it is on no tier when it is evicted, a block is dropped
+instead of stored, because no prompt could use it. An evictor selects the inactive block to evict:
 
-The first two take constant time. Lineage takes logarithmic time: a block that becomes a leaf again is sorted in by its own idle
-time.
+    lru        the block that has been idle longest
+    multi-lru  the block idle longest in the lowest class; four classes group the blocks by their number of uses
+    lineage    the block idle longest among those without an idle child, so that children are evicted before their parent
+
+The first two take constant time. `lineage` takes logarithmic time, because a block that becomes a leaf again must be sorted in
+by its idle time.
 """
 
 from collections import OrderedDict
@@ -34,25 +39,28 @@ from typing import Literal, NamedTuple, Protocol
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 
 EvictorKind = Literal["lru", "multi-lru", "lineage"]
-CLASSES = (2, 4, 8)  # a block with this many uses is in the next class
+CLASSES = (2, 4, 8)  # numbers of uses at which a block belongs to the next higher class of `multi-lru`
 _ABSENT = object()
 
 
 class Evictor(Protocol):
-    """The idle blocks, in the order of their eviction. `parent` is the block before one, if any."""
+    """Keeps the idle blocks, and selects the next one to evict.
+
+    A block's `parent` is the block before it in its sequence, or None for the first block.
+    """
 
     def __len__(self) -> int: ...
 
     def __contains__(self, block: object) -> bool: ...
 
     def insert(self, block: int, parent: int | None = None) -> None:
-        """Add a block that has just become idle. A block that was already idle counts as newly idle."""
+        """Add a block that has become idle now. A block that was already idle gets the current idle time."""
 
     def remove(self, block: int) -> bool:
-        """Remove a block because it is used again. Return False if it was not idle."""
+        """Remove a block because a request uses it again. Return False if the block was not idle."""
 
     def evict(self) -> int | None:
-        """Remove and return the next block to evict; None if there is none."""
+        """Remove and return the next block to evict. Return None if no block is idle."""
 
 
 class Lru:
@@ -82,15 +90,15 @@ class Lru:
 
 
 class MultiLru:
-    """Evicts from the lowest class by number of uses; within a class, the block that has been idle longest.
+    """Evicts blocks of the class with the fewest uses first, and within a class the block that has been idle longest.
 
-    Uses are counted from a block's first idleness to its eviction; after that, counting starts again.
+    The count of a block's uses starts with 1 when the block first becomes idle, and is dropped when the block is evicted.
     """
 
     def __init__(self) -> None:
         self._classes = tuple(Lru() for _ in range(len(CLASSES) + 1))
         self._class_of: dict[int, int] = {}
-        self.uses: dict[int, int] = {}  # includes blocks in use now
+        self.uses: dict[int, int] = {}  # number of uses by block, also for blocks that are in use now
 
     def __len__(self) -> int:
         return len(self._class_of)
@@ -122,13 +130,13 @@ class MultiLru:
 
 
 class Lineage:
-    """Evicts leaves first: among the blocks without an idle child, the one that has been idle longest."""
+    """Evicts the block that has been idle longest among the leaves, which are the idle blocks without an idle child."""
 
     def __init__(self) -> None:
         self._idle: dict[int, tuple[int, int | None]] = {}  # block -> (idle since, its parent)
-        self._below: dict[int, int] = {}  # number of idle children of a block, which need not be idle itself
+        self._below: dict[int, int] = {}  # block, idle or not -> number of its idle children
         self._leaves: list[tuple[int, int]] = []  # a heap of (idle since, block); entries may be stale
-        self._now = 0
+        self._now = 0  # a clock that counts insertions
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -138,7 +146,7 @@ class Lineage:
 
     @property
     def remembered(self) -> int:
-        """Number of internal entries, stale ones included."""
+        """Number of internal entries, stale ones included. Tests check that it stays bounded."""
         return len(self._leaves) + len(self._below)
 
     def insert(self, block: int, parent: int | None = None) -> None:
@@ -186,12 +194,12 @@ _KINDS: Mapping[EvictorKind, Callable[[], Evictor]] = {"lru": Lru, "multi-lru": 
 
 
 def evictor(kind: EvictorKind) -> Evictor:
-    """Create an empty evictor of this kind."""
+    """Return a new evictor of this kind, without blocks."""
     return _KINDS[kind]()
 
 
 class TierTraffic(NamedTuple):
-    """Numbers of blocks moved between the tiers."""
+    """Numbers of blocks that were copied from and to the slower tiers, host memory and disk."""
 
     from_host: int = 0
     from_disk: int = 0
@@ -200,14 +208,21 @@ class TierTraffic(NamedTuple):
 
 
 class SlowTiers:
-    """The host memory and disk tiers behind one rank's device."""
+    """The host memory and disk tiers below the device of one rank."""
 
     def __init__(
         self, host: int, disk: int, emit: Callable[[KvEvent], None], on_device: Callable[[int], bool]
     ) -> None:
-        """`host` and `disk` are the sizes of the tiers in blocks."""
+        """Create empty tiers.
+
+        Args:
+            host: size of the host memory tier in blocks; 0: there is no such tier.
+            disk: size of the disk tier in blocks; 0: there is no such tier.
+            emit: called with each KV event of the tiers.
+            on_device: returns whether a block is on the device.
+        """
         self._rooms = {Tier.HOST: host, Tier.DISK: disk}
-        # Blocks of each tier, oldest first, each with its parent.
+        # for each tier, its blocks with their parents, the oldest first
         self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
         self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
         self._emit = emit
@@ -217,7 +232,7 @@ class SlowTiers:
         return any(block in held for held in self._held.values())
 
     def count(self, tier: Tier) -> int:
-        """Return how many blocks are on a tier."""
+        """Return the number of blocks on a tier."""
         return len(self._held[tier])
 
     def blocks(self, tier: Tier) -> Sequence[int]:
@@ -225,7 +240,10 @@ class SlowTiers:
         return tuple(self._held[tier])
 
     def offload(self, block: int, parent: int | None) -> None:
-        """Store a block that the device evicts."""
+        """Store a block that the device evicts on the fastest slower tier.
+
+        If a slower tier already has the block, the block only becomes that tier's newest one.
+        """
         for held in self._held.values():
             if block in held:
                 held.move_to_end(block)
@@ -234,21 +252,24 @@ class SlowTiers:
         self._put(tier, block, parent)
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy blocks to the device, in the order of their prompt. All of them must be on a slower tier."""
-        for name in reversed(names):  # so that a prefix is dropped after its children
+        """Count the copies of these blocks to the device. The tiers keep the blocks, as their newest ones.
+
+        `names` are in the order of the prompt. All of the blocks must be on a slower tier.
+        """
+        for name in reversed(names):  # so that earlier blocks of the prompt are newer, and dropped later
             tier = next(tier for tier, held in self._held.items() if name in held)
             self._held[tier].move_to_end(name)
             self._moved["from_host" if tier is Tier.HOST else "from_disk"] += 1
 
     def take_traffic(self) -> TierTraffic:
-        """Return the traffic between the tiers since the last call."""
+        """Return the numbers of blocks copied from and to the tiers since the last call."""
         moved = TierTraffic(**self._moved)
         if any(moved):
             self._moved = dict.fromkeys(self._moved, 0)
         return moved
 
     def clear(self) -> None:
-        """Drop all blocks without KV events."""
+        """Drop all blocks without reporting KV events."""
         for held in self._held.values():
             held.clear()
 
@@ -270,7 +291,7 @@ _NO_TRAFFIC = TierTraffic()
 
 
 class KvManager:
-    """The blocks of one rank."""
+    """Manages the KV blocks of one rank: allocation, reuse, naming, eviction and KV events."""
 
     def __init__(
         self, total: int, kind: EvictorKind = "lru", *, host_blocks: int = 0, disk_blocks: int = 0
@@ -278,20 +299,22 @@ class KvManager:
         if total < 1:
             raise ValueError(f"a pool holds at least one block, not {total}")
         self.total = total
-        self.heard = False  # whether a consumer reads the events
-        self.active: dict[int, int] = {}  # number of requests that hold each
+        self.heard = False  # whether KV events are recorded, because a consumer reads them
+        self.active: dict[int, int] = {}  # active block -> number of requests that hold it
         self.inactive = evictor(kind)
         self._kind: EvictorKind = kind
-        self._parents: dict[int, int | None] = {}  # of the full blocks that are active or inactive
+        self._parents: dict[
+            int, int | None
+        ] = {}  # full block on the device, active or inactive -> its parent
         self._events: list[KvEvent] = []
-        self._made = 0  # partial blocks created so far
-        self.slow: SlowTiers | None = None
+        self._made = 0  # number of partial blocks created so far
+        self.slow: SlowTiers | None = None  # None: there are no slower tiers
         if host_blocks or disk_blocks:
             self.slow = SlowTiers(host_blocks, disk_blocks, self._emit, self._parents.__contains__)
 
     @property
     def used(self) -> int:
-        """Number of blocks held by requests. Inactive blocks can be evicted and do not count."""
+        """Number of blocks that requests hold. Inactive blocks do not count, because they can be evicted."""
         return len(self.active)
 
     @property
@@ -300,41 +323,44 @@ class KvManager:
         return self._parents.keys()
 
     def partials(self, count: int) -> list[int]:
-        """Return names for `count` new partial blocks. They are not allocated yet."""
+        """Return unused numbers for `count` partial blocks. The caller must allocate the blocks by `use`."""
         first = self._made = self._made + count
         return list(range(-first, count - first))
 
     def cached(self, names: Sequence[int]) -> int:
-        """Return how many of the leading blocks are on the device."""
+        """Return how many blocks from the first on, without a gap, are on the device."""
         return sum(1 for _ in takewhile(self._parents.__contains__, names))
 
     def fetchable(self, names: Sequence[int]) -> int:
-        """Return how many of the leading blocks are on any tier."""
+        """Return how many blocks from the first on, without a gap, are on the device or a slower tier.
+
+        Return 0 if there are no slower tiers.
+        """
         slow, here = self.slow, self._parents
         return (
             0 if slow is None else sum(1 for _ in takewhile(lambda name: name in here or name in slow, names))
         )
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy the given blocks to the device if they are only on slower tiers. Call `use` for them afterwards."""
+        """Copy those of the blocks to the device that are only on slower tiers. The caller must then allocate them by `use`."""
         if self.slow is not None and names:
             self.slow.fetch([name for name in names if name not in self._parents])
 
     def wanted(self, names: Sequence[int]) -> int:
-        """Return how many of these blocks, all on the device, would become active if they were used."""
+        """Return how many of these blocks are not active. All of them must be on the device."""
         return sum(name not in self.active for name in names)
 
     def use(self, blocks: Sequence[int], parent: int | None = None) -> bool:
-        """Allocate blocks for a request, in the order of its sequence; the first comes right after `parent`.
+        """Allocate blocks for a request, in the order of its sequence. `parent` is the block before the first of them, or None.
 
-        Return False, and allocate nothing, if there is no room for all of them. An active block is held once more, an inactive
-        one becomes active, and an absent one replaces the next inactive one to evict.
+        The count of an active block increases by one. An inactive block becomes active. For an absent block, an inactive block is
+        evicted if the device is full. Return False and allocate nothing if the device has no room for all blocks.
         """
         active, inactive = self.active, self.inactive
         room = self.total - len(active)
         if len(blocks) > room and sum(block not in active for block in {*blocks}) > room:
             return False
-        # First remove reused blocks from the evictor: making room for one of `blocks` must not evict another of them.
+        # Remove reused blocks from the evictor first, so that an eviction for one of `blocks` cannot evict another one.
         absent = [False] * len(blocks)
         for place, block in enumerate(blocks):
             held = active.get(block)
@@ -349,7 +375,7 @@ class KvManager:
         return True
 
     def take(self) -> int:
-        """Allocate one partial block. Return its name, or 0 if there is no room. A fast path of `use`."""
+        """Allocate one partial block and return its number. Return 0 if all blocks are active. A fast path of `use`."""
         active = self.active
         if len(active) >= self.total:
             return 0
@@ -360,9 +386,10 @@ class KvManager:
         return -self._made
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Release blocks, in this order. Raise KeyError for one not in use.
+        """Release blocks of a request, in this order. Raise KeyError for a block that is not active.
 
-        If no other request holds a block, a full one becomes idle, and a partial one is freed. The first counts as idle longest.
+        If no other request holds a block, a full block becomes inactive, and a partial block is freed. Blocks released earlier in
+        the list count as idle longer.
         """
         active, parents, insert = self.active, self._parents, self.inactive.insert
         for block in blocks:
@@ -375,7 +402,7 @@ class KvManager:
                     insert(block, parents[block])
 
     def destroy(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that are in use, for all requests. Raise KeyError for one not in use."""
+        """Drop active blocks, whatever the number of requests that hold them. Raise KeyError for a block that is not active."""
         gone = []
         for block in blocks:
             del self.active[block]
@@ -386,9 +413,10 @@ class KvManager:
             self._emit(Removed(gone))
 
     def promote(self, partial: int, name: int, parent: int | None) -> None:
-        """Name a block that has become full, right after `parent`. Raise KeyError if it is not in use.
+        """Give a partial block that has become full its name. `parent` is the block before it, or None.
 
-        If the same block already exists, it is used instead and this one is freed.
+        If the device already has a block of this name, that block is used instead, and the partial block is freed. Raise KeyError
+        if the partial block is not active.
         """
         active = self.active
         del active[partial]
@@ -403,7 +431,10 @@ class KvManager:
                 self._events.append(Stored([name], parent))
 
     def promote_all(self, partials: Sequence[int], names: Sequence[int], parent: int | None) -> None:
-        """Name consecutive blocks that have become full together, with one event per run of new ones."""
+        """Do the same as `promote` for consecutive blocks. `parent` is the block before the first of them, or None.
+
+        One KV event is recorded for each run of consecutive new blocks.
+        """
         active, absent = self.active, []
         for partial, name in zip(partials, names, strict=True):
             del active[partial]
@@ -413,11 +444,15 @@ class KvManager:
         self._store(names, absent, parent)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release all blocks of a request, its last one first, so that a prefix is evicted after its children."""
+        """Release all blocks of a request, the last one first, so that later blocks are evicted before earlier ones."""
         self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
-        """Hide all blocks from other requests. Those in use become partial blocks, held as before; return their new names."""
+        """Make all cached blocks unusable for other requests.
+
+        Active full blocks become partial blocks, and the same requests still hold them. All other cached blocks are dropped.
+        Return the map from the old to the new numbers of the active blocks.
+        """
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}
@@ -429,16 +464,16 @@ class KvManager:
         return renamed
 
     def take_events(self) -> list[KvEvent]:
-        """Return the events of full blocks since the last call, in order."""
+        """Return the recorded KV events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def take_traffic(self) -> TierTraffic:
-        """Return the traffic between the tiers since the last call."""
+        """Return the numbers of blocks copied from and to the slower tiers since the last call."""
         return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
 
     def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
-        """Record the parents of the new blocks among these, and announce each run of consecutive new blocks."""
+        """Record the parents of those of the blocks that are new, and one KV event for each run of consecutive new blocks."""
         new: list[int] = []
         after = parent  # the block before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):

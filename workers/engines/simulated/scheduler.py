@@ -1,14 +1,15 @@
-"""The scheduler of one simulated rank: which requests run, and the forward pass. No clock, no asyncio.
+"""The scheduler of one simulated rank, which admits requests and runs forward passes.
 
     submit ──▶ waiting ──▶ prefill ── prompt computed ──▶ batch ── finish, cancel, error ──▶ gone
                   ▲  a slot, KV blocks, tokens    one chunk a pass │
                   └──────── preempted, when blocks run out ────────┘   `transit`: migrating requests
 
-A forward pass is one call of `plan`, then one of `step`. The plan admits requests and lists the work of the pass; the step
-generates one token for each sequence of the batch. A preempted sequence keeps its tokens and only repeats its prefill.
+The scheduler uses no clock and no asyncio. A forward pass is one call of `plan`, then one call of `step`. `plan` admits requests
+and returns the work of the pass. `step` generates one token for each sequence of the batch. A preempted sequence keeps its
+tokens, and only its prefill is repeated.
 
-A `mute` scheduler counts tokens and does not choose them. While all passes are alike, `skip` advances many of them at once, so
-that fleets of thousands of workers can be simulated in virtual time.
+A `mute` scheduler counts tokens and does not choose them. If the coming passes only generate tokens, `skip` advances by many
+passes at once, so that fleets of thousands of workers can be simulated in virtual time.
 """
 
 from collections import deque
@@ -38,11 +39,11 @@ from workers.engines.simulated.sequence import (
 from workers.engines.simulated.timing import SimulatedArrival, SimulatedTransit
 from workers.engines.simulated.timing import StepPlan as Plan
 
-HIT_RATE_OF = 1000  # number of recently admitted requests in the hit rate
+HIT_RATE_OF = 1000  # number of recently admitted requests over which the hit rate is computed
 
 
 class Prefill:
-    """The requests in prefill. A request enters the batch once its prompt is computed."""
+    """Admits requests and computes their prompts in chunks. A request enters the batch when its prompt is computed."""
 
     def __init__(self, shape: EngineShape, kv: KvManager, batch: DecodeBatch) -> None:
         self._shape = shape
@@ -55,18 +56,19 @@ class Prefill:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that recently admitted requests found in the prefix cache."""
+        """The mean share of cached prompt tokens over recently admitted requests; 0 before the first admission."""
         return sum(self._hits) / len(self._hits) if self._hits else 0.0
 
     def names(self, sequence: SimulatedSequence) -> bool:
-        """Whether a sequence's full blocks get names, so that other requests can find them."""
+        """Return whether the full blocks of a sequence get names, so that other requests can find the blocks."""
         return self._shape.prefix_caching and self.trusted and not sequence.canary
 
     def admit(self, sequence: SimulatedSequence, budget: int, *, alone: bool) -> int:
-        """Allocate a sequence's blocks and begin its prefill. Return the tokens of its first chunk; 0: it must wait.
+        """Allocate a sequence's blocks and begin its prefill, with a first chunk of at most `budget` tokens.
 
-        The blocks that the chunk fills are named at once, so a request admitted in the same pass finds them. `alone`: no other
-        prompt is part of this pass.
+        Return the number of tokens of the first chunk, or 0 if the sequence must wait. The blocks that the chunk fills are named
+        at once, so that a request admitted in the same pass can find them. `alone` means that no other prompt is part of this
+        pass.
         """
         shape, kv = self._shape, self._kv
         length, size = sequence.length, shape.block_tokens
@@ -94,7 +96,7 @@ class Prefill:
         return chunk
 
     def compute_next(self, sequence: SimulatedSequence, budget: int) -> int:
-        """Compute the next chunk of a prompt; return its tokens."""
+        """Compute the next chunk of a prompt, of at most `budget` tokens. Return the number of the chunk's tokens."""
         size, before = self._shape.block_tokens, sequence.computed
         chunk = min(sequence.length - before, budget)
         sequence.computed = before + chunk
@@ -117,12 +119,14 @@ class Prefill:
 
 
 class Scheduler:
-    """The requests of one rank, and the pure step over them."""
+    """Schedules the requests of one rank, and runs forward passes over them."""
 
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
-        self.batch_limit = shape.batch_max  # slots that may be used now; a request that has a slot keeps it
+        self.batch_limit = (
+            shape.batch_max
+        )  # number of slots that new requests may fill; a request with a slot keeps it
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
@@ -131,16 +135,18 @@ class Scheduler:
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
         self.waiting = WaitingQueue()
-        self._canaries: set[int] = set()  # keys; ended ones are dropped when they are counted
+        self._canaries: set[int] = (
+            set()
+        )  # keys of canaries; those that have ended are dropped when the canaries are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
-        self.preemptions = 0  # so far, because KV blocks ran out
-        # the state in which the last attempt to admit a request failed
+        self.preemptions = 0  # number of preemptions so far
+        # the values of `_standing` when the last attempt to admit a request failed; None: no attempt has failed since
         self._stalled: tuple[int, int, int, int] | None = None
 
     # --- requests
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
-        """Accept a request, or return the chunk that refuses it."""
+        """Put a request into the waiting queue and return None. If the request cannot be accepted, return its final chunk."""
         if against := refusal(request, self.shape) or self._overload(canary=request.canary):
             return Chunk(request.stream, [], error=against)
         sampling, prompt = request.sampling, len(request.tokens)
@@ -164,9 +170,15 @@ class Scheduler:
         return None
 
     def submit_silent(self, key: int, prompt: int, answer: int, names: Sequence[int]) -> str | None:
-        """Accept a request with known token counts (at least one each) and block names; or return why not.
+        """Queue a request of which only token counts and block names are known. Return None, or the reason for a refusal.
 
-        `names` may extend into the answer. The scheduler must be mute.
+        The scheduler must be mute.
+
+        Args:
+            key: the key of the request.
+            prompt: number of prompt tokens, at least 1.
+            answer: number of tokens of the answer, at least 1.
+            names: names of the leading full blocks, which may include blocks of the answer.
         """
         assert self.mute, "this scheduler speaks"
         assert prompt > 0 < answer, "nothing to read, or nothing to say"
@@ -177,11 +189,11 @@ class Scheduler:
         return None
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
+        """Reserve KV blocks for a request that arrives with its KV cache, or return the reason for a refusal."""
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
     def cancel(self, key: int) -> None:
-        """Drop a request, and the resources reserved for its move."""
+        """Drop a request and its blocks, and end its move to or from another worker. Unknown keys are ignored."""
         if key in self.batch.sequences:
             self.transit.release(self.batch.leave(key), "it has been cancelled")
             self.prefill.through = [one for one in self.prefill.through if one.key != key]
@@ -192,14 +204,14 @@ class Scheduler:
         self.transit.cancel(key)
 
     def drop_all(self) -> None:
-        """Drop every request."""
+        """Drop all requests and end all moves."""
         self.transit.drop_all()
         for key in [*self.batch.sequences, *self.prefill.begun]:
             self.cancel(key)
         self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
-        """Hide all computed blocks from other requests, and new ones until the worker is trusted again."""
+        """Stop the reuse of all blocks computed so far. If not `trusted`, new blocks are not reused either until a later call."""
         self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
         for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
@@ -210,26 +222,26 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is work."""
+        """Whether a request waits, is in prefill or decodes."""
         return bool(self.batch.sequences or self.waiting or self.prefill.begun)
 
     def load(self) -> Load:
-        """Return the load as the engine counts it."""
+        """Return the numbers of running and waiting requests, used blocks, tokens and canaries."""
         active, running = self.batch.tokens, len(self.batch)
         for one in chain(self.prefill.begun.values(), self.transit.held.values()):
             active, running = active + one.length, running + 1
         return Load(running, len(self.waiting), self.kv.used, self.kv.total, active, self._living_canaries())
 
     def take_events(self) -> list[KvEvent]:
-        """Return the cache's stored and removed events since the last call, in order. `kv.heard` must be set."""
+        """Return the KV events since the last call, in order. The list is empty unless `kv.heard` is set."""
         return self.kv.take_events()
 
     # --- one pass
 
     def plan(self) -> Plan:
-        """Admit waiting requests, oldest first, and return the work of the next pass.
+        """Admit waiting requests in the order of the queue, and return the work of the next pass.
 
-        A step must follow, unless the plan is idle.
+        The caller must then call `step`, unless the plan is idle.
         """
         self.planned = plan = self._plan()
         return plan
@@ -263,9 +275,10 @@ class Scheduler:
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
     def _overload(self, *, canary: bool = False) -> str | None:
-        """Return the error if the batch and the queue are full; None if there is room.
+        """Return the error for a new request if the batch and the queue are full, or None if the request can be accepted.
 
-        Canaries do not count, and a few of them are always accepted, so that a full worker is checked, too.
+        Canaries do not count against the limit. Up to CANARIES_MAX canaries are accepted even at the limit, so that a full worker
+        is checked, too.
         """
         canaries, waiting = self._living_canaries(), len(self.waiting)
         full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
@@ -283,9 +296,10 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def step(self) -> Output:
-        """Generate one token for every sequence of the batch; return their output in one list.
+        """Generate one token for each sequence of the batch, and return the output of all sequences.
 
-        A mute scheduler returns only the first and the last token of each.
+        A mute scheduler returns a chunk without tokens for the first and for the last token of each sequence, and none for
+        others.
         """
         if self.faults.error:
             return self._raise()
@@ -312,9 +326,10 @@ class Scheduler:
         return out
 
     def rush(self, tokens: int) -> Output:
-        """Run one pass, and before it as many plain passes as fit in this many tokens. A plan must have been made.
+        """Run several passes at once: plain passes with up to `tokens` tokens in total, then one more pass.
 
-        Return the output of all these passes, merged per sequence, in one list.
+        A plain pass only generates a token for each sequence. `plan` must have been called before. Return the output of all these
+        passes, with one chunk per sequence.
         """
         said = self._take_plain(tokens)
         out = self.step()
@@ -324,9 +339,10 @@ class Scheduler:
         return out
 
     def _take_plain(self, tokens: int) -> list[list[int]]:
-        """Run plain passes, in which each sequence only gets a token, up to this many tokens. Then plan the next pass.
+        """Run plain passes, in which each sequence only gets a token, with up to `tokens` tokens in total. Then plan the next
+        pass.
 
-        Return the tokens of each sequence of the batch; an empty list if there was no such pass.
+        Return the list of tokens of each sequence in the batch, or an empty list if no plain pass was possible.
         """
         spoken = cast(list[SampledSequence], list(self.batch.sequences.values()))
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
@@ -343,7 +359,7 @@ class Scheduler:
         return said
 
     def _pass(self, left: int) -> None:
-        """Count this many passes in which blocks may fill, but no sequence enters or leaves."""
+        """Advance by `left` passes in which blocks may fill, but no sequence enters or leaves the batch."""
         batch = self.batch
         while left > (ahead := batch.ahead()):
             batch.passes += ahead
@@ -356,14 +372,17 @@ class Scheduler:
         batch.passes += left
 
     def _alone(self) -> bool:
-        """Whether only the batch has work in a pass: no prompt, no move, no slower tier, no fault."""
+        """Return whether the next pass only decodes: there is no waiting request, prompt, move, slower tier or fault."""
         prefill = self.prefill
         if self.mute or self.waiting or prefill.begun or prefill.through or self.kv.slow is not None:
             return False
         return self.transit.empty and self.faults.healthy
 
     def _count_tokens(self, gone: list[SimulatedSequence]) -> Output:
-        """Count a token of each sequence; return a chunk for each first and last one."""
+        """Return a chunk without tokens for each sequence that gets its first or last token in this pass.
+
+        `gone` are the sequences that end in this pass.
+        """
         out = {
             one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
         }
@@ -385,7 +404,10 @@ class Scheduler:
     # --- blocks of decoding sequences, as they fill
 
     def _name_full(self, sequence: SimulatedSequence) -> None:
-        """Name the last block of a sequence if all its tokens are computed; the last generated token is not."""
+        """Name the last block of a sequence if the KV of all its tokens is computed.
+
+        The KV of the token that was generated last is not computed yet.
+        """
         size, blocks = self.shape.block_tokens, sequence.blocks
         if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
             parent = sequence.names[-1] if sequence.names else None
@@ -394,10 +416,10 @@ class Scheduler:
             blocks[-1] = name
 
     def _extend(self, sequence: SimulatedSequence) -> None:
-        """Allocate a sequence's next block. If no block is free, preempt a request.
+        """Allocate a sequence's next block. If no block is free, preempt requests until one is.
 
-        Requests that are about to migrate are not preempted. If all are about to migrate, preempt this one, because the blocks
-        of the others are pinned and would not become free.
+        Requests that are about to move to another worker are not preempted. If all requests are about to move, preempt this
+        sequence itself. Preempting another one would free nothing, because its blocks are pinned.
         """
         while sequence.batch is not None:
             if partial := self.kv.take():
@@ -407,7 +429,10 @@ class Scheduler:
             self._preempt(self._victim() or sequence)
 
     def _victim(self) -> SimulatedSequence | None:
-        """Return the sequence to preempt next: by default the newest, as in real engines."""
+        """Return the sequence to preempt next, or None if all are about to move to another worker.
+
+        It is the newest one by default, as in real engines, or the oldest one if so configured.
+        """
         running = self.batch.sequences.values()
         late = self.prefill.begun.values()
         newest = self.shape.preemption == "newest"
@@ -426,9 +451,9 @@ class Scheduler:
     # --- many passes at once
 
     def steady(self) -> int:
-        """Return the number of coming passes that only generate tokens: no admission, no end, no full block.
+        """Return the number of coming passes in which no request is admitted or ends, and no sequence needs another block.
 
-        0 also if a first token is due in this pass, or if no sequence decodes.
+        Return 0 if a sequence gets its first token in this pass, a prompt is being computed, or no sequence decodes.
         """
         if self.prefill.through or self.prefill.begun:
             return 0
@@ -437,10 +462,13 @@ class Scheduler:
         return self.batch.ahead()
 
     def _standing(self) -> tuple[int, int, int, int]:
-        """Return what decides whether the first waiting request can be admitted."""
+        """Return the values that decide whether the first waiting request can be admitted.
+
+        If they are the same as at the last failed attempt, another attempt would fail, too.
+        """
         return self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit
 
     def skip(self, passes: int) -> None:
-        """Advance by this many passes at once, at most `steady`. The scheduler must be mute."""
+        """Advance by this many passes at once, at most by the result of `steady`. The scheduler must be mute."""
         assert self.mute and 0 <= passes <= self.steady(), "only steady passes can be skipped"
         self.batch.passes += passes

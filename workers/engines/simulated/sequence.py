@@ -1,13 +1,13 @@
-"""The requests of one simulated rank: sequences, waiting queue, running batch, next tokens.
+"""The requests of one simulated rank: waiting queue, running batch, and generation of tokens.
 
-Each sequence of the batch gets one token in each pass, so tokens are not counted one by one: a sequence's length follows from
-the pass in which it entered. The calendar lists, by pass, the sequences that end or have filled their last block. All passes
-before the calendar's next entry are alike.
+Each sequence of the batch gets one token in each forward pass. So tokens need not be counted one by one, because a sequence's
+length follows from the number of passes since it entered the batch. The calendar lists, for each coming pass, the sequences that
+then end or need another block. No sequence ends or needs a block in the passes before the calendar's next entry.
 
-The waiting queue is ordered by priority, oldest first; canaries and preempted requests go first.
+The waiting queue is ordered by priority, and by arrival within a priority. Canaries and preempted requests go first.
 
-Usually the next token follows from the hash alone, and no other event is due. The code for this case is short, because it runs
-a million times a second.
+In most passes, a sequence's next token follows from the hash of its tokens alone. The code for this case is short, because it
+runs a million times per second.
 """
 
 from collections import Counter, OrderedDict
@@ -30,7 +30,7 @@ from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKE
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
-PROMPT_LOGPROBS_MAX = 4096  # longest prompt with logprobs: each token takes 20 µs, which delays all requests
+PROMPT_LOGPROBS_MAX = 4096  # longest prompt with logprobs; each token takes 20 µs, which delays all requests
 BEFORE = -inf  # sorts before all priorities
 Output = list[tuple[int, Chunk]]
 
@@ -41,7 +41,7 @@ class BadShape(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """The engine's bounds, per DP rank, and how it keeps within them."""
+    """The limits of a simulated engine per DP rank, and its scheduling and eviction policies."""
 
     model: str = "sim"
     context_tokens: int = 16_384
@@ -49,19 +49,23 @@ class EngineShape:
     kv_blocks: int = 32_768
     batch_max: int = 256
     waiting_max: int = 1024
-    prefill_tokens_max: int = 8192  # tokens per pass: one for each decoding request, the rest for prompts
+    prefill_tokens_max: int = (
+        8192  # tokens per pass; each decoding request takes one, and prompts get the rest
+    )
     kv_block_bytes: int = KV_BLOCK_BYTES  # bytes that a move transfers for one TP rank's part of a block
     kv_token_s: float = 0.0  # seconds to transfer the KV of a token
-    tp: int = 1  # ranks that compute one pass together
+    tp: int = 1  # number of TP ranks, which compute each pass together
     watermark: float = 0.01  # share of the blocks that new requests may not use while others run
     prefix_caching: bool = True
-    chunked_prefill: bool = True  # over several passes; otherwise each long prompt has its own pass
+    chunked_prefill: bool = (
+        True  # a long prompt is split over several passes; False: it is computed in one pass
+    )
     preemption: Preemption = "newest"  # which request is preempted when blocks run out
     evictor: EvictorKind = "lru"
-    host_kv_blocks: int = 0  # size of the tier below the device
-    disk_kv_blocks: int = 0  # size of the tier below the host
-    reasoning: Reasoning | None = None  # answers begin with reasoning
-    fatal: tuple[int, ...] = ()  # a prompt that contains this run of tokens ends the process
+    host_kv_blocks: int = 0  # blocks in the host memory tier, into which the device evicts; 0: no such tier
+    disk_kv_blocks: int = 0  # blocks in the disk tier, into which the host tier evicts; 0: no such tier
+    reasoning: Reasoning | None = None  # each answer begins with reasoning; None: without
+    fatal: tuple[int, ...] = ()  # a prompt that contains these tokens in a row ends the process
 
     def __post_init__(self) -> None:
         if self.kv_block_bytes < self.block_tokens:
@@ -78,10 +82,12 @@ class EngineShape:
 
 
 class SimulatedSequence:
-    """A request's length, scheduling state and KV blocks, as the scheduler needs them.
+    """The scheduling state of one request: its length, its progress and its KV blocks.
 
-    `start` is its length when it last entered the batch, or its current length if it is not in the batch. The batch counts the
-    tokens generated after that. `names` are the names of its full blocks, as far as they are needed.
+    `start` is the number of tokens when the request last entered the batch. If it is not in the batch, `start` is its current
+    number of tokens. `since` is the batch's pass count at the entry, so that the batch's later passes give the tokens generated
+    since. `due` is the pass in which the request ends or needs another block. `names` are the names of its leading full blocks,
+    computed when first needed.
     """
 
     __slots__ = (
@@ -95,49 +101,53 @@ class SimulatedSequence:
         self.key = key
         self.prompt = prompt  # number of the request's tokens, including replayed ones
         self.start = length or prompt
-        self.end = end  # its length when its answer is complete
+        self.end = end  # maximum number of tokens, including the prompt: the answer is then complete
         self.canary = canary
-        self.priority = priority  # the lowest goes first
+        self.priority = priority  # the lowest number goes first
         self.since = self.due = 0
-        self.last = False  # the answer ends when the sequence is next due
-        self.batch: DecodeBatch | None = None
-        self.named = False  # its full blocks have names, so that other requests can find them
+        self.last = False  # the answer ends in the pass `due`
+        self.batch: DecodeBatch | None = None  # None: the request is not in the batch
+        self.named = False  # the full blocks have names, so that other requests can find them
         self.names: list[int] = []
         self.blocks: list[int] = []
-        self.cached = 0  # prompt tokens found in the cache when it was admitted
-        self.computed = 0  # computed tokens, during prefill
-        self.fresh = True  # no output yet after its admission
-        self.before: list[Logprob] = []  # logprobs of its prompt, delivered with its first token
+        self.cached = 0  # number of prompt tokens found in the prefix cache at the admission
+        self.computed = 0  # number of computed tokens, during prefill
+        self.fresh = True  # no output since the admission
+        self.before: list[Logprob] = []  # logprobs of the prompt, delivered with the first token
 
     @property
     def length(self) -> int:
-        """Tokens so far, including the prompt."""
+        """Number of tokens so far, including the prompt."""
         batch = self.batch
         return self.start if batch is None else self.start + batch.passes - self.since
 
     @property
     def made(self) -> int:
-        """Tokens generated for this request, including those at the worker from which it moved."""
+        """Number of tokens generated for this request, including those of the worker from which it moved."""
         return self.length - self.prompt
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Replace the names of its blocks by these, so that no other request can find them."""
+        """Replace the names of the request's blocks by those in `renamed`, so that no other request can find the blocks."""
         self.named = False
         self.blocks = [renamed.get(block, block) for block in self.blocks]
 
     def name_blocks(self, block_tokens: int) -> list[int]:
-        """Return the names of all its full blocks. It must not be in the batch."""
+        """Return the names of all full blocks of the request, which must not be in the batch."""
         raise NotImplementedError
 
     def name_next(self, block_tokens: int) -> int:
-        """Name the block that has just become full and return its name. Called one token after the block's last token."""
+        """Name the block that has become full, and return the name.
+
+        Called after the token that follows the block's last token, because only then is the KV of the last token computed.
+        """
         raise NotImplementedError
 
 
 class Silent(SimulatedSequence):
-    """A request with tokens that are only counted, not generated.
+    """A request for a mute scheduler, which counts its tokens but does not generate them.
 
-    `names` may extend into the answer; blocks beyond it get names that no other request has.
+    `names` are the names of the leading blocks, and may include blocks of the answer. Later blocks get names that no other
+    request has.
     """
 
     __slots__ = ("_given", "_salt")
@@ -168,12 +178,14 @@ class Silent(SimulatedSequence):
 
 
 class SampledSequence(SimulatedSequence):
-    """A request with generated tokens, while `Silent` only counts them.
+    """A request with tokens that are generated, in contrast to `Silent`.
 
-    `tokens` are the initial tokens; for a request that arrived with its KV cache, they include tokens generated before that.
-    `unusual` maps positions to the generated tokens that the hash alone would not have chosen. `marks` maps positions to the
-    tokens that delimit its reasoning, which ends before the position `thought`. `tail` holds the tokens since its last named
-    block, as bytes. `quick` is true while the hash alone determines the next token and no other event is due.
+    `tokens` are the initial tokens. For a request that arrived with its KV cache, they include the tokens that the other worker
+    generated. `unusual` maps positions to those generated tokens that the hash alone would not have chosen. `marks` maps
+    positions to the tokens that delimit the reasoning, and `thought` is the position after the reasoning. `tail` has the tokens
+    after the last named block, as bytes. `plain` is true if the request's parameters never need more than the hash to choose a
+    token. `quick` is true while, in addition, output was delivered, no reasoning remains, and the answer does not reach its
+    maximum length.
     """
 
     __slots__ = (
@@ -184,7 +196,7 @@ class SampledSequence(SimulatedSequence):
     def __init__(
         self, key: int, request: Generate, shape: EngineShape, came: list[int] | None = None
     ) -> None:
-        """`came`: all tokens of a request that has arrived with its KV cache."""
+        """Create a sequence. `came` has all tokens of a request that has arrived with its KV cache; None: another request."""
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
@@ -192,28 +204,28 @@ class SampledSequence(SimulatedSequence):
         super().__init__(key, prompt, end, length=len(tokens), canary=canary, priority=priority)
         self.request = request
         self.use_hash(language.open_sequence(shape.model, tokens))
-        # An arrived KV cache lacks the last token, so the block that this token completes is not full yet.
+        # A KV cache that has arrived lacks the KV of the last token. So a block that ends with this token is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # full blocks at the start
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
         self.note = self.tail.append
         self.unusual: dict[int, int] = {}  # by position
         self.ends = frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
-        self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # digests below this may end the answer
+        self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # a digest below this may end the answer
         self.banned = frozenset({*sampling.stop_token_ids, EOS})
         self.thought, self.marks = _thought(request.prompt_tokens, end, shape.reasoning)
         self.plain = _is_plain(sampling)
         self.quick = False
         self.salt = blocks.seed(namespace=request.cache_salt)
         self.seed = _seed(request)
-        # how often each token that penalties apply to was generated so far, replayed ones included
+        # how often each token was generated so far, replayed tokens included; empty if the request has no penalties
         self.counts = Counter(tokens[request.prompt_tokens :] if penalises(sampling) else ())
 
     def use_hash(self, running: xxhash.xxh3_64) -> None:
-        """Continue with this hash, which covers all tokens."""
+        """Replace the running hash by `running`, which must include all tokens so far."""
         self.hash, self.digest, self.update = running, running.intdigest, running.update
 
     def name_prefix(self, block_tokens: int) -> list[int]:
-        """Return the names of the blocks that its initial tokens fill."""
+        """Return the names of the blocks that the initial tokens fill."""
         if not self.names and self.full:
             self.names = prefix_names(self.tokens[: self.full * block_tokens], self.request, block_tokens)
         return self.names
@@ -233,7 +245,7 @@ class SampledSequence(SimulatedSequence):
 
 
 def refusal(request: Generate, shape: EngineShape) -> str | None:
-    """Return why a request can never be served; None if it can."""
+    """Return why a request can never be served, or None if it can."""
     tokens, bias = request.tokens, request.sampling.logit_bias
     if not tokens:
         return "invalid_request: the prompt is empty"
@@ -249,20 +261,23 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
 
 def too_large(prompt: int, shape: EngineShape) -> str | None:
-    """Return why a prompt of this length can never be served; None if it can. The pool always holds one full context."""
+    """Return why a prompt of `prompt` tokens can never be served, or None if it can.
+
+    Only the context length is checked, because the KV cache is never smaller than one context.
+    """
     if prompt < shape.context_tokens:
         return None
     return f"invalid_request: {prompt} tokens leave no room in a context of {shape.context_tokens}"
 
 
 def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) -> list[int]:
-    """Return the names of the full blocks of these tokens of a request."""
+    """Return the names (sequence hashes) of the full blocks that `tokens`, the first tokens of a request, fill."""
     own = blocks.local_hashes(tokens, block_tokens, blocks.seed(namespace=request.cache_salt))
     return blocks.sequence_hashes(own)
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether the next token only needs the hash."""
+    """Return whether the sampling parameters never need more than the hash to choose a token."""
     return (
         sampling.temperature <= 0
         and not sampling.logprobs
@@ -273,12 +288,15 @@ def _is_plain(sampling: Sampling) -> bool:
 
 
 def penalises(sampling: Sampling) -> bool:
-    """Whether earlier tokens change the choice of the next one."""
+    """Return whether the sampling parameters contain a penalty for earlier tokens."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1.0
 
 
 def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
-    """Return where the reasoning of an answer from `first` to `end` ends, and its delimiter tokens by position."""
+    """Return the position after the reasoning of an answer, and the reasoning's delimiter tokens by position.
+
+    The answer covers the positions from `first` to `end` - 1. Without reasoning, return 0 and an empty map.
+    """
     if reasoning is None or not (count := reasoning.tokens(end - first)):
         return 0, {}
     marks = {first: reasoning.start_thinking_token_id, first + count - 1: reasoning.end_thinking_token_id}
@@ -286,37 +304,39 @@ def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, di
 
 
 def _seed(request: Generate) -> int:
-    """Return the request's seed, or a hash of its id, which is the same on every worker."""
+    """Return the request's seed. Without one, return a hash of the request's id, so that all workers use the same seed."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())
 
 
 class DecodeBatch:
-    """The decoding sequences, in the order in which they entered."""
+    """The running batch of decoding sequences, in the order in which they entered, and their calendar."""
 
     def __init__(self, block_tokens: int) -> None:
         self.passes = 0  # completed passes
         self._block_tokens = block_tokens
         self.sequences: dict[int, SimulatedSequence] = {}
-        self._calendar: dict[int, list[SimulatedSequence]] = {}
+        self._calendar: dict[
+            int, list[SimulatedSequence]
+        ] = {}  # by pass, the sequences that end or need a block
         self._next: list[int] = []  # a heap of the calendar's passes
-        self._offset = 0  # the sum of all lengths is this plus passes times sequences
+        self._offset = 0  # the sum of all lengths is `_offset` + `passes` × number of sequences
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def tokens(self) -> int:
-        """The sum of their lengths, including prompts."""
+        """Number of tokens of all sequences, prompts included."""
         return self._offset + self.passes * len(self.sequences)
 
     def lengths(self) -> list[int]:
-        """Return the length of each sequence."""
+        """Return the length in tokens of each sequence."""
         return [one.length for one in self.sequences.values()]
 
     def enter(self, sequence: SimulatedSequence) -> None:
-        """Add a sequence, which gets a token in each pass from now on."""
+        """Add a sequence to the batch. It gets a token in each pass from now on."""
         sequence.since, sequence.batch = self.passes, self
         self.sequences[sequence.key] = sequence
         self._offset += sequence.start - self.passes
@@ -334,7 +354,7 @@ class DecodeBatch:
         self._calendar[due].append(sequence)
 
     def leave(self, key: int) -> SimulatedSequence:
-        """Remove a sequence."""
+        """Remove the sequence with this key from the batch and the calendar, and return it. Raise KeyError for unknown keys."""
         sequence = self.sequences.pop(key)
         self._offset -= sequence.start - sequence.since
         sequence.start += self.passes - sequence.since
@@ -345,14 +365,17 @@ class DecodeBatch:
         return sequence
 
     def due(self) -> list[SimulatedSequence]:
-        """Return the sequences that become due in the current pass, in the order of their entry into the calendar."""
+        """Remove from the calendar and return the sequences that end or need a block in the current pass.
+
+        They are in the order of their entry into the calendar.
+        """
         if self.passes + 1 not in self._calendar:
             return []
         heappop(self._next)
         return self._calendar.pop(self.passes + 1)
 
     def ahead(self) -> int:
-        """Return how many passes will end before a sequence is due; 0 if no sequence decodes."""
+        """Return the number of passes before the next one in which a sequence ends or needs a block; 0 if no sequence decodes."""
         while self._next:
             if self._calendar[self._next[0]]:
                 return self._next[0] - self.passes - 1
@@ -361,12 +384,14 @@ class DecodeBatch:
 
 
 class WaitingQueue:
-    """The requests of one rank that are not yet admitted, or were preempted."""
+    """The requests of one rank that wait for their first admission, or that were preempted."""
 
     def __init__(self) -> None:
-        # by priority, the lowest first
+        # one line of requests per priority, the lowest number first
         self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {BEFORE: OrderedDict()}
-        self._of: dict[int, OrderedDict[int, SimulatedSequence]] = {}  # by key
+        self._of: dict[
+            int, OrderedDict[int, SimulatedSequence]
+        ] = {}  # by request key, the line that contains the request
 
     def __len__(self) -> int:
         return len(self._of)
@@ -380,11 +405,11 @@ class WaitingQueue:
 
     @property
     def first(self) -> SimulatedSequence:
-        """The next request. The queue must not be empty."""
+        """The request to admit next. The queue must not be empty."""
         return next(line[next(iter(line))] for line in self._lines.values() if line)
 
     def add(self, sequence: SimulatedSequence) -> None:
-        """Add a new request."""
+        """Add a new request as the last one of its priority. A canary becomes the first one of the queue."""
         if sequence.canary:  # a canary that detects a faulty worker must not wait for a hundred others
             self.put_back(sequence)
             return
@@ -395,7 +420,7 @@ class WaitingQueue:
         line[sequence.key] = sequence
 
     def put_back(self, sequence: SimulatedSequence) -> None:
-        """Return a preempted request to the queue, as the next one."""
+        """Put a request at the front of the queue. Used for preempted requests and canaries."""
         line = self._of[sequence.key] = self._lines[BEFORE]
         line[sequence.key] = sequence
         line.move_to_end(sequence.key, last=False)
@@ -406,12 +431,12 @@ class WaitingQueue:
             del line[key]
 
     def clear(self) -> None:
-        """Remove all requests."""
+        """Remove all requests from the queue."""
         self._lines = {BEFORE: OrderedDict()}
         self._of.clear()
 
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Return the lengths in tokens of the requests without output so far, and of the preempted ones."""
+        """Return two lists of lengths in tokens: of the requests without output so far, and of those with output."""
         lengths: tuple[list[int], list[int]] = [], []
         for one in chain.from_iterable(line.values() for line in self._lines.values()):
             lengths[one.made > 0].append(one.length)
@@ -421,10 +446,10 @@ class WaitingQueue:
 def next_pass(
     sequences: Mapping[int, SampledSequence], passes: int, faults: EngineFaults
 ) -> tuple[Output, list[SampledSequence]]:
-    """Generate one token for each sequence in pass number `passes`.
+    """Generate one token for each sequence of the batch, in pass number `passes`.
 
-    Return the output of each, and the sequences that ended before their maximum length. A sequence is not quick if it has no
-    output yet, or if it reaches its maximum length in this pass.
+    Return the output of all sequences, and the sequences that ended before their maximum length. The caller must have set `quick`
+    to False for the sequences without output so far, and for those that reach their maximum length in this pass.
     """
     out: Output = []
     stopped: list[SampledSequence] = []
@@ -448,10 +473,11 @@ def next_pass(
 
 
 def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[int]]:
-    """Generate `passes` tokens for each sequence, or fewer: stop before a pass that might end an answer.
+    """Generate the tokens of up to `passes` passes, and stop before the first pass that might end an answer.
 
-    Return the tokens of each. All sequences must be quick, and the engine healthy. Sequences are processed one after the other,
-    each on a copy of its hash, because the last common pass is only known at the end.
+    Return the tokens of each sequence, which are equally many. All sequences must be quick, and the engine healthy. The sequences
+    are processed one after the other. Each is processed on a copy of its hash, because a later sequence may reduce the number of
+    passes.
     """
     said = []
     for sequence in sequences:
@@ -477,7 +503,7 @@ def next_passes(sequences: Sequence[SampledSequence], passes: int) -> list[list[
 
 
 def _next_chunk(sequence: SampledSequence, digest: int, faults: EngineFaults, healthy: bool) -> Chunk:
-    """Generate a sequence's next token, and decide whether it ends the answer."""
+    """Generate a sequence's next token, and return its chunk. If the token ends the answer, the chunk has a finish reason."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
     sequence.fresh = False
@@ -498,7 +524,7 @@ def _next_chunk(sequence: SampledSequence, digest: int, faults: EngineFaults, he
 
 
 def _sampled(sequence: SampledSequence, digest: int, faults: EngineFaults) -> Chunk:
-    """Generate a sequence's next token with sampling, penalties, stops, logprobs, reasoning and faults."""
+    """Return the chunk with a sequence's next token, chosen with all sampling parameters, reasoning and faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought
     ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)

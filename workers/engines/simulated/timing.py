@@ -1,18 +1,22 @@
-"""Durations of the simulated engine's passes: plans, performance models, and timings.
+"""Computes the durations of the simulated engine's forward passes, and tracks moves of requests.
 
-    constant      the same for every token and batch: --itl-ms, and the default of `up`
-    model         the milliseconds of a performance model, divided by a speed-up
-    tiered        either, plus the KV blocks that are copied between the tiers
+There are three kinds of timings:
 
-A performance model has two parts, in milliseconds:
+    constant      the same time for each decode pass and for each prompt token: --itl-ms, and the default of `up`
+    model         the time of a performance model, divided by a speed-up
+    tiered        one of the two, plus the time to copy KV blocks between the tiers
 
-    prefill   of a number of new prompt tokens
-    decode    of a batch, by the usage of the KV cache (the polynomials), or by the total and mean tokens (a profile)
+A performance model computes the duration of a pass, in milliseconds, as the sum of two parts:
 
-A model is one of two published polynomials, or a profile (an NPZ file) that `holdfast profile` has measured on a running
-engine. The two parts were measured separately, and each contains the fixed cost of a pass. If a profile states that cost
-(`pass_ms`), it counts only once per pass, however many prompts accompany the decoding requests. A later chunk of a prompt, or
-the rest after a prefix cache hit, takes the time that it adds to the whole prompt's, because it attends to all earlier tokens.
+    prefill   from the number of new prompt tokens
+    decode    from the usage of the KV cache (polynomials), or from the total and the mean context length (profiles)
+
+A performance model is one of two published polynomials, or a profile (an NPZ file) that `holdfast profile` has measured on a
+running engine. The two parts of a profile were measured separately, and each contains the fixed cost of a pass. If the profile
+contains that cost (`pass_ms`), the cost counts only once per pass, however many prompts and decoding requests the pass has.
+
+If the first tokens of a prompt were computed in an earlier pass or cached, the rest takes the difference between the times of the
+whole prompt and of these first tokens. The reason is that the rest attends to all earlier tokens.
 """
 
 import zipfile
@@ -39,27 +43,31 @@ AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
 KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
 PASS = "pass_ms"  # the profile's array with the fixed cost of a pass; optional
 DECODE_MS_MIN = 1.0
-NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
+NUMBER_MAX = 1e12  # largest number in a profile, in tokens or milliseconds (30 years)
 BYTES_MAX = 16 << 20  # maximum size of an unpacked profile; `holdfast profile` writes 30 kB
-PREFILL_TOKENS_PER_S = 200_000.0  # if steps take time: about an 8B model on a recent GPU
-FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about the speed of one core
-FLAT_OUT_TOKEN_MS = 0.001
-SLOWED_STEP_S = 0.001  # assumed duration of a step without one when it is slowed
+PREFILL_TOKENS_PER_S = 200_000.0  # default if decode steps take time: about an 8B model on a recent GPU
+FLAT_OUT_PREFILL_TOKENS_PER_S = (
+    5_000_000.0  # in the profile if prefill takes no time: about the speed of one core
+)
+FLAT_OUT_TOKEN_MS = 0.001  # time per token in the profile if steps have no duration
+SLOWED_STEP_S = 0.001  # the fault `slow` treats a shorter step as a step of this duration
 
 
 class StepPlan(NamedTuple):
-    """The work of one pass."""
+    """The work of one forward pass."""
 
-    prefill_tokens: int = 0
-    decodes: int = 0  # requests that get one more token
-    prefills: tuple[int, ...] = ()  # the prompt tokens of each request
+    prefill_tokens: int = 0  # number of prompt tokens that the pass computes
+    decodes: int = 0  # number of requests that get one more token
+    prefills: tuple[
+        int, ...
+    ] = ()  # for each request in prefill, the number of prompt tokens that the pass computes
     active_blocks: int = 0  # KV blocks held by requests
     total_blocks: int = 0
     context_tokens: int = 0  # sum of the context lengths of all decoding requests
     traffic: TierTraffic = TierTraffic()  # KV blocks that move between the tiers
-    # tokens of each of `prefills` that were computed or cached before; empty: none
+    # for each entry of `prefills`, the number of tokens computed or cached before; empty: 0 for all
     starts: tuple[int, ...] = ()
-    later: int = 0  # how many of `prefills`, counted from the first, are later chunks of their prompt
+    later: int = 0  # number of leading entries of `prefills` that are not the first chunk of their prompt
 
     @property
     def idle(self) -> bool:
@@ -71,22 +79,25 @@ class BadProfile(UsageError):
 
 
 class PerfModel(Protocol):
-    """The duration of a pass."""
+    """Computes the duration of a pass, as the sum of a prefill and a decode part."""
 
     def prefill_ms(self, plan: StepPlan) -> float:
-        """Return the duration of a pass's prompts, in addition to its decodes; 0 without prompts."""
+        """Return the milliseconds that the prompts of a pass add to the decode part. 0 if the pass has no prompts."""
 
     def decode_ms(self, plan: StepPlan) -> float:
-        """Return the duration of one more token for each decoding request, at least 1 ms; 0 without such requests."""
+        """Return the milliseconds of one more token for each decoding request, at least 1. 0 if the pass has no such request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """c2·x² + c1·x + c0 each, with x the new tokens, and the share of the KV blocks held by requests."""
+    """Computes each part of a pass's duration by a polynomial c2·x² + c1·x + c0, in milliseconds.
 
-    prefill: tuple[float, float, float]
-    decode: tuple[float, float, float]
-    each: bool  # whether the durations of prompts are added up; otherwise all prompts count as one
+    For prefill, x is the number of new prompt tokens. For decode, x is the share of the KV blocks that requests hold.
+    """
+
+    prefill: tuple[float, float, float]  # c2, c1, c0
+    decode: tuple[float, float, float]  # c2, c1, c0
+    each: bool  # True: the times of the prompts are added up; False: all prompts of a pass count as one
 
     def prefill_ms(self, plan: StepPlan) -> float:
         prompts = plan.prefills if self.each else (plan.prefill_tokens,)
@@ -107,10 +118,13 @@ POLYNOMIALS: Mapping[Literal["polynomial", "polynomial-v2"], Polynomial] = {
 
 
 class Interpolated:
-    """Linear interpolation between measured points, extrapolated beyond them."""
+    """Computes the durations of passes from a profile, by linear interpolation between its measured points.
+
+    Beyond the measured points, the durations are extrapolated.
+    """
 
     def __init__(self, arrays: Mapping[str, object]) -> None:
-        """Use the five arrays of a profile. Raise BadProfile with the reason."""
+        """Use the arrays of a profile: those of KEYS, and optionally `pass_ms`. Raise BadProfile if they are invalid."""
         if missing := [key for key in KEYS if key not in arrays]:
             raise BadProfile(f"missing {', '.join(missing)}; a profile has {', '.join(KEYS)}")
         found = {key: _numbers(key, arrays[key]) for key in KEYS}
@@ -130,11 +144,11 @@ class Interpolated:
 
     @classmethod
     def load(cls, path: Path) -> "Interpolated":
-        """Read a profile. Raise BadProfile."""
-        import numpy as np  # imported only where needed: the import takes a fifth of a worker's start time
+        """Read a profile from an NPZ file. Raise BadProfile if the file cannot be read or is invalid."""
+        import numpy as np  # imported only where it is needed, because the import takes a fifth of a worker's start time
 
         try:
-            if not path.is_file():  # checked before it is opened: a pipe would block for ever
+            if not path.is_file():  # checked before the file is opened, because a pipe would block for ever
                 raise BadProfile("it is not a file" if path.exists() else "there is no such file")
             unpacked = path.stat().st_size
             if unpacked <= BYTES_MAX:
@@ -169,10 +183,11 @@ class Interpolated:
         return float(max(DECODE_MS_MIN, left + across * (right - left)))
 
     def _chunk(self, start: int, count: int, *, first: bool) -> float:
-        """Return the duration of `count` tokens of a prompt after its first `start` tokens.
+        """Return the duration in milliseconds of computing `count` tokens of a prompt after its first `start` tokens.
 
-        If the first tokens were found in a cache, add the cost of a pass. The pass of a later chunk is already part of the
-        measurement, because the measured engine also split its prompts into chunks.
+        `first` means that this is the first chunk that is computed, so that the `start` tokens were found in the prefix cache.
+        The fixed cost of a pass is then added to the difference of the two measured times. For a later chunk, the difference
+        already contains this cost, because the measured engine also split its prompts into chunks.
         """
         alone = self._line(count)
         if not start:
@@ -191,13 +206,19 @@ def _value(coefficients: tuple[float, float, float], x: float) -> float:
 
 
 def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
-    """Return the interval of `x`, or the nearest one, and the fraction of it below `x`."""
+    """Return the index of the axis interval that contains `x`, or of the nearest one, and the position of `x` in it.
+
+    The position is 0 at the start of the interval and 1 at its end, and below 0 or above 1 if `x` is outside.
+    """
     place = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
     return place, (x - axis[place]) / (axis[place + 1] - axis[place])
 
 
 def _numbers(key: str, array: object) -> Any:
-    """Return an array as floats. Raise BadProfile if it contains anything but finite numbers of at least 0."""
+    """Return an array as floats. Raise BadProfile unless it contains only numbers from 0 to NUMBER_MAX.
+
+    `key` is the name of the array.
+    """
     import numpy as np
 
     found = np.asarray(array)
@@ -211,13 +232,13 @@ def _numbers(key: str, array: object) -> Any:
 
 
 class Timing(Protocol):
-    """The durations of an engine's steps."""
+    """Computes the durations of an engine's steps."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return the duration of a step on `plan` in seconds; 0: as fast as the machine allows."""
+        """Return the duration of a step with this plan in seconds. 0 means as fast as the machine allows."""
 
     def profile(self, shape: EngineShape) -> Profile:
-        """Return the profile that a worker of this speed registers."""
+        """Return the profile that a worker with this timing registers."""
 
 
 def _profile(shape: EngineShape, prefill_tokens_per_s: float, tpot_ms: Mapping[int, float]) -> Profile:
@@ -233,9 +254,9 @@ def _profile(shape: EngineShape, prefill_tokens_per_s: float, tpot_ms: Mapping[i
 
 @dataclass(frozen=True, slots=True)
 class ConstantTiming:
-    """A decode step takes the same time for any batch; prompts take time in proportion to their tokens."""
+    """A timing in which decoding takes the same time for any batch, and prompts take time in proportion to their tokens."""
 
-    itl_s: float = 0.0
+    itl_s: float = 0.0  # seconds per decode step (inter-token latency)
     prefill_tokens_per_s: float = 0.0  # 0: prefill takes no time
 
     def step_s(self, plan: StepPlan) -> float:
@@ -251,7 +272,10 @@ class ConstantTiming:
 
 @dataclass(frozen=True, slots=True)
 class ModelTiming:
-    """A performance model's durations, divided by `speedup`, and for decoding by `decode_speedup` as well."""
+    """A timing with the durations of a performance model, divided by `speedup`.
+
+    The durations of decoding are divided by `decode_speedup`, too.
+    """
 
     model: PerfModel
     speedup: float = 1.0
@@ -263,7 +287,11 @@ class ModelTiming:
         return (prefill + decode) / self.speedup / 1e3
 
     def profile(self, shape: EngineShape) -> Profile:
-        """Return the profile for a full batch of requests that share the blocks equally, and for prompts of one pass."""
+        """Return the profile that a worker with this timing registers.
+
+        The prefill speed is that of the longest prompt that fits into one pass. The times per token assume that each request of a
+        full batch holds an equal share of the KV blocks.
+        """
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
         prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
         batches = sorted({max(1, shape.batch_max * quarter // 4) for quarter in range(5)})
@@ -278,10 +306,11 @@ class ModelTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieredTiming:
-    """A timing with the cost of moving KV blocks between tiers.
+    """A timing that adds the cost of copying KV blocks between tiers to another timing.
 
-    Blocks are fetched before the pass that needs them. Evicted blocks are written during the pass, and delay it only if that
-    takes longer. Blocks from the disk pass through the host's memory.
+    Blocks are fetched before the pass that needs them, so the time to fetch them is added to the pass. Evicted blocks are written
+    during the pass, so they prolong it only if the writes take longer than the pass. Blocks from the disk are copied through host
+    memory.
     """
 
     timing: Timing
@@ -303,36 +332,41 @@ class TieredTiming:
 
 @dataclass(slots=True, eq=False)
 class SimulatedDeparture:
-    """A request that may move to another worker."""
+    """A request that moves, or may move, to another worker."""
 
     sequence: SampledSequence
-    held: bool = False  # the request produces no more output
-    lost: str = ""  # the reason why the request cannot move any more
-    pinned: list[int] = field(default_factory=list)  # blocks that the request itself no longer holds
+    held: bool = False  # the request was removed from the batch, so that it gets no more tokens
+    lost: str = ""  # the reason why the request cannot move any more; empty: it can
+    pinned: list[int] = field(
+        default_factory=list
+    )  # blocks kept for this departure after the request has released them
 
     @property
     def computed(self) -> int:
-        """Tokens with KV in the blocks: all but the last generated one, which has yet to go through the model."""
+        """Number of tokens with KV in the blocks. The KV of the last token is not computed yet."""
         return self.sequence.length - 1
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedArrival:
-    """The reservation for an arriving request."""
+    """The reservation of blocks and of a batch slot for an arriving request."""
 
     key: int
     request: Generate
-    room_tokens: int
-    blocks: list[int]
-    cached_tokens: int
-    # (rank, block) -> arrived bytes; None: already compared and found right
+    room_tokens: int  # number of tokens for which blocks are reserved
+    blocks: list[int]  # the reserved blocks
+    cached_tokens: int  # number of tokens in blocks that were found in the prefix cache, and need not arrive
+    # (TP rank, index of the block) -> the block's bytes; None: they were already compared and are right
     taken: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
-    named: bool = True  # the request's full blocks will have names
-    over: str = ""  # the reason why no more blocks can arrive
+    named: bool = True  # full blocks of the request get names when it starts
+    over: str = ""  # the reason why no more blocks can arrive; empty: they can
 
 
 class SimulatedTransit:
-    """The requests that move in or out. `batch` and `prefilling` are the scheduler's objects."""
+    """Tracks the requests that move to or from other workers, and the KV blocks of these requests.
+
+    `batch` and `prefilling` are the scheduler's running batch and its requests in prefill.
+    """
 
     def __init__(
         self,
@@ -345,7 +379,7 @@ class SimulatedTransit:
         self._shape = shape
         self._kv = kv
         self._batch = batch
-        self.trusted = True  # blocks may be found by other requests
+        self.trusted = True  # other requests may reuse the blocks of requests that arrive
         self._out: dict[int, SimulatedDeparture] = {}
         self._in: dict[int, SimulatedArrival] = {}
         self.held: dict[int, SimulatedSequence] = {}
@@ -357,15 +391,19 @@ class SimulatedTransit:
 
     @property
     def empty(self) -> bool:
-        """Whether no request is moving, in or out."""
+        """Whether no request is departing or arriving."""
         return not (self._out or self._in)
 
     def leaving(self, key: int) -> bool:
-        """Whether a request may still move to another worker."""
+        """Return whether the departure of a request has begun and can still succeed."""
         return (found := self._out.get(key)) is not None and not found.lost
 
     def depart(self, key: int) -> SimulatedDeparture | None:
-        """Begin the departure of a decoding request."""
+        """Begin and return the departure of a request.
+
+        Return None if the request does not decode, has no output yet, is a canary or is already departing, or if MOVES_MAX
+        requests are departing.
+        """
         sequence = self._batch.sequences.get(key)
         if not isinstance(sequence, SampledSequence) or sequence.fresh or sequence.canary:
             return None
@@ -375,19 +413,19 @@ class SimulatedTransit:
         return made
 
     def hold(self, departure: SimulatedDeparture) -> None:
-        """Remove a request from the batch; it keeps its blocks."""
+        """Remove a departing request from the batch. The request keeps its blocks and its slot."""
         if not departure.lost and not departure.held:
             departure.held = True
             self.held[departure.sequence.key] = self._batch.leave(departure.sequence.key)
 
     def resume(self, departure: SimulatedDeparture) -> None:
-        """Return a held request to the batch."""
+        """Return a held request to the batch. Has no effect if the request is not held."""
         if departure.held and not departure.lost:
             departure.held = False
             self._batch.enter(self.held.pop(departure.sequence.key))
 
     def close(self, departure: SimulatedDeparture) -> None:
-        """Release the blocks of a departure; a held request continues here."""
+        """End a departure and release the blocks kept for it. A held request returns to the batch."""
         self.resume(departure)
         departure.lost = departure.lost or "it has been closed"
         self._kv.release(departure.pinned)
@@ -396,7 +434,10 @@ class SimulatedTransit:
             del self._out[departure.sequence.key]
 
     def release(self, sequence: SimulatedSequence, why: str) -> None:
-        """Free the blocks of a request that has ended or is preempted. If it is departing, its departure keeps them."""
+        """Release the blocks of a request that has ended or is preempted, for the reason `why`.
+
+        If the request is departing, its departure keeps the blocks, and the request cannot move any more.
+        """
         departure = self._out.get(sequence.key)
         if departure is None or departure.lost:
             self._kv.release(sequence.blocks)
@@ -405,7 +446,10 @@ class SimulatedTransit:
         sequence.blocks = []
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return the reason for a refusal."""
+        """Reserve a slot and KV blocks for an arriving request, or return the reason for a refusal.
+
+        `room_tokens` is the largest number of tokens that the request can have when it arrives.
+        """
         if request.canary:
             return "a canary does not move"
         if len(self._in) >= MOVES_MAX:
@@ -414,7 +458,7 @@ class SimulatedTransit:
             return f"overloaded: all {self._shape.batch_max} places of the batch are taken"
         tokens, size = request.tokens, self._shape.block_tokens
         room_tokens = min(max(room_tokens, len(tokens)), self._shape.context_tokens)
-        # The last token's KV is computed here in any case.
+        # The KV of the last token never arrives, because this worker computes it.
         names = prefix_names(tokens[:-1], request, size) if self._names else []
         found = self._kv.cached(names)
         blocks = names[:found] + self._kv.partials(-(-room_tokens // size) - found)
@@ -425,7 +469,7 @@ class SimulatedTransit:
         return made
 
     def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
-        """Start an arrived request: name its full blocks, and free surplus blocks."""
+        """Add an arrived request with all its tokens to the batch. Name its full blocks, and free surplus blocks."""
         sequence = SampledSequence(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
@@ -441,7 +485,7 @@ class SimulatedTransit:
         self._batch.enter(sequence)
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Replace the names of blocks in use by these, so that no other request can find them."""
+        """Replace the names of blocks of moving requests by those in `renamed`, so that no other request can find the blocks."""
         for sequence in self.held.values():
             sequence.forget(renamed)
         for departure in self._out.values():
@@ -455,7 +499,7 @@ class SimulatedTransit:
         return self._shape.prefix_caching and self.trusted
 
     def abort(self, arrival: SimulatedArrival, why: str = "it has been aborted") -> None:
-        """Free the reservation of a request that does not arrive."""
+        """Cancel the reservation of a request that will not arrive. Has no effect on a reservation that has ended."""
         if not arrival.over:
             arrival.over = why
             arrival.taken.clear()
@@ -463,7 +507,7 @@ class SimulatedTransit:
             self._kv.release(arrival.blocks)
 
     def cancel(self, key: int) -> None:
-        """Free the blocks and slots reserved for a key, in any state of the move."""
+        """End the move of the request with this key, in any state of the move, and free its blocks and slot."""
         if sequence := self.held.pop(key, None):
             self.release(sequence, "it has been cancelled")
         if departure := self._out.get(key):
@@ -473,6 +517,6 @@ class SimulatedTransit:
             self.abort(arrival, "it has been cancelled")
 
     def drop_all(self) -> None:
-        """Free everything."""
+        """End all moves and free their blocks and slots."""
         for key in [*self._out, *self._in]:
             self.cancel(key)
