@@ -42,7 +42,7 @@ class MoveRefused(HoldfastError):
 
 
 class Awaits(NamedTuple):
-    """The reason why an engine has not started yet."""
+    """What an engine waits for before it can start, such as a server that is loading its model."""
 
     reason: str  # readable, such as "cannot connect to http://…"; never contains a server's own text
     model: str = ""  # the model it will serve; empty: not known yet

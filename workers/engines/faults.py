@@ -17,7 +17,7 @@ class EngineFaults:
     A fault ends when it is healed. An `error` fault may also end after a number of failed requests. A new object has no fault.
     """
 
-    healthy: bool = True  # every pass succeeds and gives the right logits, at any speed
+    healthy: bool = True  # every pass succeeds with the right greedy tokens and logprobs, at any speed
     error: bool = False
     errors_left: int = 0  # number of requests still to fail; 0: all requests until healed
     raising_rank: int = 0

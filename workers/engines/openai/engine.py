@@ -4,8 +4,8 @@ Each request is one streamed completion. All output that arrives in one event lo
 upstream accepts and returns token ids, an answer can be continued exactly on another worker. If the upstream only handles text,
 chunks carry text, and the worker registers with `exact=False`.
 
-A request can move with its KV cache from one vLLM server to another by a handle, which tells the target where the source keeps
-the request's KV blocks:
+A request can move with its KV cache from one vLLM server to another by a handle. The handle tells the target where the source
+keeps the request's KV blocks:
 
 1. The source's worker requests one more token from its server, with `do_remote_decode`. This costs the server one step, because
    its prefix cache has all earlier tokens.

@@ -273,7 +273,7 @@ class Block:
 
     @property
     def held(self) -> bool:
-        """Whether any tier holds the block."""
+        """Whether at least one tier has a copy of the block."""
         return any(self.copies)
 
 

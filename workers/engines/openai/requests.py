@@ -123,7 +123,7 @@ class UpstreamRequests:
     def phase(self) -> Phase:
         """Return the current phase of the upstream, derived from the output that has arrived.
 
-        The phase is prefill if any request at the upstream may still compute its prompt, otherwise decode.
+        The phase is idle without requests, prefill if a request at the upstream may still compute its prompt, otherwise decode.
         """
         if not self._by_key:
             return Phase("idle", self._moved_at)

@@ -74,7 +74,7 @@ class UpstreamHealth:
 
     @property
     def troubled(self) -> bool:
-        """Whether the last check failed."""
+        """Whether the last health check failed, and no token came during the check."""
         return self.refusals > 0 or self._silent_since is not None
 
 

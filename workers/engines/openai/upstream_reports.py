@@ -91,7 +91,7 @@ class UpstreamAccount:
             await self._subscribe(abilities, announce)
 
     async def stop(self) -> None:
-        """Stop reading and unsubscribe."""
+        """Stop reading the metrics, and end the subscription to the KV events."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait((self._reading,), timeout=STOP_S_MAX)

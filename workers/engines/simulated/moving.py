@@ -30,7 +30,7 @@ class Contents:
     """Computes the bytes of one sequence's KV blocks from its tokens, which can be appended."""
 
     def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
-        """Start with the first tokens of the sequence."""
+        """Begin a sequence with these tokens."""
         self.tokens: list[int] = []
         self._shape = shape
         self._token_bytes = shape.kv_block_bytes // shape.block_tokens

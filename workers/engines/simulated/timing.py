@@ -15,8 +15,8 @@ A performance model is one of two published polynomials, or a profile (an NPZ fi
 running engine. The two parts of a profile were measured separately, and each contains the fixed cost of a pass. If the profile
 contains that cost (`pass_ms`), the cost counts only once per pass, however many prompts and decoding requests the pass has.
 
-If the first tokens of a prompt were computed in an earlier pass or cached, the rest takes the difference between the times of the
-whole prompt and of these first tokens. The reason is that the rest attends to all earlier tokens.
+If the first tokens of a prompt were cached or computed in an earlier pass, the time of the rest is a difference: the time of the
+whole prompt minus the time of these first tokens. The reason is that the rest attends to all earlier tokens.
 """
 
 import zipfile

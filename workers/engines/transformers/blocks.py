@@ -54,7 +54,7 @@ class Blocks:
         return dict(self._named)
 
     def name_of(self, block: int) -> int | None:
-        """Return a block's name; None if it has none."""
+        """Return the name of a block, or None if the block has no name."""
         found = self._names.get(block)
         return None if found is None else found[0]
 

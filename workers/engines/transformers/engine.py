@@ -48,8 +48,8 @@ FAILURES_MAX = 3  # consecutive failed steps after which the engine is dead
 class TransformersEngine:
     """An `Engine` that serves a Llama-family model from a local folder.
 
-    At the start, `check` determines whether the model is exact on this machine: whether its logits depend on the rest of the
-    batch.
+    At the start, `check` determines whether the model is exact on this machine. Exact means that its logits do not depend on the
+    rest of the batch.
     """
 
     def __init__(self, settings: TransformersSettings, check: Check = make_exact) -> None:
@@ -151,7 +151,7 @@ class TransformersEngine:
         return self._phase
 
     def load(self) -> Load:
-        """Return the current load. Calls in the inbox, which are nearly always new requests, count as waiting requests."""
+        """Return the current load. Each call in the inbox counts as a waiting request."""
         load = Load() if self._stepper is None else self._stepper.load()
         return msgspec.structs.replace(load, waiting=load.waiting + len(self._inbox))
 

@@ -23,10 +23,10 @@ from workers.engines.transformers.attention import Pool, Span, attend, banded, s
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
-# TILES: the number of rows of a matrix product is a multiple of the first of these that is exact, see attention.py
 HfModule = Any
 """A module or configuration of Hugging Face; its attributes depend on the family."""
 
+# the number of rows of a matrix product is a multiple of the first of these that is exact, see attention.py
 TILES = (4, 8, 16)
 
 _PROMPT = 80  # tokens of a prompt of the exactness check
