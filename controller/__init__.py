@@ -1,1 +1,1 @@
-"""The control side of a fleet: controller, projector, planner, notifier, frontends, commands."""
+"""The control side of a fleet: controller, projector, planner, notifier, frontends and commands."""

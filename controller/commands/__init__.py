@@ -1,1 +1,1 @@
-"""The commands for a running fleet, one module per command or family of commands."""
+"""The operator's commands, with one module per command or group of commands."""

@@ -1,4 +1,4 @@
-"""`holdfast cost`: compares transfer with re-prefill on your hardware; estimates failures and spares."""
+"""`holdfast cost`: compares KV transfer with re-prefill, and estimates failures and spares."""
 
 import argparse
 import json
@@ -15,12 +15,12 @@ from events.observations import Profile
 
 Figures = dict[str, Any]  # estimates, as plain JSON types
 
-TOKENS = (256, 1024, 4096, 16_384, 65_536, 131_072)
+TOKENS = (256, 1024, 4096, 16_384, 65_536, 131_072)  # default sequence lengths
 GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags of `holdfast cost`."""
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (kind, default, metavar, text) in flags.items():
@@ -41,7 +41,7 @@ def _shown(default: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the costs of moving requests and of failures in a fleet. Raise UsageError."""
+    """Print the cost of moving requests and of failures in a fleet, and return exit code 0. Raise UsageError."""
     try:
         found = {"move": moving(args), "fleet": failing(args)}
     except ValueError as error:
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def moving(args: argparse.Namespace) -> Figures:
-    """Return the times of transfer and re-prefill in milliseconds, per length and link, and the crossovers. Raise ValueError."""
+    """Return the milliseconds that transfer and re-prefill take per sequence length and link. Raise ValueError.
+
+    The result also has each link's crossover: the sequence length in tokens from which transfer is faster."""
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip
@@ -62,7 +64,8 @@ def moving(args: argparse.Namespace) -> Figures:
     )
     links = []
     for link in get_args(LinkName):
-        lanes = (Lane(link, args.tp if link == "tcp" else 1),) * args.tp  # all shards share a host's TCP link
+        # all shards share the host's TCP link
+        lanes = (Lane(link, args.tp if link == "tcp" else 1),) * args.tp
         target = MigrationTarget(name=link, profile=profile, free_blocks=0, lanes=lanes)
         costs = [estimate(policy, kv, target, tokens) for tokens in args.tokens]
         links.append({
@@ -82,7 +85,9 @@ def moving(args: argparse.Namespace) -> Figures:
 
 
 def failing(args: argparse.Namespace) -> Figures:
-    """Return how often the fleet fails, the cost of each failure, and the spares needed. Raise ValueError."""
+    """Return how often a GPU of the fleet fails, the capacity that a failure costs, and the spares needed.
+
+    Raise ValueError if the fleet has fewer GPUs than one group needs."""
     rates = PRESETS[args.rates]
     afr = args.afr if args.afr is not None else rates.afr
     mttr_hours = args.mttr_hours if args.mttr_hours is not None else rates.mttr_hours
@@ -108,12 +113,14 @@ def failing(args: argparse.Namespace) -> Figures:
 
 
 def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> float:
-    """Return the seconds until a new group serves: reading its weights, plus the measured remainder of its start (N19)."""
+    """Return the seconds until a new group serves: the time to read its weights, plus `start_s` for the rest (N19).
+
+    `weights_gb` is in GB, and `storage_gbps` in GB/s."""
     return weights_gb / storage_gbps + start_s
 
 
 def lines(found: Figures) -> list[str]:
-    """Return the tables as lines of text."""
+    """Format the results of `moving` and `failing` as lines of text."""
     move, fleet = found["move"], found["fleet"]
     head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])
     output = [
@@ -148,7 +155,7 @@ def _number(text: str) -> float:
 
 
 def _below(limit: float, text: str, what: str) -> float:
-    """Parse a number between 0 and `limit`. Raise ArgumentTypeError, which names `what` was expected."""
+    """Parse a number above 0 and below `limit`. Raise ArgumentTypeError, which says that `what` is expected."""
     try:
         found = float(text)
     except ValueError:

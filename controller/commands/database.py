@@ -51,7 +51,7 @@ def _downgrade(args: argparse.Namespace) -> int:
 
 
 def _database(args: argparse.Namespace) -> str:
-    """Return the owner's URL, from the environment or from a running fleet."""
+    """Return the database URL of the owner account, from HOLDFAST_DATABASE_URL or from a running fleet."""
     return os.environ.get("HOLDFAST_DATABASE_URL") or str(_found(args)["database_owner_url"])
 
 
@@ -64,5 +64,5 @@ _COMMANDS: dict[str, Run] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one subcommand. Raise HoldfastError."""
+    """Run one subcommand of `holdfast database`, and return its exit code. Raise HoldfastError."""
     return _COMMANDS[args.database](args)

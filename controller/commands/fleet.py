@@ -1,4 +1,4 @@
-"""`holdfast fleet versions | allow`: event kinds and decider versions that processes support."""
+"""`holdfast fleet`: shows which event kinds and deciders versions processes support, or allows them."""
 
 import argparse
 import json
@@ -7,11 +7,11 @@ from typing import Any
 from controller.processes.operator_client import ask, operator_name
 from controller.terminal_text import fitted
 
-Report = dict[str, Any]  # the answer of a controller, as plain JSON types
+Report = dict[str, Any]  # a controller's answer to `versions`, or a part of it, as plain JSON types
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Send the request to the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
+    """Send the subcommand to the controller, and print its answer. Raise NoFleet, Unreachable, OperatorRefused, NoAnswer."""
     if args.fleet == "allow":
         answer = await ask(args.data, "allow", {"by": operator_name()})
         print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
@@ -22,7 +22,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def text(report: Report) -> str:
-    """Return the report of `control.versions` as text."""
+    """Format a controller's answer to `versions` as text: a row per process, then what is in force and what is held back."""
     rows = [("process", "release", "deciders", "does not support"), *map(_row, report["processes"])]
     force, held = report["in_force"], report["held_back"]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -1,7 +1,8 @@
-"""`holdfast journal inspect | quarantine`: lists messages that are not events, and excludes events.
+"""`holdfast journal`: lists messages that are not events, or quarantines an event.
 
-Both read the stream directly. So they also work when every process that folds it has stopped at an event that only a newer
-version knows, or at a decision out of turn. They read from the start of the stream, to compute the expected decision numbers.
+Both subcommands read the stream without folding it. They therefore also work when every process has stopped at an event that
+only a newer release knows, or at a decision with an unexpected number. They read from the start of the stream, so that the
+expected decision numbers are known.
 """
 
 import argparse
@@ -33,13 +34,13 @@ State = Literal["stops", "quarantined", "skipped"]
 
 
 class NotToQuarantine(HoldfastError):
-    """Only an event that stops this version, or that it skips, can be quarantined. object other event has been folded already, so
+    """Only an event that stops this version, or that it skips, can be quarantined. Any other event has been folded already, so
     quarantining it would contradict what its readers did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A message on the journal that is not folded, and the reason."""
+    """A message on the journal that readers do not fold, and the reason."""
 
     seq: int
     at: datetime
@@ -47,11 +48,11 @@ class Place:
     bytes: int
     state: State
     why: str
-    newer: bool = False  # a newer version may fold it
+    newer: bool = False  # whether a newer release may know and fold the message
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run one subcommand. Raise HoldfastError."""
+    """Run the subcommand `inspect` or `quarantine`, and return its exit code. Raise HoldfastError."""
     url, known = find(args.data)["nats_url"], Known.ours()
     opening = NatsJournal.connect(url, "operator:journal", wait_s=REACH_S, make=False, known=known)
     async with closing(opening) as journal:
@@ -62,7 +63,9 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Print = print) -> int:
-    """Print skipped messages and the event at which readers stop. Return the exit code. `first` is the first sequence of the
+    """Print the messages that readers skip or stop at. Return the exit code, which is 3 if readers stop at an event.
+
+    `since` is the position of the first message to print, and None means all. `first` is the first sequence number of the
     stream. Raise UsageError."""
     when = moment_parser.parse(since, SystemClock().now()) if since else 0
     last, turns = await journal.last_seq(), _turns(first)
@@ -98,7 +101,7 @@ async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Rec
 
 
 def _place(event: Recorded, turns: DecisionNumbering) -> Place | None:
-    """Return the entry for an event that is not folded; None for an event that every reader folds."""
+    """Return the entry to print for an event that readers do not fold, or None if every reader folds the event."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
         state: State = "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
@@ -133,8 +136,9 @@ def _printable(text: str) -> str:
 
 
 async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Print = print) -> int:
-    """Record the quarantine of an event. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
-    JournalUnavailable if the quarantine is not recorded."""
+    """Record the quarantine of the event `seq`, and return exit code 0. `first` is the first sequence number of the stream.
+
+    Raise NotToQuarantine, UsageError, or JournalUnavailable if the quarantine could not be recorded."""
     last = await journal.last_seq()
     if seq > last:
         raise UsageError(f"event {seq} does not exist: the journal ends at {last}")
@@ -163,7 +167,9 @@ async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Prin
 
 
 async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> None:
-    """Refuse an event that readers fold. No reader folds a decision out of turn, whatever follows it."""
+    """Raise NotToQuarantine if readers fold an event.
+
+    Readers fold every known event except a decision with an unexpected number."""
     refused = NotToQuarantine(f"event {event.seq} is a {event.fact.kind()}. {NotToQuarantine.__doc__}")
     if not isinstance(event.fact, Decision):
         raise refused
@@ -174,9 +180,10 @@ async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> No
 
 
 async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int, last: int) -> None:
-    """Refuse if a newer controller, which knew the event, has made a decision after reading it.
+    """Raise NotToQuarantine if a newer controller, which knew the event, may have folded it for a decision.
 
-    A controller reads past an unknown observation without folding it. No observation is folded before its kind is in force.
+    A decision after the event shows that its controller had read the event. The controller has not folded the event if the event
+    is an observation of a kind that was not in force.
     """
     seq = unknown.seq
     async for event in _events(journal, seq, last):
@@ -190,7 +197,7 @@ async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int,
 
 
 async def _not_in_force(journal: Journal, unknown: Recorded, first: int) -> bool:
-    """Return whether an unknown event is an observation of a kind that the leader had not put in force."""
+    """Return whether an unknown event is an observation of a kind that was not in force at that time."""
     assert isinstance(unknown.fact, Skipped)
     if unknown.fact.decided:
         return False

@@ -1,6 +1,7 @@
-"""`holdfast nats permissions | reader`: users of an external broker, and access for event readers.
+"""`holdfast nats`: prints the users of an external broker, or how an event reader connects.
 
-`permissions` prints the users as nats-server's configuration. `reader` prints the URL with which a program of yours connects."""
+`permissions` prints the users as nats-server's configuration. `reader` prints the URL with which an operator's own program can
+read events."""
 
 import argparse
 import json
@@ -21,7 +22,7 @@ HEAD = """# Users of a Holdfast fleet: what each may publish and subscribe to, a
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one subcommand. Raise HoldfastError."""
+    """Run the subcommand `reader` or `permissions`, and return exit code 0. Raise HoldfastError."""
     return _reader(args) if args.nats == "reader" else _permissions(args)
 
 

@@ -1,13 +1,13 @@
-"""The operator's commands: events, drain, resume, move, restart, chaos.
+"""The operator's commands events, drain, resume, move, restart and chaos.
 
-`restart` stops workers gracefully, one after another; their supervisor starts them again:
+`restart` stops workers gracefully, one after another. An arrow leads to the next step:
 
     others routable? ──▶ stop (drains first) ──▶ a new instance has joined ──▶ it is routable ──▶ the next worker
                                                                              (a spare: healthy)
 
-Workers that serve no requests (hung, dead, drained) are restarted first, without waiting for another worker to be routable. The
-next worker is stopped only when the new instance of the previous one serves requests, so a fleet of two always has one that
-serves. `holdfast up`, systemd or the orchestrator starts the workers again; this command only waits for that.
+A worker that serves no requests (hung, dead, drained) is restarted first, without the check that others are routable. The next
+worker is stopped only after the new instance of the previous worker serves requests. A fleet of two workers therefore always
+has one that serves. `restart` only waits for the new instance, which `holdfast up`, systemd or the orchestrator starts.
 """
 
 import argparse
@@ -34,25 +34,29 @@ from events.errors import HoldfastError, UsageError
 from events.fact import Recorded, Skipped
 from events.nats.bus import NoAnswer
 
-LOOK_S = 1.0  # interval of checking the connection while following
-STATUS_EVERY_S = 0.1  # interval of asking for the status while a worker restarts
-FIELD_CHARS_MAX = 60  # of one field of an event in text output
-EVENT_HANG = 8  # columns; continuation lines leave the sequence column empty
-UNKNOWN_KINDS_MAX = 100  # kinds that are counted separately; further kinds are counted together
+LOOK_S = 1.0  # seconds between checks of the broker connection while events are followed
+STATUS_EVERY_S = 0.1  # seconds between requests for the status while a worker restarts
+FIELD_CHARS_MAX = 60  # maximum characters of one field of an event in text output
+EVENT_HANG = (
+    8  # columns of indent of an event's continuation lines, which leaves the column of sequence numbers empty
+)
+UNKNOWN_KINDS_MAX = (
+    100  # maximum number of unknown kinds that are counted separately; further kinds are counted together
+)
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
 async def show_events(args: argparse.Namespace) -> int:
-    """Print the events on the journal. Raise UsageError or HoldfastError."""
+    """Print the events on the journal, and with --follow also those that arrive later. Raise UsageError, HoldfastError."""
     from events.journal.nats import NatsJournal
 
     if args.kind and args.kind not in codec.KINDS:
         raise UsageError(f"unknown kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
     url, unknown = find(args.data)["nats_url"], UnknownKinds()
     async with closing(NatsJournal.connect(url, "reader", make=False, stops_at="nothing")) as journal:
-        last = await journal.last_seq()  # fails at once if the broker does not answer
+        last = await journal.last_seq()  # raises an error at once if the broker does not answer
         if args.follow:
             await _first(
                 _print(journal.read(await journal.first_seq() - 1), args, unknown),
@@ -66,7 +70,7 @@ async def show_events(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class UnknownKinds:
-    """Counts events of kinds that this release does not know. Prints each kind once on stderr."""
+    """Counts events of kinds that this release does not know, and prints each such kind once on stderr."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -83,13 +87,13 @@ class UnknownKinds:
             say_aside(f"event {event.seq} has a kind that this release does not know ({kind}) and is skipped")
 
     def report(self) -> None:
-        """Print the number of skipped events."""
+        """Print on stderr how many events of unknown kinds were skipped, if any were."""
         if self.counts:
             say_aside(f"skipped {self.counts.total()} events of unknown kinds: upgrade to read them")
 
 
 def say_aside(text: str) -> None:
-    """Print a line on stderr."""
+    """Print a note on stderr, apart from the command's output."""
     print(f"holdfast: {text}", file=sys.stderr)
 
 
@@ -104,7 +108,7 @@ async def _print(
 
 
 async def _first(*works: Coroutine[object, object, None]) -> None:
-    """Run all of these until one ends."""
+    """Run all of these coroutines until one ends, cancel the others, and raise the error of the ended one if it failed."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -117,8 +121,10 @@ async def _first(*works: Coroutine[object, object, None]) -> None:
 
 
 async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s: float = LOOK_S) -> None:
-    """Print when the broker disconnects and reconnects, so that an outage is not mistaken for a time without events. Raise
-    NoFleet or Unreachable if the broker is gone for good."""
+    """Print a note each time the broker disconnects or reconnects, until cancelled.
+
+    Without the note, an outage could be mistaken for a time without events. Raise NoFleet or Unreachable if the fleet has ended
+    or uses a broker with another URL than `url`."""
     disconnected = False
     while True:
         await asyncio.sleep(look_s)
@@ -130,7 +136,7 @@ async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s
 
 
 def is_wanted(event: Recorded, args: argparse.Namespace) -> bool:
-    """Return whether an event matches `--kind` and `--worker`."""
+    """Return whether an event matches the filters --kind and --worker. An event of an unknown kind never matches."""
     fact = event.fact
     if isinstance(fact, Skipped) or (args.kind and fact.kind() != args.kind):
         return False
@@ -138,7 +144,7 @@ def is_wanted(event: Recorded, args: argparse.Namespace) -> bool:
 
 
 def event_line(event: Recorded, output: str) -> str:
-    """Return one event as a line: JSON, or text wrapped to the terminal."""
+    """Format one event as a line of JSON, or as text that is wrapped to the terminal's width."""
     kind, body = event.fact.kind(), codec.to_builtins(event.fact)
     if output == "json":
         return json.dumps({
@@ -153,7 +159,7 @@ def event_line(event: Recorded, output: str) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a value as text, truncated so that an event takes a few lines; `-o json` has all of it."""
+    """Return a value as text of at most FIELD_CHARS_MAX characters. `-o json` prints the full value."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= FIELD_CHARS_MAX else f"{text[: FIELD_CHARS_MAX - 1]}…"
 
@@ -162,29 +168,31 @@ def _short(value: object) -> str:
 
 
 async def _tell(args: argparse.Namespace, verb: str, otherwise: str, **body: object) -> int:
-    """Send a command about a worker, and print the controller's answer; `otherwise` if the answer has no text."""
+    """Send a command about a worker, and print the controller's answer, or `otherwise` if the answer has no text."""
     answer = await ask(args.data, verb, {"worker": args.worker, "by": operator_name(), **body})
     print(answer.get("says", otherwise))
     return 0
 
 
 async def drain(args: argparse.Namespace) -> int:
-    """Drain a worker. Raise HoldfastError."""
+    """Send the command to drain a worker, and print the answer. Raise HoldfastError."""
     return await _tell(args, "drain", f"{args.worker} is draining", deadline_s=args.deadline)
 
 
 async def resume(args: argparse.Namespace) -> int:
-    """Return a drained worker to service. Raise HoldfastError."""
+    """Send the command to return a drained worker to service, and print the answer. Raise HoldfastError."""
     return await _tell(args, "resume", f"{args.worker} returns to service after its next passed canary")
 
 
 async def move(args: argparse.Namespace) -> int:
-    """Move the running requests of a worker. Raise HoldfastError."""
+    """Send the command to move the running requests of a worker, and print the answer. Raise HoldfastError."""
     return await _tell(args, "move", f"the running requests of {args.worker} will move", to=args.to)
 
 
 async def chaos(args: argparse.Namespace) -> int:
-    """Inject a fault into a worker, or heal it. Raise UsageError or HoldfastError."""
+    """Send the command to inject a fault into a worker or to heal it, and print the answer.
+
+    Raise UsageError if a flag does not apply to the fault. Raise HoldfastError if the command fails."""
     if args.argument is not None and args.fault not in TAKE_ARGUMENT:
         raise UsageError(f"{args.fault} accepts no number; {', '.join(TAKE_ARGUMENT)} do")
     if args.rank is not None and args.fault not in TAKE_RANK:
@@ -203,7 +211,7 @@ class NotRestarted(HoldfastError):
 
 
 async def restart_workers(args: argparse.Namespace) -> int:
-    """Restart one worker, or all of them. Raise UsageError or HoldfastError."""
+    """Restart the worker that the arguments name, or with --rolling all workers. Raise UsageError, HoldfastError."""
     if args.rolling == bool(args.worker):
         raise UsageError("give either a WORKER, or --rolling for all workers")
     async with closing(Operator.connect(args.data)) as operator:
@@ -213,7 +221,9 @@ async def restart_workers(args: argparse.Namespace) -> int:
 
 
 async def restart(operator: Operator, names: Sequence[str], within_s: float = RESTART_S) -> None:
-    """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer, which leaves later workers untouched."""
+    """Restart workers one after another, each within `within_s` seconds. Raise NotRestarted, Refused, NoAnswer.
+
+    After an error, the remaining workers are not restarted."""
     for name in names:
         why = f"{name} cannot be spared: no other worker of its model serves requests"
         old = await _until(operator, partial(_spared, name), within_s, why)
@@ -228,13 +238,15 @@ async def _workers(operator: Operator) -> Sequence[WorkerView]:
 
 
 async def all_of(operator: Operator) -> list[str]:
-    """Return the names of all running workers, those that serve no requests first."""
+    """Return the names of all workers with a running process. Workers that serve no requests come first."""
     there = [w for w in await _workers(operator) if w.health != "DEAD" or w.lingers]
     return [w.id for w in sorted(there, key=_routable)]
 
 
 def _spared(name: str, workers: Sequence[WorkerView]) -> WorkerView | None:
-    """Return a worker if another one of its model serves requests, or if it serves none itself."""
+    """Return the worker `name` if it can be stopped, else None. Raise NotRestarted if no such worker exists.
+
+    A worker can be stopped if it gets no requests itself, or if another worker of its model serves requests."""
     worker = _found(workers, name)
     others = [w for w in workers if w.model == worker.model and w.id != name]
     return worker if worker.weight == 0 or any(map(_routable, others)) else None
@@ -254,8 +266,9 @@ def _found(workers: Sequence[WorkerView], name: str) -> WorkerView:
 
 
 def _routable(worker: WorkerView) -> bool:
-    """Return whether a worker serves requests, or would as the last of its model. A worker of a new lineage is held back until
-    another one of that lineage has joined."""
+    """Return whether a worker serves requests, or is held back only because it is the first worker of its new lineage.
+
+    Such a worker serves after a second worker of the lineage has joined, so that waiting for it would block the restart."""
     return (_healthy(worker) and bool(worker.weight)) or (worker.held and worker.breaker == "closed")
 
 
@@ -266,11 +279,13 @@ def _healthy(worker: WorkerView) -> bool:
 async def _until(
     operator: Operator, found: Callable[[Sequence[WorkerView]], WorkerView | None], within_s: float, why: str
 ) -> WorkerView:
-    """Poll the status until `found` returns a worker. Raise NotRestarted with `why`."""
+    """Poll the fleet's status until `found` returns a worker, and return that worker.
+
+    Raise NotRestarted with the reason `why` after `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             while True:
-                with contextlib.suppress(NoAnswer):  # a starting controller answers a moment later
+                with contextlib.suppress(NoAnswer):  # a controller that is starting may not answer yet
                     if seen := found(await _workers(operator)):
                         return seen
                 await asyncio.sleep(STATUS_EVERY_S)

@@ -1,4 +1,4 @@
-"""`holdfast plan`: shows the running planner's plan, or rehearses planning on a recorded day."""
+"""`holdfast plan`: shows the plan of the running planner, or rehearses planning on a recorded day."""
 
 import argparse
 import json
@@ -22,13 +22,15 @@ from events.observations import Profile
 
 Figures = dict[str, Any]  # the results of a rehearsal, as plain JSON types
 
-FIRST_MINUTES = 5  # a rehearsal starts with the workers that these minutes need
-ARRIVALS_MAX = 5_000_000
-DAYS_MAX = 31
+FIRST_MINUTES = 5  # a rehearsal starts with the number of workers that the first minutes of the day need
+ARRIVALS_MAX = 5_000_000  # maximum number of requests of a rehearsal
+DAYS_MAX = 31  # maximum length of a recording in days
 
 
 def run(args: argparse.Namespace) -> int:
-    """Query the running planner, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
+    """Print the plan of the running planner, or with --trace the result of a rehearsal.
+
+    Raise UsageError, BadTrace, ForecastsMissing, HoldfastError."""
     defaults = args.only_with_trace.items()
     given = [f"--{name.replace('_', '-')}" for name, value in defaults if getattr(args, name) != value]
     if given and args.trace is None:
@@ -74,7 +76,7 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 
 def measured(path: Path, args: argparse.Namespace) -> Profile:
-    """Return the profile that a worker with the measured speed would register. Raise BadProfile."""
+    """Return the profile that a worker would register, given the speed in a file of `holdfast profile`. Raise BadProfile."""
     from workers.engines.simulated.sequence import EngineShape
     from workers.engines.simulated.timing import Interpolated, ModelTiming
 
@@ -121,7 +123,9 @@ def rehearse(
     gpus: int,
     report_progress: Callable[[str], object],
 ) -> Figures:
-    """Return the results of a day with the planner, with a fixed fleet and with perfect foresight. Hours are GPU hours."""
+    """Simulate a day with the planner, with `fixed` workers all day and with perfect foresight, and return the results.
+
+    `gpus` is the number of GPUs per worker. `report_progress` is called with the name of each simulation as it starts."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
     report_progress("perfect knowledge")
     perfect = rehearsal.with_perfect_knowledge(fleet, arrivals)

@@ -1,4 +1,4 @@
-"""Shows the current plan of the running planner, with its reasons."""
+"""Fetches the current plan of a running planner, and prints it with its reasons."""
 
 import json
 import urllib.error
@@ -12,13 +12,13 @@ from controller.terminal_text import escape_controls
 from events.errors import HoldfastError
 from events.process.presence import present
 
-Plan = dict[str, Any]  # the answer of a planner, or the part of one model
+Plan = dict[str, Any]  # a planner's answer, or its part about one model, as plain JSON types
 
-ANSWER_S = 10.0
+ANSWER_S = 10.0  # timeout in seconds for the planner's answer
 
 
 def show(data: Path, output: str) -> int:
-    """Print the plan. Raise HoldfastError if no planner answers."""
+    """Print the plan as text or JSON, and return exit code 0. Raise HoldfastError if no planner answers."""
     plan = fetch_plan(data)
     if output == "json":
         print(json.dumps(plan, indent=2))
@@ -29,7 +29,7 @@ def show(data: Path, output: str) -> int:
 
 
 def fetch_plan(data: Path) -> Plan:
-    """Return the plan of a planner on this host. Raise HoldfastError if none answers."""
+    """Return the plan of the first planner on this host that answers. Raise HoldfastError if no planner answers."""
     planners = [one for one in present(data) if one.role == "planner" and one.url]
     if not planners:
         raise HoldfastError(
@@ -48,7 +48,7 @@ def fetch_plan(data: Path) -> Plan:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """Yield a plan as text: a line per model, followed by the reasons."""
+    """Yield the lines of a plan: for each model its number of workers, followed by the reasons."""
     yield f"{plan['planner']} ({plan['mode']})" + (f", waiting: {plan['waits']}" if plan["waits"] else "")
     if "at" not in plan:
         return

@@ -1,4 +1,4 @@
-"""Runs the replay commands against a fleet's journal and state store."""
+"""Runs `holdfast replay` and `holdfast request` on a fleet's journal and state store."""
 
 import argparse
 import asyncio
@@ -13,15 +13,15 @@ from controller.processes.operator_client import find
 from controller.replay import cli
 from events.journal.nats import NatsJournal
 
-REACH_S = 3.0
-ALL_OF_IT = ("verify", "rebuild", "what-if")  # commands that read the whole journal
+REACH_S = 3.0  # timeout in seconds for connecting to the journal and to the state store
+ALL_OF_IT = ("verify", "rebuild", "what-if")  # commands that may read the whole journal
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one replay command on a fleet's history, or on `holdfast request`'s part of it. Return its exit code."""
+    """Connect to a fleet's journal and state store, run one replay command, and return its exit code. Raise HoldfastError."""
     found = find(args.data)
     if not structlog.is_configured():
-        # stdout is for the result only
+        # log to stderr, because stdout must contain only the result
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     import uvloop
 
@@ -44,7 +44,9 @@ async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> in
 
 
 async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> PostgresStore | None:
-    """Return the store if it answers within `within_s` seconds, else None: the journal suffices, but is slower."""
+    """Return the store if it answers within `within_s` seconds, else print a note and return None.
+
+    Without the store, replay reads only the journal, which is slower. Raise StoreForbidden."""
     if store is None:
         return None
     try:
@@ -52,7 +54,7 @@ async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> Pos
             await store.position()
     except StoreForbidden:
         raise
-    except StoreRefused:  # it answers but has no tables: a rebuild creates them
+    except StoreRefused:  # the store answers but lacks tables, which a rebuild creates
         return store
     except (StoreUnavailable, TimeoutError) as error:
         print(

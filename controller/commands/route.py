@@ -1,6 +1,6 @@
 """`holdfast route`: shows which worker a frontend would choose for a prompt, and why.
 
-A running frontend chooses the worker as it would for a request, and sends nothing to that worker.
+The command queries a running frontend, which chooses a worker as for a real request but sends the worker nothing.
 """
 
 import argparse
@@ -19,10 +19,12 @@ from controller.processes.up_flags import ROUTER, check_frontend_flags
 from events.errors import HoldfastError, UsageError
 from events.process.presence import Presence, present
 
-ANSWER_S = 10.0
-LINE_CHARS_MAX = 1_000  # width of the table; a terminal may wrap it, nothing is truncated
-Answer = Mapping[str, Any]  # of a frontend, as plain JSON types
-# Terms of a worker's cost, as in the frontend's answer, in the order of the table's columns.
+ANSWER_S = 10.0  # timeout in seconds for the frontend's answer
+LINE_CHARS_MAX = (
+    1_000  # maximum width of the table, large enough that no cell is truncated; a terminal may wrap the lines
+)
+Answer = Mapping[str, Any]  # a frontend's answer or a part of it, as plain JSON types
+# Terms of a worker's cost, named as in the frontend's answer, in the order of the table's columns.
 TERMS = (
     *(
         "active_prefill_tokens",
@@ -38,11 +40,11 @@ TERMS = (
     ),
     *("shared", "others", "decode", "requests", "lately", "weight", "cost"),
 )
-HEADINGS = {"active_prefill_tokens": "to read"}  # of columns that are not headed by their term
+HEADINGS = {"active_prefill_tokens": "to read"}  # headings of the columns that are not named like their term
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Print the choice. Raise UsageError or HoldfastError."""
+    """Print which worker the frontend would choose, with --explain also why. Raise UsageError, HoldfastError."""
     if (args.prompt is None) == (args.tokens is None):
         raise UsageError("give either --prompt TEXT or --tokens FILE")
     check_frontend_flags(args)
@@ -64,7 +66,7 @@ def _overrides(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _frontend(processes: list[Presence], name: str) -> Presence:
-    """Return the frontend to query. Raise HoldfastError if it does not run on this host."""
+    """Return the frontend with this name, or any frontend if the name is "". Raise HoldfastError if it does not run here."""
     found = [one for one in processes if one.role == "frontend" and name in ("", one.name)]
     if not found:
         which = f"frontend {name}" if name else "frontend"
@@ -73,7 +75,9 @@ def _frontend(processes: list[Presence], name: str) -> Presence:
 
 
 def _tokens(file: str) -> list[int]:
-    """Read token ids: a JSON list, or numbers separated by white space. Raise UsageError."""
+    """Read token ids from a file, or from stdin if the file is "-". Raise UsageError.
+
+    The file is a JSON list, or contains numbers separated by white space."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +92,7 @@ def _tokens(file: str) -> list[int]:
 
 
 def _ask(frontend: Presence, question: Answer) -> Answer:
-    """Return the frontend's answer. Raise HoldfastError with the frontend's reason."""
+    """Send a frontend the question and return its answer. Raise HoldfastError with the frontend's reason if it refuses."""
     body = json.dumps(question).encode()
     request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
     try:
@@ -133,7 +137,8 @@ def _table(candidates: list[Answer], chosen: Answer) -> None:
         mark = " ←" if _name(one) == _name(chosen) else ""
         table.add_row(_name(one) + mark, *(f"{one[term]:.4g}" for term in shown))
     console = Console(highlight=False, soft_wrap=True, width=LINE_CHARS_MAX)
-    with console.capture() as written:  # rich would handle a closed pipe itself
+    # printed below, because rich would exit by itself when the pipe is closed
+    with console.capture() as written:
         console.print(table)
     print(written.get(), end="")
 

@@ -1,4 +1,4 @@
-"""`holdfast scale`: sets the number of workers of a model, or returns control to the planner."""
+"""`holdfast scale`: sets the number of workers of a model, or returns that choice to the planner."""
 
 import argparse
 from pathlib import Path
@@ -12,14 +12,14 @@ from events.observations import ScaleSet
 from events.process.presence import present
 from events.versions import Known
 
-REACH_S = 5.0
-WRITE_S = 5.0
+REACH_S = 5.0  # timeout in seconds for connecting to the broker
+WRITE_S = 5.0  # timeout in seconds until the journal acknowledges the write
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Record the number of workers that the operator sets, or its release.
+    """Record on the journal that the operator sets the number of workers of a model, or releases it.
 
-    Raise UsageError, NoFleet, Unreachable, NoAnswer or JournalUnavailable.
+    Raise UsageError, NoFleet, Unreachable, NoAnswer, JournalUnavailable.
     """
     if (args.workers is None) != args.release:
         raise UsageError("give either the number of workers, or --release")
@@ -48,7 +48,9 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def why_no_effect(data: Path) -> str:
-    """Return why no worker will be started or stopped; empty if a planner that acts runs on this host."""
+    """Return a note about why the new number of workers has no effect.
+
+    The result is "" if a planner that applies changes runs on this host, or if its mode cannot be read."""
     if not any(one.role == "planner" for one in present(data)):
         return " (no planner is running on this host, so nothing changes: start one with `holdfast planner --mode act`)"
     try:

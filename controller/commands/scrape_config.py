@@ -11,7 +11,7 @@ from events.process.presence import Presence, present
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `holdfast scrape-config`."""
     add = parser.add_argument
     add(
         "--file-sd",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the configuration, or write the targets. Raise HoldfastError."""
+    """Print a Prometheus configuration or its scrape targets, and write the targets to --file-sd. Raise HoldfastError."""
     found = present(args.data)
     groups = target_groups(found)
     if not groups:
@@ -53,7 +53,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _controllers(data: Path, found: Sequence[Presence]) -> list[str]:
-    """Return the URLs of the controllers. Raise HoldfastError if none runs on this host."""
+    """Return the URLs of the controllers among these processes. Raise HoldfastError if there is no controller."""
     urls = [one.url for one in found if one.role == "controller"]
     if not urls:
         raise HoldfastError(

@@ -1,4 +1,4 @@
-"""`holdfast settings`: prints every setting of every role, with effective value and variable."""
+"""`holdfast settings`: prints every setting with its effective value and its environment variable."""
 
 import argparse
 import json
@@ -15,7 +15,9 @@ SECRETS = ("upstream_key",)
 
 
 def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
-    """Yield (setting, effective value, variable). Raise BadSetting for an unknown name or an invalid value."""
+    """Yield each setting as (name, effective value, environment variable), with secrets masked.
+
+    Raise BadSetting if the environment sets an unknown name or an invalid value."""
     for name, value in effective(environment).items():
         yield name, value, PREFIX + name.upper().replace(".", "__")
     worker = load_settings({}, environment, to_show=True)
@@ -31,7 +33,7 @@ def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings. Raise BadSetting."""
+    """Print the settings, or the JSON Schema or template of the configuration file. Raise BadSetting, HoldfastError."""
     if args.schema:
         from controller.commands.configuration.schema import schema
 

@@ -1,4 +1,4 @@
-"""`holdfast status`: shows the current state of the fleet, once or repeatedly."""
+"""`holdfast status`: prints the current state of the fleet, once or repeatedly."""
 
 import argparse
 import asyncio
@@ -16,8 +16,8 @@ from controller.terminal_text import USUAL, columns, fitted, safe_values
 from events.errors import HoldfastError
 from events.process.presence import Presence, present
 
-AGAIN = "\x1b[H\x1b[2J"  # move the cursor home and clear the screen
-WORKERS_SHOWN_MAX = 40  # listed individually
+AGAIN = "\x1b[H\x1b[2J"  # moves the cursor home and clears the screen
+WORKERS_SHOWN_MAX = 40  # maximum number of workers that are listed individually
 DAYS_SHOWN_MAX = 1_000
 NO_LEADER = "none: no decisions and no commands until a controller leads"
 UNKNOWN: Mapping[str, object] = {
@@ -28,15 +28,15 @@ UNKNOWN: Mapping[str, object] = {
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Print the status. Return 1 if no controller answers."""
+    """Print the status once, or with --watch repeatedly until Ctrl-C. Return 1 if no controller answers."""
     if args.watch is None:
         return await _show(args)
-    find(args.data)  # fails at once if there has never been a fleet
+    find(args.data)  # raises an error at once if the data directory has never had a fleet
     while True:
         with contextlib.redirect_stdout(io.StringIO()) as written:
             try:
                 await _show(args)
-            except HoldfastError as error:  # it may recover
+            except HoldfastError as error:  # printed instead of raised, because the fleet may recover
                 print(json.dumps({"error": str(error)}) if args.output == "json" else f"holdfast: {error}")
         text = written.getvalue()
         if args.output == "json":
@@ -63,12 +63,12 @@ async def _show(args: argparse.Namespace) -> int:
 
 
 async def fetch_status(args: argparse.Namespace) -> dict[str, object]:
-    """Return the fleet's status from its controller. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
+    """Return the fleet's status as its controller answers it. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
     return await ask(args.data, "status")
 
 
 def print_processes(living: Sequence[Presence], output: str) -> None:
-    """Print the processes of this host: the only status that is known without a controller."""
+    """Print the fleet's processes on this host, which is all that is known if no controller answers."""
     if output == "json":
         processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in living]
         print(json.dumps({**UNKNOWN, "processes": processes}, indent=1))
@@ -79,7 +79,7 @@ def print_processes(living: Sequence[Presence], output: str) -> None:
 
 
 def print_status(answer: Mapping[str, object]) -> None:
-    """Print the current state of the fleet."""
+    """Print a controller's answer to `status` as a table of workers, followed by lines of text."""
     status = FleetStatus.of(safe_values(answer))
     from rich import box
     from rich.console import Console
@@ -88,13 +88,14 @@ def print_status(answer: Mapping[str, object]) -> None:
     console = Console(highlight=False, width=max(USUAL, columns()))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
-        # nothing is truncated: long names wrap
+        # long names wrap instead of being truncated
         table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model", "last canary"))
     for w in _shown(status.workers):
         weight = SPARE if w.spare else "–" if w.weight is None else f"{w.weight:g}"
         busy = "–" if w.in_flight is None else str(w.in_flight)
         table.add_row(w.id, w.health, weight, w.breaker, busy, w.model, _canary(w))
-    with console.capture() as written:  # rich would handle a closed pipe itself
+    # printed below, because rich would exit by itself when the pipe is closed
+    with console.capture() as written:
         if table.rows:
             console.print(table)
     print("\n".join(line.rstrip() for line in written.get().splitlines()), end="\n" if table.rows else "")
@@ -109,14 +110,16 @@ def _canary(worker: WorkerView) -> str:
 
 
 def _shown(workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Return the workers to list individually. In a large fleet these are the first of those that are not fully healthy."""
+    """Return the workers to list individually.
+
+    If there are more than WORKERS_SHOWN_MAX, these are the first ones that are not fully healthy."""
     if len(workers) <= WORKERS_SHOWN_MAX:
         return workers
     return [w for w in workers if not w.well][:WORKERS_SHOWN_MAX]
 
 
 def _lines(status: FleetStatus) -> Iterator[str]:
-    """Yield the lines below the workers: levels, positions, the leader, the processes of this host."""
+    """Yield the lines below the table of workers: problems, spares, levels, positions, the leader and this host's processes."""
     shown = _shown(status.workers)
     yield from _rest(status.workers, {w.id for w in shown})
     yield from _troubles(shown)
@@ -130,14 +133,14 @@ def _lines(status: FleetStatus) -> Iterator[str]:
     yield from _positions(status)
     for process in [p for p in status.processes if p.console][
         :1
-    ]:  # each frontend serves one, unless disabled
+    ]:  # each frontend serves a console, unless its console is disabled
         yield f"console      {process.console}"
     yield "processes"
     yield from (process.line for process in status.processes)
 
 
 def _troubles(shown: Sequence[WorkerView]) -> Iterator[str]:
-    """Yield why workers are not at full weight, and which spares replace which workers."""
+    """Yield a line for each worker that is not at full weight, with the reason, and for each spare that replaces a worker."""
     for w in shown:
         if w.spare and not w.well:
             yield f"{w.id} is a spare that is not ready: {w.why}"
@@ -148,7 +151,7 @@ def _troubles(shown: Sequence[WorkerView]) -> Iterator[str]:
 
 
 def _positions(status: FleetStatus) -> Iterator[str]:
-    """Yield the degradation levels, and the positions of the journal, the projector and the leader."""
+    """Yield the lines about degradation levels, the journal, the spools, the projector and the leader."""
     levels = ", ".join(f"{model} level {level}" for model, level in status.levels.items())
     yield f"degradation  {levels or 'no model yet'}"
     yield f"journal      {status.journal.fault or _journal(status.journal)}"
@@ -160,7 +163,7 @@ def _positions(status: FleetStatus) -> Iterator[str]:
 
 
 def _rest(workers: Sequence[WorkerView], shown: set[str]) -> Iterator[str]:
-    """Yield a summary of the workers that are not listed individually, per model and health."""
+    """Yield a summary line per model and health, of the workers that are not listed individually (not in `shown`)."""
     alike: dict[tuple[str, str, str, bool], list[WorkerView]] = {}
     for w in workers:
         if w.id not in shown:
@@ -173,9 +176,9 @@ def _rest(workers: Sequence[WorkerView], shown: set[str]) -> Iterator[str]:
 
 
 def _journal(journal: JournalView) -> str:
-    """Return a text on the journal's range, its size, how fast it grows and how long its space will last."""
+    """Return a text about the journal's events, its size, its growth per day, and the time until it is full."""
     last, first, size = journal.last_seq, journal.first_seq or 1, journal.bytes
-    dropped = first > 1  # it has reached its bounds
+    dropped = first > 1  # the journal has reached its bounds, and the broker has dropped its oldest events
     text = f"events {first} to {last}" if dropped else f"{last} events"
     if not size:
         return text
@@ -191,7 +194,7 @@ def _journal(journal: JournalView) -> str:
 
 
 def _size(count: float) -> str:
-    """Return a number of bytes in a readable unit."""
+    """Format a number of bytes with a unit from B to TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

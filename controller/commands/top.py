@@ -25,8 +25,8 @@ from controller.terminal_text import columns, escape_controls, safe_values
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
-AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
-ONCE_LINES = 40  # height of the screen with --once
+AGAIN_S = 2.0  # seconds before the next attempt to connect to a fleet that does not answer
+ONCE_LINES = 40  # number of lines printed with --once
 HEAD_LINES, EVENT_LINES_LEAST = 5, 5
 COLOURS = {
     "HEALTHY": "green",
@@ -39,18 +39,20 @@ COLOURS = {
 
 @dataclass(slots=True)
 class FleetSeen(RecentEvents):
-    """The status and events known so far."""
+    """The fleet's last known status and its recent events, from which the screen is drawn."""
 
     status: Mapping[str, object] | None = None
-    fault: str = ""  # why the status is missing or outdated
+    fault: str = ""  # why the status is missing or outdated; empty: it is current
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Redraw until the user quits. With --once, raise HoldfastError if there is no fleet."""
+    """Redraw the screen until the user quits. With --once or without a terminal, print it once.
+
+    Raise HoldfastError if it is printed once and no fleet answers."""
     seen = FleetSeen()
     if args.once or not sys.stdout.isatty():
         return await _once(args, seen)
-    find(args.data)  # fails at once if there has never been a fleet
+    find(args.data)  # raises an error at once if the data directory has never had a fleet
     console = Console(highlight=False)
     watching = [asyncio.create_task(one(args, seen)) for one in (_ask, _follow)]
     try:
@@ -77,7 +79,7 @@ async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
 
 
 async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Poll the fleet's status."""
+    """Store the fleet's status in `seen` every `args.every` seconds, and connect again after an error."""
     while True:
         try:
             async with closing(Operator.connect(args.data)) as operator:
@@ -90,12 +92,13 @@ async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
 
 
 async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Follow the journal, starting with the latest events."""
+    """Add the events on the journal to `seen`, starting with the latest ones, and connect again after an error."""
     while True:
         try:
             async with _journal(args) as journal:
                 last = await journal.last_seq()
-                after = seen.last if seen.last <= last else 0  # a shorter journal is another one
+                # a journal that is shorter than before was recreated
+                after = seen.last if seen.last <= last else 0
                 async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX, after)):
                     seen.take(batch)
         except HoldfastError as error:
@@ -116,9 +119,9 @@ def _pressed(terminal: int, enough: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
-    """Yield an event that is set when the user presses q."""
+    """Yield an asyncio event that is set when the user presses q or the process receives SIGTERM."""
     enough, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, enough.set)  # restores the terminal on SIGTERM
+    loop.add_signal_handler(signal.SIGTERM, enough.set)  # a normal end, which restores the terminal
     if not sys.stdin.isatty():
         yield enough
         return
@@ -137,7 +140,7 @@ def _keys() -> Iterator[asyncio.Event]:
 
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
-    """Return one screen of at most `lines` lines."""
+    """Return the contents of the screen, of at most `lines` lines: the status, the workers and the latest events."""
     status = FleetStatus.of(safe_values(seen.status or {}))
     workers = sorted(status.workers, key=lambda worker: (worker.urgency, worker.id))
     room = max(1, lines - HEAD_LINES - 2 - EVENT_LINES_LEAST)
@@ -192,5 +195,6 @@ def _table(workers: Sequence[WorkerView]) -> Table:
         weight = SPARE if worker.spare else f"{worker.weight or 0:.3g}"
         health = Text(worker.health, style=COLOURS.get(worker.health, ""))
         cells = (weight, worker.breaker or "–", str(worker.in_flight or 0), worker.why)
-        table.add_row(Text(worker.id), health, *map(Text, cells))  # Text: names and reasons are not markup
+        # as Text, because names must not be parsed as markup
+        table.add_row(Text(worker.id), health, *map(Text, cells))
     return table

@@ -1,4 +1,4 @@
-"""The version and the commit that `holdfast --version` prints."""
+"""Determines the version and the commit that `holdfast --version` prints."""
 
 import json
 import os
@@ -8,18 +8,20 @@ from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GIT_S = 1.0
+GIT_S = 1.0  # timeout of git in seconds
 
 
 def version_text() -> str:
-    """Return the version, with the commit if it is known."""
+    """Return the program's name and version, followed by the commit if it is known."""
     package = distribution("holdfast")
     commit = commit_of_checkout(ROOT) or commit_of_installation(package)
     return f"holdfast {package.version}" + (f" ({commit})" if commit else "")
 
 
 def commit_of_checkout(root: Path) -> str:
-    """Return the abbreviated commit of the git checkout at `root`; empty if `root` is none, or git exceeds GIT_S seconds."""
+    """Return the abbreviated commit of the git checkout at `root`.
+
+    The result is "" if `root` is not a checkout, or if git fails or takes longer than GIT_S."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
@@ -32,7 +34,9 @@ def commit_of_checkout(root: Path) -> str:
 
 
 def commit_of_installation(package: Distribution) -> str:
-    """Return the abbreviated commit that pip installed the package from; empty if pip's source was no repository (PEP 610)."""
+    """Return the abbreviated commit from which pip installed a package (PEP 610).
+
+    The result is "" if pip did not install the package from a repository."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(package.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"])[:7]
     return ""

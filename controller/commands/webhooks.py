@@ -1,6 +1,7 @@
-"""`holdfast webhooks test | dead | resend`: tests a webhook, lists dead letters, and sends them again.
+"""`holdfast webhooks`: tests a webhook, lists dead letters, or sends dead letters again.
 
-`resend` requires the URL, because the letters may be undelivered because of a wrong URL.
+A dead letter is an event that a webhook did not accept. `resend` requires a URL, because a wrong URL may be why the events were
+not delivered.
 """
 
 import argparse
@@ -30,12 +31,12 @@ from events.journal.broker import BrokerRefused
 from events.nats.connection import BrokerConnection
 from events.process.imports import without_ca_certificates
 
-REACH_S = 3.0
-SAMPLE = "incident-0"
+REACH_S = 3.0  # timeout in seconds for connecting to the broker
+SAMPLE = "incident-0"  # id of the incident in sample events
 
 
 def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, NotifierSettings]:
-    """Return the webhook, its secret and the settings for messages. Raise BadSetting."""
+    """Return the webhook that the arguments describe, its secret, and the notifier's settings. Raise BadSetting."""
     from controller.config.flags import gather
 
     try:
@@ -52,7 +53,9 @@ def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, NotifierSettings]:
 
 
 def samples(template: str, now: datetime) -> list[FollowedEvent]:
-    """Return the sample events that test a webhook. An incident opened in PagerDuty is closed again."""
+    """Return the sample events that are sent to test a webhook.
+
+    The first event opens an incident. For PagerDuty, a second event closes the incident, so that no alert stays open."""
     opened = IncidentOpened(
         decided_at=now, incident=SAMPLE, subject="worker:w0", symptom="this is a test: nothing has happened"
     )
@@ -147,7 +150,7 @@ def _is_good(answer: Answer) -> bool:
 
 @asynccontextmanager
 async def _letters(data: Path) -> AsyncIterator[DeadLetters]:
-    """Connect to the dead letters. Raise HoldfastError on failure."""
+    """Yield access to the dead letters on the fleet's broker. Raise HoldfastError if the broker cannot be reached."""
     opening = BrokerConnection.open(str(find(data)["nats_url"]), "operator", wait_s=REACH_S)
     try:
         async with closing(opening) as connection:
@@ -163,7 +166,7 @@ Send = Callable[[Webhook, str, NotifierSettings, FollowedEvent], Awaitable[Answe
 
 @asynccontextmanager
 async def _sender() -> AsyncIterator[Send]:
-    """Yield a function that posts an event once."""
+    """Yield a function that sends an event to a webhook once, without retries, and returns the webhook's answer."""
     with without_ca_certificates():
         from controller.webhooks.sender import WebhookSender
 
@@ -185,5 +188,5 @@ _COMMANDS = {"test": _test, "dead": _dead, "resend": _resend}
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run one subcommand. Raise HoldfastError."""
+    """Run one subcommand of `holdfast webhooks`. Return 1 if a webhook did not accept an event. Raise HoldfastError."""
     return await _COMMANDS[args.webhooks](args)

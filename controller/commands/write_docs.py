@@ -1,10 +1,9 @@
-"""Generates the documents of the events and of the configuration file, so that they are never stale.
+"""Generates the reference documents of the events and of the configuration file from the code.
 
     python -m controller.commands.write_docs
 
-rewrites asyncapi.yaml, config.schema.json, schemas/ and the generated part of events.md in docs/reference.
-
-A test compares all files with the output of this module.
+This command rewrites asyncapi.yaml, config.schema.json, schemas/ and the generated part of events.md in docs/reference. A test
+checks that all these files equal the output of this module.
 """
 
 import inspect
@@ -26,11 +25,11 @@ BEGIN = "<!-- generated: kinds (python -m controller.commands.write_docs) -->"
 END = "<!-- end of generated -->"
 VERSION = "v1"
 CONFIG_SCHEMA = "config.schema.json"
-CELL_MAX = 150  # characters; a longer type is written below its table
+CELL_MAX = 150  # maximum characters of a type in a table; a longer type is written below the table
 
 
 def markdown() -> str:
-    """Return the generated part of docs/reference/events.md."""
+    """Return the generated part of docs/reference/events.md, as Markdown."""
     lines = []
     for title, decided in (("Observations", False), ("Decisions", True)):
         lines += [f"### {title}", "", "| kind | emitted by | promise |", "|---|---|---|"]
@@ -60,10 +59,11 @@ def markdown() -> str:
 
 
 def schemas() -> dict[str, str]:
-    """Return the JSON Schema of every kind's body, by file name: the version's folder and the kind.
+    """Return the JSON Schema of the body of every event kind, by file name such as `v1/worker_joined.json`.
 
-    There is one version. Within it fields are only added, with a default. A body of an older release validates against a newer
-    schema, and a body of a newer release against an older schema, which allows unknown fields.
+    There is only the version `v1`. Within a version, fields are only added, and each added field has a default. A body of an
+    older release therefore validates against a newer schema. A body of a newer release validates against an older schema,
+    because the schema allows unknown fields.
     """
     return {f"{VERSION}/{entry.kind}.json": _written(_schema(entry)) for entry in entries()}
 
@@ -92,7 +92,9 @@ def _schema(entry: CatalogueEntry) -> Schema:
 
 
 def _noted(schema: Schema, fields: tuple[FieldEntry, ...]) -> Schema:
-    """Add each field's note as its description, and the date-time format that msgspec omits if the zone is optional."""
+    """Add the note of each field to its schema as the description, and return the schema.
+
+    Also add the format `date-time`, which msgspec omits for a datetime with an optional time zone."""
     for field in fields:
         described = schema["properties"][field.name]
         if field.type.partition(" ")[0] == "datetime":
@@ -127,7 +129,7 @@ def _cell(text: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with a new generated part. Raise ValueError if it has none."""
+    """Return `page` with its generated part replaced. Raise ValueError if the page has no generated part."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -136,7 +138,7 @@ def renewed(page: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the generated documents."""
+    """Rewrite all generated documents in docs/reference."""
     docs = Path(__file__).resolve().parents[2] / "docs" / "reference"
     (docs / "asyncapi.yaml").write_text(document())
     for name, text in schemas().items():

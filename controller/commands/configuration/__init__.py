@@ -1,1 +1,1 @@
-"""The configuration file: reads it, and generates its commented template and its JSON Schema."""
+"""Reads the configuration file, and generates its commented template and its JSON Schema."""

@@ -1,9 +1,9 @@
-"""Reads the configuration file of `--config FILE`: settings by their dotted names, and flags of `up`.
+"""Applies the file of `--config FILE`: settings by their dotted names, and flags of `up`.
 
     defaults < file < environment (HOLDFAST_*) < flags
 
-Settings become the equivalent environment variables, unless the environment sets them already, so that child processes inherit
-them. Entries of `[up]` become flags in front of the user's own.
+Each source overrides those to its left. Settings of the file are set as environment variables, so that child processes inherit
+them. A variable that the environment sets already is not changed. Entries of `[up]` are inserted as flags before the user's own.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from workers.config.settings_check import convert_settings
 WORKER, UP = "worker", "up"
 TOP = {place.removeprefix(PREFIX).lower(): place for place in PLACES}
 TABLES = (*SECTIONS, WORKER)
-SHARED = ("nats_url", "data", "fleet_key_file")  # a worker's own setting overrides the shared one
-OF_ONE_WORKER = (*SHARED, "name", "port")  # `up` sets them for each worker
+SHARED = ("nats_url", "data", "fleet_key_file")  # top-level settings that [worker] can override
+# settings that differ between workers, so that `up` sets them for each worker
+OF_ONE_WORKER = (*SHARED, "name", "port")
 SECRET = ("nats_url", "database_url", "worker.nats_url", "worker.upstream_key")
 
 Toml = Mapping[str, Any]  # a table of the file
@@ -38,8 +39,10 @@ class BadConfigFile(UsageError):
 
 
 def apply(path: Path, environment: MutableMapping[str, str], tables: Collection[str] = TABLES) -> Toml:
-    """Set the variables of a file's top-level keys and `tables` that the environment does not set. Return the table `up`. Raise
-    BadConfigFile. With all tables, the file is that of a fleet: [worker] must not set what differs between its workers."""
+    """Set the environment variables for the settings of a file, and return the file's table `up`. Raise BadConfigFile.
+
+    The top-level keys and the given tables are applied. A variable that `environment` sets already is not changed. With all
+    tables, the file is for a whole fleet, so [worker] must not set what differs between workers."""
     document = _read(path)
     for key in document:
         _check_known(path, key, "", (*TOP, *TABLES, UP))
@@ -82,13 +85,14 @@ def _table(path: Path, name: str, value: Any) -> Toml:
 
 
 def _role(path: Path, name: str, table: Toml) -> Variables:
-    from controller.config.sections import section  # pydantic, without which a worker needs less memory
+    # here, because without pydantic a worker needs less memory
+    from controller.config.sections import section
 
     return _section(path, (name,), section(name), table)
 
 
 def _section(path: Path, place: tuple[str, ...], model: type, table: Toml) -> Variables:
-    """Yield the variables of a table. Its settings are the fields of `model`."""
+    """Yield the environment variable and text of each setting of a table. The fields of `model` are the valid settings."""
     from controller.config.flags import fields_of, is_section
 
     fields, above = fields_of(model), ".".join(place)
@@ -113,7 +117,9 @@ def _worker(path: Path, table: Toml) -> Variables:
 
 
 def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
-    """Return a value as an environment variable's text. `plain`: lists are comma-separated; otherwise they are JSON."""
+    """Return a value of the file as the text of an environment variable. Raise BadConfigFile for an invalid type.
+
+    A list becomes comma-separated if `plain` is set, else JSON."""
     if name in TOP:
         value = ",".join(map(str, value)) if name == "admin_hosts" and isinstance(value, list) else value
         if not isinstance(value, str):
@@ -127,7 +133,7 @@ def _text(path: Path, name: str, value: Any, *, plain: bool = False) -> str:
     if isinstance(value, list) and plain:
         return ",".join(map(str, value))
     if isinstance(value, list | dict) and not plain:
-        with suppress(TypeError):  # a date
+        with suppress(TypeError):  # a TOML date in the value, which is reported below
             return json.dumps(value)
     raise BadConfigFile(
         f"{path}: {_shown(name, value)}: must be text, a number, true, false, or a list of these"
@@ -141,8 +147,10 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _check(path: Path, name: str, variables: Mapping[str, str]) -> None:
-    """Raise BadConfigFile for values of a wrong type. The process that reads the settings checks constraints between them,
-    because the environment and flags may set some."""
+    """Raise BadConfigFile if a setting has an invalid value.
+
+    Constraints between settings are not checked here, because the environment or flags may override some of them. The process
+    that reads the settings checks these constraints."""
     try:
         if name == WORKER:
             start = f"{PREFIX}WORKER_"
@@ -169,12 +177,14 @@ def _check_role(role: str, variables: Mapping[str, str]) -> None:
 
 
 def _is_of_one_setting(error: Toml) -> bool:
-    """Return whether a validation error is about one setting, or an item in its list, and not about several settings."""
+    """Return whether a validation error is about a single setting, or an item of its list."""
     return not isinstance(error["input"], Mapping) or any(isinstance(part, int) for part in error["loc"])
 
 
 def _is_set(variable: str, environment: Mapping[str, str]) -> bool:
-    """Return whether the environment sets this setting: by this variable, by that of a whole section, or by another name."""
+    """Return whether the environment sets the setting of a variable.
+
+    The setting can be set by the variable itself, by the variable of its whole section, or by an alias."""
     place = variable.removeprefix(PREFIX).lower().replace("__", ".")
     others = [*(f"{PREFIX}{one.replace('.', '__').upper()}" for one in _aliases(place))]
     others += [name for name, own in DYNAMO.items() if own == place]
@@ -198,8 +208,10 @@ def arguments(
     setting_of: Callable[[argparse.Action], str | None],
     given: Sequence[str],
 ) -> list[str]:
-    """Return the table `up` as arguments, without flags that are `given`. `flags`: the command's flags by key. `setting_of`: the
-    setting that does the same as a flag. Raise BadConfigFile."""
+    """Return the table `up` as command-line arguments, without the flags that `given` already contains.
+
+    `flags` holds the command's flags by key. `setting_of` returns the setting that a flag sets, or None for a flag that is no
+    setting. Raise BadConfigFile."""
     found = []
     for key, value in table.items():
         own = [name for name, action in flags.items() if setting_of(action) is None]
@@ -214,7 +226,9 @@ def arguments(
 
 
 def _values(path: Path, name: str, value: Any, action: argparse.Action) -> list[str | None]:
-    """Return the values of one flag; None for one without a value. Raise BadConfigFile."""
+    """Return the values to pass for one flag, after checking them. Raise BadConfigFile.
+
+    For a flag without a value, the result is [None] if the flag is set, else []."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise BadConfigFile(f"{path}: {name} = {value!r}: must be true or false")

@@ -1,4 +1,4 @@
-"""All keys of the configuration file, with defaults and descriptions."""
+"""Lists all keys of the configuration file, with their defaults and descriptions."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,9 @@ TOP: Mapping[str, tuple[str, str]] = {
 
 
 def below(value: object, path: str = "") -> Iterator[tuple[str, object, str]]:
-    """Yield (dotted path, default, description) of every setting below a settings model or policy."""
+    """Yield (dotted path, default, description) of every setting in a settings model or policy and its sections.
+
+    `path` is the prefix of the dotted paths."""
     notes = notes_of(type(value))
     for name in fields_of(type(value)):
         inner, place = getattr(value, name), f"{path}{name}"
@@ -47,7 +49,7 @@ def of_worker() -> Iterator[tuple[str, object, str]]:
 
 @cache
 def of_up() -> Mapping[str, argparse.Action]:
-    """Return the flags of `up` that are not settings, by key."""
+    """Return the flags of `up` that have no equivalent setting, by their key in the configuration file."""
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     found = up_flags.flags_by_key(parser)

@@ -1,4 +1,4 @@
-"""The JSON Schema of the configuration file, generated from the settings models and the flags of `up`."""
+"""Generates the JSON Schema of the configuration file from the settings and the flags of `up`."""
 
 import argparse
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from workers.config.settings import annotations
 Schema = dict[str, Any]  # a JSON Schema, or a part of one
 
 REF = "#/$defs/{}"
-NUMBERS = (positive, not_negative)
+NUMBERS = (positive, not_negative)  # types of flags that are numbers
 
 
 class _InSeconds(GenerateJsonSchema):
@@ -31,12 +31,12 @@ class _InSeconds(GenerateJsonSchema):
         return {"type": "number"}
 
     def encode_default(self, dft: Any) -> Any:
-        """Return a default in the form that the file uses."""
+        """Return a default as the file contains it: a duration as a number of seconds."""
         return dft.total_seconds() if isinstance(dft, timedelta) else super().encode_default(dft)
 
 
 def schema() -> Schema:
-    """Return the schema (draft 2020-12)."""
+    """Return the JSON Schema (draft 2020-12) of the configuration file."""
     defs: Schema = {}
     tables = {role: _of_role(role, defs) for role in SECTIONS}
     top: Schema = {name: {"type": "string", "description": text} for name, (text, _) in TOP.items()}
@@ -56,7 +56,7 @@ def schema() -> Schema:
 
 
 def _of_role(role: str, defs: Schema) -> Schema:
-    """Add the definitions of a role's settings. Return the reference to them."""
+    """Add the definitions of a role's settings models to `defs`, and return the reference to the role's own model."""
     model = section(role)
     made = model.model_json_schema(schema_generator=_InSeconds, ref_template=REF.format("{model}"))
     own = made.pop("$defs", {}) | {model.__name__: made}
@@ -66,7 +66,7 @@ def _of_role(role: str, defs: Schema) -> Schema:
 
 
 def _describe(model: type, defs: Mapping[str, Any]) -> None:
-    """Add the comments beside fields as descriptions."""
+    """Add the comments of the model's fields in the code as descriptions, if a field has no description yet."""
     notes = notes_of(model)
     for name, kind in fields_of(model).items():
         field = defs[model.__name__]["properties"][name]
@@ -77,7 +77,7 @@ def _describe(model: type, defs: Mapping[str, Any]) -> None:
 
 
 def _plain(shape: Any) -> Any:
-    """Return a schema without generated titles, and without defaults of whole tables."""
+    """Return a schema without the generated titles, and without the defaults of whole tables."""
     if isinstance(shape, list):
         return [_plain(one) for one in shape]
     if not isinstance(shape, dict):

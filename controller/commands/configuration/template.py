@@ -1,4 +1,4 @@
-"""The file of `holdfast settings --write`: all keys, commented out, with descriptions and defaults."""
+"""Generates the commented configuration file that `holdfast settings --write` writes."""
 
 import json
 import textwrap
@@ -22,7 +22,7 @@ Described = Iterable[tuple[str, object, str]]
 
 
 def template() -> str:
-    """Return the file."""
+    """Return a configuration file with all keys commented out, each with its description and default."""
     lines = [HEAD, *_keys((name, default, text) for name, (text, default) in TOP.items())]
     lines += ["", "# Flags of `holdfast up` that are no settings", "[up]"]
     lines += _keys((key, action.default, action.help or "") for key, action in of_up().items())
@@ -33,7 +33,9 @@ def template() -> str:
 
 
 def _tables(role: str, described: Described) -> Iterator[str]:
-    """Yield a role's table and its inner tables. The keys of a table come before those of inner tables."""
+    """Yield the lines of a role's table and of its inner tables.
+
+    The keys of a table come before its inner tables, as TOML requires."""
     tables: dict[str, list[tuple[str, object, str]]] = {role: []}
     for place, default, text in described:
         above, _, name = f"{role}.{place}".rpartition(".")
@@ -54,7 +56,7 @@ def _keys(described: Described) -> Iterator[str]:
 
 
 def as_toml(value: object) -> str:
-    """Return a default as a TOML value."""
+    """Format a default as a TOML value, a duration as seconds."""
     if isinstance(value, timedelta):
         return as_toml(value.total_seconds())
     if isinstance(value, float):

@@ -1,1 +1,1 @@
-"""Flags of the operator's commands, apart from the commands so that `--help` imports only flags."""
+"""The flags of the operator's commands, in modules of their own so that `--help` imports no command."""

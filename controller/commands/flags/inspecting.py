@@ -1,4 +1,4 @@
-"""Flags of the commands that inspect and administer parts of a fleet: journal, goldens, database."""
+"""Defines the flags of the commands that inspect or administer parts of a fleet, such as its journal."""
 
 import argparse
 import re
@@ -139,7 +139,7 @@ def webhooks(parser: argparse.ArgumentParser) -> None:
 
 
 def _to(command: argparse.ArgumentParser) -> None:
-    """Add the flags that describe the request: URL, template and secret."""
+    """Add the flags that describe a webhook: its URL, template and secret."""
     text = "URL of the webhook, or @FILE for a file that contains it"
     command.add_argument("url", metavar="URL", help=text)
     text = "format of the request (default: cloudevents)"

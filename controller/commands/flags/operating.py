@@ -1,4 +1,4 @@
-"""Flags of the commands that show a fleet or operate it."""
+"""Defines the flags of the commands that show a fleet or operate it."""
 
 import argparse
 
@@ -6,9 +6,11 @@ from controller.common_flags import output_flag
 from controller.processes.flag_types import positive
 from events.chaos import FAULTS
 
-RESTART_S = 180.0  # per worker: its shutdown grace and its successor's start
-WATCH_S = 2.0
-TOP_EVERY_S = 1.0
+RESTART_S = (
+    180.0  # default seconds for the restart of one worker: its shutdown grace and the start of its successor
+)
+WATCH_S = 2.0  # default seconds between outputs of `status --watch`
+TOP_EVERY_S = 1.0  # default seconds between redraws of `top`
 SCALE_MAX = 10_000
 
 

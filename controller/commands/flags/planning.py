@@ -1,4 +1,4 @@
-"""Flags of `holdfast plan`."""
+"""Defines the flags of `holdfast plan`."""
 
 import argparse
 from collections.abc import Mapping
@@ -80,7 +80,9 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
-    """Add the flags. `only_with_trace` stores the defaults of the flags that require --trace."""
+    """Add the flags of `holdfast plan`.
+
+    The parsed arguments also hold `only_with_trace`: the defaults of the flags that require --trace, by name."""
     for flag, options in FLAGS.items():
         parser.add_argument(flag, **options)
     defaults = PlannerPolicy()

@@ -1,1 +1,1 @@
-"""The commands of `holdfast golden`, and the file format for exchanging goldens."""
+"""The commands of `holdfast golden`, and the file format in which goldens are exported and imported."""

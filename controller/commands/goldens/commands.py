@@ -17,11 +17,11 @@ from controller.read_model.rows import read_golden
 from controller.terminal_text import escape_controls, fitted
 from events.errors import HoldfastError, UsageError
 
-READ_S = 5.0
+READ_S = 5.0  # timeout in seconds for reading the state store
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Run one subcommand. Raise HoldfastError."""
+    """Run one subcommand of `holdfast golden`, and return exit code 0. Raise HoldfastError."""
     match args.golden:
         case "list":
             known = await stored(args.data)
@@ -41,15 +41,16 @@ async def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredGoldens:
-    """The goldens that the state store holds."""
+    """The goldens in the fleet's state store, with the canary keys of all workers."""
 
     goldens: Sequence[Golden]
     keys: frozenset[str]  # the canary keys of all workers
-    decided_at: Mapping[int, datetime]  # time of the decisions that changed them last, by decision number
+    # by decision number: time of a decision that was the last to change a golden
+    decided_at: Mapping[int, datetime]
 
 
 async def stored(data: Path) -> StoredGoldens:
-    """Return the goldens in the fleet's state store. Raise UsageError, NoFleet or StoreUnavailable."""
+    """Read the goldens from the fleet's state store, sorted by canary key. Raise UsageError, NoFleet, StoreUnavailable."""
     url = find(data)["database_url"]
     if not url:
         raise UsageError("goldens are stored in the fleet's database: set HOLDFAST_DATABASE_URL or --data")
@@ -75,18 +76,18 @@ def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golde
 
 
 def _filters(args: argparse.Namespace) -> str:
-    """Return the selection by --model and --key as the end of a sentence; empty without them."""
+    """Return the selection by --model and --key as the end of a sentence, or "" if neither flag is given."""
     named = ((" of model", args.model), (" under canary key", args.key))
     return "".join(f"{what} {escape_controls(value)!r}" for what, value in named if value)
 
 
 def model(golden: Golden) -> str:
-    """Return the model of a golden's canary key."""
+    """Return the model name in a golden's canary key."""
     return golden.canary_key.partition("|")[0]
 
 
 def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
-    """Return goldens as JSON."""
+    """Return goldens as a JSON list. `decided_at` maps decision numbers to times."""
     listed = [
         {
             "model": model(one),
@@ -106,7 +107,7 @@ def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> st
 
 
 def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
-    """Return goldens as text: a line per canary key, followed by its canaries. Empty if there are none."""
+    """Return goldens as text: for each canary key a line, followed by a line per canary. Without goldens, return ""."""
     width = max((len(one.canary) for one in goldens), default=0)
     lines, key = [], None
     for one in goldens:
@@ -121,12 +122,12 @@ def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
 
 
 def _instant(at: datetime | None, sep: str, timespec: str) -> str:
-    """Return an instant as text; empty if it is unknown because no decision changed the golden."""
+    """Format the time of a golden's last decision, or return "" for None, which means that no decision changed the golden."""
     return at.isoformat(sep, timespec) if at is not None else ""
 
 
 def _by(golden: Golden) -> str:
-    """Return the workers that support a golden, and those that contradict it."""
+    """Return the workers that support a golden and those that contradict it, as text."""
     support = (
         "" if golden.status == "retired" else ", ".join(golden.by) or f"proposed by {golden.proposed_by}"
     )

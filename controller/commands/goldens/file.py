@@ -1,4 +1,4 @@
-"""The JSON file of `holdfast golden export` and `import`: writing, reading and validation."""
+"""Writes, reads and validates the JSON file of `holdfast golden export` and `import`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,8 +14,8 @@ from events.observations import GoldenAnswer
 
 FORMAT = "holdfast-goldens-1"
 FILE_BYTES_MAX = 64 * 1024 * 1024
-GOLDEN_BYTES_MAX = 400 * 1024  # as JSON; the limit of an event is one megabyte
-KEY_PARTS_MIN = 8  # parts of a canary key, see `events.observations.canary_key`
+GOLDEN_BYTES_MAX = 400 * 1024  # maximum bytes of a golden as JSON, because an event has at most one megabyte
+KEY_PARTS_MIN = 8  # minimum number of parts of a canary key, see `events.observations.canary_key`
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -46,21 +46,23 @@ ENTRY_FIELDS = Entry.__struct_fields__  # the canary key, and the fields of a Go
 
 
 class File(msgspec.Struct, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of a golden file."""
 
     format: Literal["holdfast-goldens-1"]
     goldens: Annotated[list[Entry], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 def written(goldens: Iterable[Golden]) -> str:
-    """Return the agreed goldens as the content of a file."""
+    """Return the content of a golden file with the agreed goldens among `goldens`."""
     agreed = [one for one in goldens if one.status == "agreed"]
     entries = [{name: getattr(one, name) for name in ENTRY_FIELDS} for one in agreed]
     return json.dumps({"format": FORMAT, "goldens": entries}) + "\n"
 
 
 def read(path: Path) -> Mapping[str, tuple[GoldenAnswer, ...]]:
-    """Return the goldens of a file by canary key. Raise BadGoldenFile, naming the position of the error."""
+    """Read and validate a golden file, and return its goldens by canary key.
+
+    Raise BadGoldenFile, which names the position of the error in the file."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -87,7 +89,9 @@ def _plain(text: str) -> str:
 
 
 def _wrong(entry: Entry, known: list[str]) -> str:
-    """Return what is wrong with a golden beyond its types, and how to fix it; empty if it is valid."""
+    """Return what is wrong with a golden of valid types, and how to correct it, or "" if the golden is valid.
+
+    `known` holds the canaries that earlier goldens of the same canary key have."""
     if entry.canary_key.count("|") < KEY_PARTS_MIN - 1:
         return (
             f"{entry.canary_key!r} is not a canary key (model|revision|tokenizer|engine|version|dtype|tpN|device); "
@@ -109,7 +113,7 @@ def _wrong(entry: Entry, known: list[str]) -> str:
 
 
 def batches(answers: Iterable[GoldenAnswer]) -> Iterable[list[dict[str, object]]]:
-    """Yield the goldens of one canary key in batches, as bodies of commands. Each batch fits into one event."""
+    """Yield the goldens of one canary key as lists for the bodies of commands. The goldens of a list fit into one event."""
     batch: list[dict[str, object]] = []
     size = 0
     for answer in answers:
