@@ -21,6 +21,7 @@ from aiohttp import web
 from fleet import files_holding, holdfast, running
 from store_databases import execute
 from upstream import Upstream
+from waits import until
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.servers import nats_binary, start_postgres
@@ -129,7 +130,7 @@ async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:
         status = await fleet.status()
         servers[1].token_s = 0.05
         streams = [asyncio.ensure_future(ask(session, fleet.url, *asked[0])) for _ in range(8)]
-        await asyncio.sleep(0.1)  # the streams have begun, and none has ended
+        await until(lambda: servers[1].streaming)  # and none has ended
         os.kill(status["workers"][1]["pid"], signal.SIGKILL)
         await asyncio.gather(*streams)
     assert holdfast("replay", "timeline", "--all", "--data", str(fleet.data)).returncode == 0

@@ -1,6 +1,7 @@
 """A compromised worker registers false claims: another's process, a folder, KV blocks."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import aiohttp
 from fleet import holdfast, streamed, undisturbed
 from rogue_fleet import instances, reported, with_rogue
+from waits import until
 
 from benchmarks.attack.rogue import RogueWorker
 from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
@@ -76,7 +78,18 @@ async def test_false_kv_claims_of_a_worker_are_dropped(tmp_path: Path) -> None:
     async with with_rogue(tmp_path) as (fleet, rogue):
         before = await instances(fleet)
         rogue.claim(*prompts)
-        await asyncio.sleep(0.5)  # the claims reach the frontend, which does not report it
+        (frontend,) = (p["url"] for p in (await fleet.status())["processes"] if p["role"] == "frontend")
+        claimed = len(prompts) * PROMPT_TOKENS // 16
+        async with aiohttp.ClientSession() as session:
+
+            async def known() -> bool:
+                async with session.get(f"{frontend}/metrics") as answer:
+                    (blocks,) = re.findall(
+                        r"^holdfast_router_kv_blocks (\S+)", await answer.text(), re.MULTILINE
+                    )
+                return float(blocks) >= claimed
+
+            await until(known, what="the claims are known to the frontend")
         went: list[bool] = []
         for prompt in prompts:
             count = len(rogue.engine.asked)

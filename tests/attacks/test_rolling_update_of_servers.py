@@ -121,7 +121,7 @@ async def test_a_rolling_update_loses_no_request_and_its_workers_return_by_thems
     async with running(tmp_path / "fleet", *flags) as fleet:
         await fleet.healthy(len(order))
         async with Load(fleet) as load:
-            await asyncio.sleep(3)  # of undisturbed load
+            await until(lambda: load.outcomes["plain"] >= 100)  # of undisturbed load
             for number in order:
                 await update(servers[number], restart=restart, told=told)
                 if restart:

@@ -12,23 +12,35 @@ from controller.read_model.snapshot import parts
 from events.journal import stream
 from events.journal.nats import NatsJournal
 from events.journal.retention import JournalBounds
+from events.journal.usage import JournalUsage
 from events.observations import DrainRequested
 
 Eventually = Callable[..., Awaitable[None]]
 WANTED = JournalBounds(bytes=64 << 20, age=timedelta(days=30))
 
 
+class CountingJournal(NatsJournal):
+    """A journal that counts how often its usage is read: once in each attempt to set bounds."""
+
+    attempts = 0
+
+    async def usage(self, *, growth: bool = True) -> JournalUsage:
+        self.attempts += 1
+        return await super().usage(growth=growth)
+
+
 @pytest.mark.servers
 async def test_the_bounds_are_set_once_a_snapshot_is_on_the_journal(
     nats_url: str, eventually: Eventually, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = await NatsJournal.connect(nats_url, "supervisor:s")
+    journal = await CountingJournal.connect(nats_url, "supervisor:s")
+    assert isinstance(journal, CountingJournal)
     for _ in range(10):
         journal.observe(DrainRequested(worker="w", instance="i", by="test"))
     assert await journal.flush(10)
     bounding = JournalBounding(journal, WANTED, look_every_s=0.05)
     try:
-        await asyncio.sleep(0.3)  # the time of a few attempts, none of which may set bounds
+        await eventually(lambda: journal.attempts > 4)  # none of which sets bounds
         assert (await journal.usage()).bytes_max is None
         order = History().start().latest
         now = (await journal.end()).at

@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 from fleet import holdfast, running, undisturbed
+from waits import until
 
 from controller.demo.fleet import DemoFleet
 from events.decisions import SpareActivated
@@ -48,6 +49,7 @@ class Storm:
     def __init__(self, fleet: DemoFleet) -> None:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.sent = 0
         self._api = openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=120)
 
     async def run(self) -> None:
@@ -58,6 +60,7 @@ class Storm:
             for number in range(int(RATE * SECONDS)):
                 await asyncio.sleep(max(0.0, began + number / RATE - loop.time()))  # the rate of the storm
                 group.create_task(self._ask(number))
+                self.sent += 1
         await self._api.close()
 
     async def _ask(self, number: int) -> None:
@@ -93,7 +96,7 @@ async def test_admitted_requests_are_answered_and_no_rejection_is_a_failure(tmp_
         await fleet.healthy(2)
         storm = Storm(fleet)
         going = asyncio.create_task(storm.run())
-        await asyncio.sleep(SECONDS / 2)  # to the middle of the storm
+        await until(lambda: storm.sent >= RATE * SECONDS / 2, SECONDS)
         await kill(fleet, "w0")
         await going
         facts = [event.fact for event in await fleet.events()]

@@ -1,6 +1,5 @@
 """A journal that does not match its data directory: `up` refuses until an operator accepts it."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import nats
 import pytest
 from fleet_history import History, publish
 from store_databases import execute
+from waits import until
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
@@ -18,6 +18,7 @@ from controller.runtime.projection.projector import Projector
 from events import subjects
 from events.journal.acknowledged import remembered
 from events.journal.nats import NatsJournal
+from events.journal.stream import StreamState
 from events.observations import DrainRequested
 
 pytestmark = pytest.mark.servers
@@ -122,10 +123,22 @@ async def test_a_database_of_another_journal_is_refused_and_its_rows_are_set_asi
     await journal.close()
 
 
+class CountingJournal(NatsJournal):
+    """A journal that counts how often its stream's state was read."""
+
+    looks = 0
+
+    async def stream_state(self) -> StreamState:
+        found = await super().stream_state()
+        self.looks += 1
+        return found
+
+
 async def test_the_console_reports_a_lost_stream_and_a_different_one(
     nats_url: str, tmp_path: Path, eventually: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = await open_journal(nats_url, tmp_path / "spool")
+    journal = await CountingJournal.connect(nats_url, "supervisor:s", tmp_path / "spool")
+    assert isinstance(journal, CountingJournal)
     watch = JournalWatch(journal, look_every_s=0.01)
     said = ""
 
@@ -134,7 +147,7 @@ async def test_the_console_reports_a_lost_stream_and_a_different_one(
         said += "".join(capsys.readouterr())
         return words in said
 
-    await asyncio.sleep(0.1)  # the watch has looked at the stream by then, which it does not show
+    await until(lambda: journal.looks)
     await delete_stream(nats_url)
     await eventually(lambda: says("the journal is gone; requests are still served"))
     other = await NatsJournal.connect(nats_url, "controller:c1")

@@ -326,7 +326,11 @@ async def test_the_number_of_concurrent_requests_is_bounded(nats_server: Embedde
         frontend.absorb(mute.joined)
         for answered in range(3):
             await until(lambda: len(mute.asked) >= ASKS_MAX + answered)  # noqa: B023 (it is awaited in the loop)
-            await asyncio.sleep(0.02)  # time for anything that should not arrive
+            for connection in (
+                made.heard_by[frontend],
+                mute.connection,
+            ):  # anything that was sent has arrived
+                await connection.client.flush()
             assert len(mute.asked) == ASKS_MAX + answered
             mute.connection.client.post(mute.asked[answered] + b" ", b"", kv.encode(kv.KvRefused("not now")))
             mute.connection.client.write()

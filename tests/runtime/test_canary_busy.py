@@ -38,6 +38,7 @@ class Rig:
 
     world: World
     worker: InferenceWorker
+    engine: SimulatedEngine
     users: RequestPlaneClient
 
     async def until(self, condition: Callable[[], object], seconds: float) -> float:
@@ -94,7 +95,7 @@ async def rig(
     stop, bus = asyncio.Event(), MemoryBus()
     worker = InferenceWorker(WorkerConfig(name="w0", instance="i1"), engine, world.journal, bus)
     running: list[asyncio.Future[Any]] = [asyncio.ensure_future(worker.run(stop))]
-    made = Rig(world, worker, users)
+    made = Rig(world, worker, engine, users)
     try:
         await made.until(lambda: "w0" in world.fleet.workers, 10)
         address = {"w0": Address("i1", world.fleet.workers["w0"].joined.url)}
@@ -122,7 +123,8 @@ async def test_a_long_prefill_raises_no_alarm_but_a_hang_during_one_does() -> No
         assert made.world.status("w0") == "HEALTHY"
 
         made.ask(int(STUCK_S * TOKENS_PER_S))
-        await asyncio.sleep(TIMEOUT_S / 2)  # the hang begins while the worker is busy, and a canary waits
+        load = made.engine.load
+        await made.until(lambda: load().canaries and load().running + load().waiting > load().canaries, 20)
         made.worker.server.connections.blackhole(True)
         assert await made.until(lambda: made.world.facts(CanaryFailed), 20) < STUCK_S - TIMEOUT_S
         assert made.world.facts(CanaryFailed)[0].reason == "no_response"

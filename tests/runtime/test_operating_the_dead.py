@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from canary_world import World
 from test_operations import OperationsOverDoubles
-from waits import until
+from waits import until, virtual
 
+from benchmarks.virtual_loop import VirtualLoop
 from controller.runtime.command_answers import NotPossible
 from controller.runtime.host_processes import CLOCKS_S, HostProcesses, began_at
 from events import subjects
 from events.observations import ChaosInjected, DrainRequested, Topology, WorkerSilent
 
+LOOP = VirtualLoop
 TERM, CONT, KILL, STOP = signal.SIGTERM, signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP
 
 
@@ -189,7 +191,7 @@ async def test_a_hang_that_was_ended_by_hand_is_not_ended_again() -> None:
     await doubles.operations.chaos("w1", "unhang", None, None, "ada")
     await doubles.operations.chaos("w1", "hang", None, None, "ada")  # until it is healed
     await doubles.operations.chaos("w1", "hang", None, 3600, "ada")
-    await asyncio.sleep(0.1)  # past the end of the first hang, which nothing shows
+    await virtual(0.1)  # past the end of the first hang
     assert [number for _, number in doubles.signals] == [STOP, CONT, STOP, STOP]
     doubles.operations.close()
     assert doubles.signals[-1] == (4711, CONT), "a controller that ends leaves no worker stopped"

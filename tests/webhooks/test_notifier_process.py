@@ -70,7 +70,7 @@ async def test_a_stopping_notifier_finishes_its_try_and_sends_nothing_twice(
         ids = await world.say(1, 2)
         await receiver.until(lambda: receiver.all)
         ending = asyncio.create_task(world.end(signal.SIGTERM))
-        await asyncio.sleep(0.3)  # it has the signal by then, or this proves nothing
+        await world.asked("/live")  # it has the signal by the time of its response, or this proves nothing
         going_on.set()
         assert await ending == 0
         await world.notify({"url": receiver.url})

@@ -4,10 +4,10 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waits import block_until
 from worker_life import ABOUT, Begin
 
 from events.observations import WorkerLeft
@@ -61,12 +61,18 @@ def test_a_call_that_hangs_in_a_thread_of_the_loop_does_not_stop_a_worker_from_e
 
 
 STUCK_ROLE = """
-import asyncio, time
+import asyncio, threading
 from controller.processes.roles import _run
 
+hangs = threading.Event()
+
+def hang():
+    hangs.set()
+    threading.Event().wait()
+
 async def role():
-    asyncio.ensure_future(asyncio.to_thread(time.sleep, 60))
-    await asyncio.sleep(0.1)  # the thread begins to hang
+    asyncio.ensure_future(asyncio.to_thread(hang))
+    await asyncio.to_thread(hangs.wait)
     return 0
 
 raise SystemExit(_run(role()))
@@ -112,7 +118,7 @@ async def test_a_cleanup_that_hangs_exits_with_a_code_that_means_no_recorded_end
 
     class Hanging(SimulatedEngine):
         async def stop(self) -> None:
-            time.sleep(0.3)  # noqa: ASYNC251 (it holds the loop up)
+            block_until(lambda: codes)  # it holds the loop up
             left.append(any(isinstance(fact, WorkerLeft) for fact in life.facts))
             await super().stop()
 

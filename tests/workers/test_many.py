@@ -149,7 +149,12 @@ async def test_a_hang_and_a_blackhole_each_end_after_their_own_duration(
     assert server.connections.blackholed
     await shared.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
     await shared.chaos("w0", "hang")
-    await asyncio.sleep(0.1)  # longer than the blackhole lasts
+    await shared.bus.request(
+        subjects.chaos("w1"), {"fault": "blackhole", "duration": 0.05}
+    )  # ends after that of w0
+    other = shared.many.workers[1].server.connections
+    assert other.blackholed
+    await eventually(lambda: not other.blackholed)
     assert server.connections.blackholed, "a hung worker sends nothing, whatever else has healed"
     await shared.chaos("w0", "unhang")
     assert not server.connections.blackholed

@@ -361,7 +361,8 @@ async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_hea
     server.connections.blackhole(True)
     await turns()
     newcomer = await dial(server)
-    await asyncio.sleep(0.05)  # frames under way arrive
+    sent = server.counters.tokens
+    await eventually(lambda: server.counters.tokens > sent + 20)  # by then, frames under way have arrived
     heard = len(frontend.frames)
     steps = engine_of(server).load().running
     await eventually(lambda: server.counters.tokens > len(frontend.tokens(stream)) + 50)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from two_sides import SUBJECT, RecordingPeer, World
+from waits import block_until
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import subjects
@@ -128,7 +129,9 @@ async def test_unread_data_is_held_back_before_the_broker(world: World, eventual
     near.channel.pause_reading()
     far.channel.write(bytes(4 * WINDOW_BYTES))
     await eventually(lambda: len(near.channel.incoming.held) == WINDOW_BYTES)
-    await asyncio.sleep(0.2)  # for more to arrive, which must not happen
+    for side in (world.far, world.near):  # all that was sent has arrived: the broker keeps the order
+        await side.connection.client.flush()
+    assert len(near.channel.incoming.held) == WINDOW_BYTES
     assert (far.channel.get_write_buffer_size(), far.paused) == (3 * WINDOW_BYTES, True)
     near.channel.resume_reading()
     await eventually(lambda: len(near.heard) == 4 * WINDOW_BYTES and not far.paused)
@@ -177,7 +180,6 @@ async def test_what_lies_unread_in_the_brokers_socket_is_counted(
     far.channel.write(b"x" * 1000)
     far.channel.pump()
     world.far.connection.client.write()
-    time.sleep(0.1)  # noqa: ASYNC251 (the loop does not read meanwhile)
-    assert world.near.unread() >= 1000
+    block_until(lambda: world.near.unread() >= 1000)  # the loop does not read meanwhile
     await eventually(lambda: len(near.heard) == 1000)
     assert world.near.taken - before >= 1000

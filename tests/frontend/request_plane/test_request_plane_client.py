@@ -151,11 +151,15 @@ async def test_workers_of_one_process_that_fall_silent_together_get_more_time(ro
 
 
 async def test_silence_without_open_streams_is_no_hang(road: Road) -> None:
-    worker = ScriptedWorker()
-    async with plane_to(road, worker) as plane:
+    worker, streams = ScriptedWorker(), ScriptedWorker("w2", step_s=0.02)
+    async with plane_to(road, worker, streams) as plane:
+        plane.open("w2", "i1", question(10_000), sink := RecordingSink())
+        await until(lambda: sink.tokens)
         worker.silent = True
-        await asyncio.sleep(0.7)  # longer than a worker with streams may be silent
-        assert plane.connected == {"w1": "i1"}
+        streams.silent = True
+        await until(lambda: sink.end)
+        assert (sink.end or "").startswith("stalled: no frame for")
+        assert plane.watch.hangs == 1 and plane.connected["w1"] == "i1" and plane.reachable("w1", "i1")
 
 
 async def test_a_silent_worker_does_not_count_as_recently_heard(road: Road) -> None:
@@ -397,15 +401,21 @@ async def test_a_worker_without_frames_for_a_quarter_of_a_second_is_asked_last_b
 
 async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
     visits: list[asyncio.StreamWriter] = []
+    repeated: list[asyncio.StreamWriter] = []
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        repeated.append(writer)
+        writer.close()
 
     async def visited(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         visits.append(writer)
-        await asyncio.sleep(1.2)  # longer than the pause between two dials
+        await until(lambda: len(repeated) > 3)  # dials of a worker that hangs up
         writer.write(encode(Welcome("w1", "i1", "m")))
 
-    server = await asyncio.start_server(visited, "127.0.0.1", 0)
-    plane = RequestPlaneClient("f1")
-    plane.want({"w1": Address("i1", f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")})
+    servers = [await asyncio.start_server(serve, "127.0.0.1", 0) for serve in (visited, hang_up)]
+    slow, other = (f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers)
+    plane = RequestPlaneClient("f1", PlaneLimits(backoff_s_max=0.1))
+    plane.want({"w1": Address("i1", slow), "w2": Address("i1", other)})
     running = asyncio.create_task(plane.run())
     try:
         await until(lambda: plane.connected)
@@ -416,8 +426,9 @@ async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
         for writer in visits:
             writer.close()
             await writer.wait_closed()
-        server.close()
-        await server.wait_closed()
+        for server in servers:
+            server.close()
+            await server.wait_closed()
 
 
 class DelayedDialer(TcpDialer):
@@ -439,7 +450,8 @@ async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossi
     running = asyncio.create_task(plane.run())
     asking = asyncio.ensure_future(anext(plane.ask("w1", question())))
     try:
-        await asyncio.sleep(0.2)  # longer than `ask_connect_s`
+        with pytest.raises(WorkerUnreachable):  # after `ask_connect_s`: it has no connection in progress
+            await anext(plane.ask("unknown", question()))
         assert not asking.done()
         dialer.free.set()
         first = (await asking).tokens  # as many steps as lay in the socket when it was read
@@ -459,9 +471,10 @@ async def test_a_process_at_its_connection_limit_connects_to_another_worker_when
     plane.want({w.name: Address(w.instance, w.url) for w in workers})
     task = asyncio.create_task(plane.run())
     await until(lambda: len(plane.connected) == 2)
-    await asyncio.sleep(0.2)  # several times `backoff_s_max`
     gone, _ = plane.connected
     others = [w for w in workers if w.name != gone]
+    (waits,) = plane.by_worker.keys() - plane.connected.keys()
+    await until(lambda: plane.by_worker[waits].failures > 3)  # attempts at the limit
     plane.want({w.name: Address(w.instance, w.url) for w in others})
     await until(lambda: set(plane.connected) == {w.name for w in others})
     task.cancel()

@@ -145,17 +145,21 @@ async def test_a_decline_is_delivered_once_and_a_late_one_is_dropped(road: Road)
 
 
 async def test_a_reservation_alone_owes_no_frame_and_is_no_hang(road: Road) -> None:
-    async with pair(road) as (plane, _, target):
+    async with pair(road) as (plane, source, target):
         carrier = RecordingSink()
         plane.reserve("w2", "i1", question(), 64, carrier)
         await until(lambda: carrier.offer)
+        plane.open("w1", "i1", question(60), streaming := RecordingSink())
+        await until(lambda: streaming.tokens)
         target.silent = True
-        await asyncio.sleep(0.7)  # longer than any open stream may be silent
-        assert (plane.watch.hangs, plane.connected.get("w2")) == (0, "i1")
+        source.silent = True
+        await until(lambda: streaming.heard)  # longer than any open stream may be silent
+        assert streaming.heard[0].startswith("lost stalled")
+        assert (plane.watch.hangs, plane.connected.get("w2")) == (1, "i1")
 
 
 async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Road) -> None:
-    async with pair(road) as (plane, source, _):
+    async with pair(road) as (plane, source, target):
         source.ships = "stops"
         old, carrier = RecordingSink(), RecordingSink()
         stream = plane.open("w1", "i1", question(100), old)
@@ -163,8 +167,13 @@ async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Roa
         await until(lambda: carrier.offer and len(old.tokens) > 3)
         assert carrier.offer is not None
         plane.ship(trusted(source), stream, carrier.offer, carrier)
-        await asyncio.sleep(0.7)  # longer than any open stream may be silent
-        assert (plane.watch.hangs, old.heard) == (0, [])
+        target.step_s = SLOW_S
+        plane.open("w2", "i1", question(1000), streaming := RecordingSink())
+        await until(lambda: streaming.tokens)
+        target.silent = True
+        await until(lambda: streaming.heard)  # longer than any open stream may be silent
+        assert streaming.heard[0].startswith("lost stalled")
+        assert (plane.watch.hangs, old.heard, plane.connected.get("w1")) == (1, [], "i1")
         plane.cancel("w2", there)
         plane.stay("w1", stream)
         source.step_s = 0.0

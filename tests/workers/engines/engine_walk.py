@@ -152,8 +152,12 @@ class Walk:
         for _ in range(self.draw.choice((0, 1, 2, 5, 12))):
             if rig.answers[key].over.is_set():
                 return True
-            await asyncio.sleep(self.draw.choice((0, 0, 0.001)))  # an engine's thread needs time, not turns
+            await self.rest(0.001)
         return rig.answers[key].over.is_set()
+
+    async def rest(self, most_s: float) -> None:
+        """Let the loop run, in a third of the cases for `most_s`."""
+        await asyncio.sleep(self.draw.choice((0, 0, most_s)))  # an engine's thread needs time, not turns
 
 
 async def walk(pair: Pair, seed: int, lives: int = 14) -> Walk:
@@ -165,7 +169,7 @@ async def walk(pair: Pair, seed: int, lives: int = 14) -> Walk:
         for n in range(lives):
             tokens, sampling = ASKED[n % len(ASKED)]
             begun.append(asyncio.ensure_future(walking.life(tokens, sampling, wholes[n % len(ASKED)])))
-            await asyncio.sleep(walking.draw.choice((0, 0, 0.003)))  # as above
+            await walking.rest(0.003)
         try:
             await asyncio.gather(*begun)
         finally:

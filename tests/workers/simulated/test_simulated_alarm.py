@@ -64,7 +64,7 @@ def test_it_never_rings_early_nor_long_after_its_time() -> None:
 
 def test_a_replaced_or_cancelled_time_does_not_ring() -> None:
     async def main() -> None:
-        alarm, began = Alarm(), time.monotonic()
+        alarm, later, began = Alarm(), Alarm(), time.monotonic()
         rung = watched(alarm)
         alarm.set(began + 0.001)
         alarm.set(began + 0.02)
@@ -74,8 +74,9 @@ def test_a_replaced_or_cancelled_time_does_not_ring() -> None:
         rung.clear()
         alarm.set(time.monotonic() + 0.001)
         alarm.cancel()
-        await asyncio.sleep(0.02)  # of the real clock, which the alarm follows
+        await rings(later, watched(later), 0.02)
         assert not rung.is_set()
+        close(later)
         close(alarm)
 
     run(main())
