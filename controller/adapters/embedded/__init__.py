@@ -1,1 +1,1 @@
-"""The real nats-server and PostgreSQL that `holdfast up` starts if no external ones are given."""
+"""Starts nats-server, PostgreSQL and Prometheus for `holdfast up`, unless external ones are given."""

@@ -1,7 +1,7 @@
 """The accounts of the embedded database, and the file with their passwords.
 
-Only its owner can read the file. None of the accounts is a superuser. PostgreSQL's own superuser cannot connect: it has neither a
-password nor the right to log in, and acts only in a server without connections (`cluster.administer`).
+Only the file's owner can read the file. None of the accounts is a superuser. PostgreSQL's own superuser cannot connect, because
+it has no password and no right to log in. It is used only in a server that accepts no connections (`cluster.administer`).
 """
 
 import base64
@@ -16,33 +16,36 @@ from pathlib import Path
 
 from controller.read_model.grants import OWNER, READER, WRITER
 
-ITERATIONS = 4096  # PostgreSQL's default; 24 random bytes cannot be guessed anyway
-BYTES = 24
+ITERATIONS = 4096  # PostgreSQL's default, which suffices because 24 random bytes cannot be guessed
+BYTES = 24  # random bytes of a password
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseUrls:
-    """The URLs of one database, one per kind of work."""
+    """The URLs of one database, one for each account."""
 
-    owner: str = ""  # migrations and rebuilds
-    writer: str = ""  # the projector
-    reader: str = ""  # frontends, controllers, operators
+    owner: str = ""  # for migrations and rebuilds
+    writer: str = ""  # for the projector
+    reader: str = ""  # for frontends, controllers and operators
 
     @classmethod
     def all_as(cls, url: str) -> "DatabaseUrls":
-        """Return the URLs of an external database with a single account for everything."""
+        """Return the URLs of an external database that has a single account for all uses."""
         return cls(url, url, url)
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseAccounts:
-    """The passwords of the accounts."""
+    """The accounts of one embedded database, with their passwords."""
 
     passwords: Mapping[str, str]  # by account name
 
     @classmethod
     def kept(cls, path: Path) -> "DatabaseAccounts":
-        """Return the accounts in a file, or create new ones and store them there. Raise OSError."""
+        """Read the accounts from the file `path`. If that fails, create new passwords and write them to the file.
+
+        Raise OSError if the file cannot be written.
+        """
         try:
             found = json.loads(path.read_text())
             passwords = {name: str(found[name]) for name in (OWNER, WRITER, READER)}
@@ -52,7 +55,7 @@ class DatabaseAccounts:
         return cls(passwords)
 
     def urls(self, place: str) -> DatabaseUrls:
-        """Return the URLs of the database at `place`, a URL without an account."""
+        """Return the URLs of a database, given its URL without an account (`place`)."""
         scheme, _, rest = place.partition("://")
         owner, writer, reader = (
             f"{scheme}://{name}:{self.passwords[name]}@{rest}" for name in (OWNER, WRITER, READER)
@@ -60,12 +63,15 @@ class DatabaseAccounts:
         return DatabaseUrls(owner, writer, reader)
 
     def verifiers(self) -> dict[str, str]:
-        """Return each account's verifier: the server stores it (RFC 5803) and never receives the password itself."""
+        """Return the verifier of each account's password, by account name.
+
+        The server stores the verifier (RFC 5803) and never receives the password itself.
+        """
         return {name: verifier(password) for name, password in self.passwords.items()}
 
 
 def verifier(password: str) -> str:
-    """Return the SCRAM-SHA-256 verifier of an ASCII password, as Postgres stores it."""
+    """Return the SCRAM-SHA-256 verifier of an ASCII password, in the form that Postgres stores."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, ITERATIONS)
     client = hmac.digest(salted, b"Client Key", "sha256")

@@ -1,7 +1,7 @@
-"""The files of the embedded database: creation, and administration while no server runs on them.
+"""Creates the files of the embedded database, and administers it while no server runs on them.
 
-Every PostgreSQL has a superuser, but here nothing can connect as it. Superuser statements run in a single-session server
-(`postgres --single`), which is connected to this process only and accepts no connections.
+No client can connect as PostgreSQL's superuser. Superuser statements therefore run in a single-user server
+(`postgres --single`), which reads them from this process and accepts no connections.
 """
 
 import asyncio
@@ -37,35 +37,35 @@ _SINGLE = {"exit_on_error": "on", "log_min_error_statement": "panic"}
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """The location of one database. `held` is the descriptor of its open directory: see `name`."""
+    """The location of one database cluster: its directory, and the installation and the user that run it."""
 
-    install: Path
+    install: Path  # directory of PostgreSQL's programs
     directory: Path
-    held: int
-    user: str | None
+    held: int  # an open descriptor of `directory`, which `name` needs
+    user: str | None  # the user that runs the server; None: the user of this process
 
     def name(self, part: str) -> str:
-        """Return a path of `part` that `user` can open.
+        """Return a path of the file `part` in the directory that `user` can open.
 
-        No other user can enter a directory below root's home (0700) by its path. The user can enter it through a descriptor
-        that was opened before the change of user.
+        If a parent directory is closed to `user`, for example root's home (0700), the path leads through the open descriptor,
+        which the server process inherits.
         """
         if self.user is None or hidden_by(self.directory / part, self.user) is None:
             return str(self.directory / part)
         return f"/proc/self/fd/{self.held}/{part}"
 
     def program(self, name: str) -> str:
-        """Return the path of one of PostgreSQL's programs."""
+        """Return the path of the PostgreSQL program `name`."""
         return str(self.install / "bin" / name)
 
     @property
     def made(self) -> bool:
-        """Whether a database exists already."""
+        """Whether the directory contains a database cluster already."""
         return (self.directory / "data" / "PG_VERSION").exists()
 
 
 def hidden_by(path: Path, user: str) -> Path | None:
-    """Return the first directory above `path` that `user` cannot enter."""
+    """Return the first directory above `path` that `user` cannot enter; None if the user can enter all of them."""
     entry = pwd.getpwnam(user)
     for parent in reversed(path.resolve().parents):
         status = parent.stat()
@@ -76,7 +76,10 @@ def hidden_by(path: Path, user: str) -> Path | None:
 
 
 def write_hba_file(place: ClusterPlace) -> str:
-    """Write the access rules beside the data, so that restoring a backup of the data keeps them; return the file name."""
+    """Write the file with the server's access rules, and return its path for the server.
+
+    The file is outside the data directory, so that restoring a backup of the data does not change the rules.
+    """
     path = place.directory / "pg_hba.conf"
     fresh = path.with_suffix(".tmp")
     fresh.write_text(HBA_RULES)
@@ -89,9 +92,10 @@ def write_hba_file(place: ClusterPlace) -> str:
 
 
 async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Create a cluster beside `data`, then move it there as a whole: a killed start leaves no incomplete cluster.
+    """Create a database cluster in a temporary directory, then rename it to `data`. Raise ServerFailed.
 
-    Each call works in its own directory: the last processes of a killed call may still write to theirs. Raise ServerFailed.
+    A start that is killed therefore leaves no incomplete cluster in `data`. Each call has its own temporary directory, because
+    processes of a call that was killed may still write to theirs.
     """
     for left in place.directory.glob("data.partial*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -103,26 +107,31 @@ async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -
     made = [*cluster_sql.accounts(accounts.verifiers()), f'CREATE DATABASE "{database}"']
     await administer(place, made, data=partial.name)
     await administer(place, cluster_sql.rights(database), data=partial.name, database=database)
-    await asyncio.to_thread(libc.syncfs, place.held)  # the steps above did not sync; one sync takes 50 ms
+    await asyncio.to_thread(
+        libc.syncfs, place.held
+    )  # one sync of 50 ms for all steps before, which did not sync
     partial.rename(place.directory / "data")
 
 
 async def set_up(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Give an existing cluster our accounts, with our passwords, and their database. Raise ServerFailed."""
+    """Create Holdfast's accounts and their database in an existing cluster, or correct their passwords and rights.
+
+    No server may run on the cluster. Raise ServerFailed.
+    """
     wanted = [*cluster_sql.accounts(accounts.verifiers()), "SELECT datname FROM pg_database"]
     if f'datname = "{database}"' not in await administer(place, wanted):
         await administer(place, [f'CREATE DATABASE "{database}"'])
     await administer(place, cluster_sql.rights(database), database=database)
     mark = place.directory / f"database.{database}"
-    mark.unlink(missing_ok=True)  # written by an older release, which relied on it
+    mark.unlink(missing_ok=True)  # a file of older releases, which would otherwise trust the old setup
 
 
 async def administer(
     place: ClusterPlace, statements: Iterable[str], *, data: str = "data", database: str = "postgres"
 ) -> str:
-    """Run statements as the superuser, on a cluster without a running server, and return their output. Raise ServerFailed.
+    """Run statements as the superuser on a cluster without a running server, and return their output. Raise ServerFailed.
 
-    The statements go through a pipe, so no other process sees them and no log contains them.
+    The statements are passed through a pipe, so that no other process sees them and no log contains them.
     """
     script = "".join(f"{statement};\n\n" for statement in statements)  # an empty line ends a statement
     settings = {**_SINGLE, "fsync": "on" if data == "data" else "off"}
@@ -132,10 +141,15 @@ async def administer(
 
 
 async def admits(place: ClusterPlace, port: int, database: str, accounts: DatabaseAccounts) -> bool:
-    """Return whether the owner can log in with our password, and the database is set up as this version requires."""
+    """Return whether the database's owner can log in with its password, and the database was set up by this edition.
+
+    `cluster_sql.EDITION` names the edition that this version requires.
+    """
     psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-w", "-h", "127.0.0.1", "-p", str(port)]
     ask = "SELECT shobj_description(oid, 'pg_database') FROM pg_database WHERE datname = current_database()"
-    secret = {"PGPASSWORD": accounts.passwords[OWNER]}  # `ps` shows arguments to every user, but not this
+    secret = {
+        "PGPASSWORD": accounts.passwords[OWNER]
+    }  # other users can see a process's arguments, but not its environment
     try:
         edition = await run([*psql, "-U", OWNER, "-d", database, "-c", ask], "psql", secret=secret)
     except ServerFailed:
@@ -152,7 +166,11 @@ async def run(
     said: str = "",
     secret: dict[str, str] | None = None,
 ) -> str:
-    """Run one of PostgreSQL's programs to its end and return its output. Raise ServerFailed."""
+    """Run a PostgreSQL program to its end and return its output.
+
+    `what` names the program in errors, `said` is its standard input, and `secret` adds environment variables. Raise ServerFailed
+    if the program fails or takes too long.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=subprocess.PIPE if said else subprocess.DEVNULL,
@@ -169,7 +187,7 @@ async def run(
     except TimeoutError:
         raise ServerFailed(f"{what} did not end within {START_DEADLINE_S:g} s") from None
     finally:
-        if process.returncode is None:  # too slow, or the caller was cancelled
+        if process.returncode is None:  # the program took too long, or the caller was cancelled
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -179,6 +197,9 @@ async def run(
 
 
 def _complaint(output: str) -> str:
-    """Return the line with the error: initdb first prints all successful steps."""
+    """Return the line of a program's output that contains the error, or the last line.
+
+    The error must be searched because initdb prints its successful steps first.
+    """
     lines = output.strip().splitlines() or ["no output"]
     return next((line for line in lines if "FATAL" in line or "error:" in line), lines[-1]).strip()

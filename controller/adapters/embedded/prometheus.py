@@ -1,4 +1,4 @@
-"""A Prometheus beside a fleet: the installed one, or that of `make prometheus`; no wheel has one."""
+"""Starts a Prometheus server for a fleet: the installed one, or the one from `make prometheus`."""
 
 import shutil
 import socket
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def prometheus_binary() -> Path:
-    """Return the program's path. Raise ServerFailed if there is none."""
+    """Return the path of the Prometheus program. Raise ServerFailed if it is not installed."""
     found = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
     if found is None:
         raise ServerFailed(
@@ -33,13 +33,15 @@ def prometheus_binary() -> Path:
 
 
 def alert_rules() -> tuple[Path, ...]:
-    """Return the existing files of alert rules."""
+    """Return the files of alert rules; empty if Holdfast was installed from a wheel, which has none."""
     return (RULES,) if RULES.exists() else ()
 
 
 async def start_prometheus(directory: Path, config: str, *, port: int = 0) -> EmbeddedServer:
-    """Start Prometheus in `directory` with this configuration, and return once it accepts connections. `port` 0 selects a free
-    one. Raise PortInUse, ServerDirectoryInUse, ServerFailed."""
+    """Start Prometheus in `directory` with the configuration `config`, and return once it accepts connections.
+
+    `port` 0 selects a free port. Raise PortInUse, ServerDirectoryInUse or ServerFailed.
+    """
     return await start_on_free_port(port, partial(_start, directory, config))
 
 

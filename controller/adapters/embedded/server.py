@@ -1,4 +1,4 @@
-"""An embedded server process: it dies with us, is stopped gracefully, and locks its data directory."""
+"""Spawns embedded server processes, which lock their data directory and end with this process."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,9 @@ from events.errors import HoldfastError
 
 START_DEADLINE_S = 30.0  # enough for a broker with millions of messages, or a database in recovery
 STOP_DEADLINE_S = 5.0
-LOCK_WAIT_S = 3.0  # the children of a killed postgres hold its directory for a moment longer
+LOCK_WAIT_S = (
+    3.0  # how long to wait for the lock, which the child processes of a killed postgres hold for a moment
+)
 POLL_S = 0.004
 PORT_TRIES = 2
 PR_SET_PDEATHSIG = 1
@@ -41,16 +43,18 @@ class ServerDirectoryInUse(ServerFailed):
 
 @dataclass
 class EmbeddedServer:
-    """A running embedded server."""
+    """A running embedded server: its address, its files and its process."""
 
-    role: str  # nats, postgres
+    role: str  # nats, postgres or prometheus
     url: str
     port: int
     directory: Path
     log: Path
     process: subprocess.Popen[bytes]
-    monitor: str = ""  # nats-server's own HTTP port
-    effective: dict[str, Any] = field(default_factory=dict)  # settings as the server itself reports them
+    monitor: str = ""  # URL of nats-server's monitoring port; empty: none
+    effective: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings that the server reports; empty: not read
 
     @property
     def pid(self) -> int:
@@ -61,13 +65,13 @@ class EmbeddedServer:
         return self.process.poll() is None
 
     async def wait(self) -> int:
-        """Return the exit status once the server has ended."""
-        while (status := self.process.poll()) is None:  # noqa: ASYNC110 (a child has no flag)
+        """Wait until the server has ended, and return its exit status."""
+        while (status := self.process.poll()) is None:  # noqa: ASYNC110 (a child process has no event to wait for)
             await asyncio.sleep(POLL_S)
         return status
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> int:
-        """Stop gracefully (postgres: fast shutdown), or kill after the deadline; return the exit status."""
+        """Stop the server with SIGINT (for postgres, a fast shutdown), or kill it after the deadline; return its exit status."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -78,7 +82,7 @@ class EmbeddedServer:
         return await self.wait()
 
     async def kill(self) -> int:
-        """Kill by SIGKILL, as a crash would, and reap the process."""
+        """Kill the server with SIGKILL, wait for its end, and return its exit status."""
         if self.running:
             self.process.kill()
         return await self.wait()
@@ -86,7 +90,7 @@ class EmbeddedServer:
 
 @contextlib.contextmanager
 def directory_errors(directory: Path) -> Iterator[None]:
-    """Convert the system's errors about a directory. Raise ServerFailed."""
+    """Convert an OSError or ValueError from the `with` block into a ServerFailed that names the directory."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -102,22 +106,23 @@ async def spawn(
     fds: tuple[int, ...] = (),
     dies_by: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Start a child that holds the lock on `directory` and dies with us. Raise DirectoryInUse.
+    """Start a child process that has the lock on `directory` and gets the signal `dies_by` when this process ends.
 
-    Call it from the main thread: PDEATHSIG fires when the *thread* that forked exits.
+    Raise ServerDirectoryInUse if another server has the lock. Call this from the main thread, because the kernel sends the signal
+    (PDEATHSIG) when the *thread* that forked exits.
     """
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         await _lock(lock, directory)
         with log.open("ab") as output:
-            return subprocess.Popen(  # noqa: ASYNC220 (a fork of 1 ms; asyncio's own would need its watcher)
+            return subprocess.Popen(  # noqa: ASYNC220 (the fork takes 1 ms, and asyncio's own needs a child watcher)
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd="/",
                 env=environment(),
-                pass_fds=(lock, *fds),  # the server itself holds the lock, for as long as it lives
+                pass_fds=(lock, *fds),  # the server inherits the lock and has it until it ends
                 preexec_fn=die_with(os.getpid(), dies_by),
                 **identity(user),
             )
@@ -140,10 +145,10 @@ async def _lock(lock: int, directory: Path) -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """Return a preexec function that starts a new session, and arranges for a signal when `parent` dies."""
+    """Return a preexec function that starts a new session and makes the kernel send the signal `by` when `parent` dies."""
 
     def arrange() -> None:
-        os.setsid()  # Ctrl-C is for this process, which stops the servers in order
+        os.setsid()  # so that Ctrl-C reaches only the parent process, which stops the servers in order
         libc.prctl(PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
@@ -152,7 +157,7 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], N
 
 
 def identity(user: str | None) -> dict[str, Any]:
-    """Return Popen's arguments for running as `user` (None: as ourselves)."""
+    """Return the arguments of Popen that run a process as `user`; empty for None, which keeps this process's user."""
     if user is None:
         return {}
     entry = pwd.getpwnam(user)
@@ -160,7 +165,7 @@ def identity(user: str | None) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return the part of our environment that an embedded server needs, without anything that would configure it."""
+    """Return the environment variables that an embedded server needs, without those that could configure it."""
     kept = {name: os.environ[name] for name in ("PATH", "TZ", "TMPDIR") if name in os.environ}
     return {**kept, "LC_ALL": "C"}
 
@@ -168,7 +173,10 @@ def environment() -> dict[str, str]:
 async def wait_until_ready(
     ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str
 ) -> None:
-    """Wait until `ready()`, or end the process. Raise ServerFailed or PortInUse, with the server's own message."""
+    """Wait until `ready` returns True.
+
+    If the process ends or is not ready in time, kill it, and raise ServerFailed or PortInUse with the server's own message.
+    """
     try:
         async with asyncio.timeout(START_DEADLINE_S):
             while not ready():
@@ -184,7 +192,7 @@ async def wait_until_ready(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that must not run, and reap it."""
+    """Kill a server process that failed to start, and reap it."""
     process.kill()
     process.wait()
 
@@ -200,7 +208,7 @@ def _diagnosis(what: str, status: int, log: Path) -> ServerFailed:
 
 
 def check_port(port: int, what: str) -> None:
-    """Raise PortInUse if `port` is taken; 0 never is."""
+    """Raise PortInUse if `port` is in use. Port 0, which selects a free port, is never in use. `what` names the server."""
     if not port:
         return
     with socket.socket() as probe:
@@ -214,7 +222,10 @@ def check_port(port: int, what: str) -> None:
 
 
 async def start_on_free_port(port: int, start: Callable[[int], Awaitable[EmbeddedServer]]) -> EmbeddedServer:
-    """Start on `port`, or for 0 on a free one; retry if another process takes that before the server binds it."""
+    """Start a server on `port`, or on a free port if it is 0.
+
+    If another process binds the free port before the server does, try again once with another port.
+    """
     for _ in range(PORT_TRIES if not port else 0):
         with contextlib.suppress(PortInUse):
             return await start(free_port())

@@ -1,8 +1,8 @@
-"""The embedded servers: a real nats-server and a real PostgreSQL, from wheels.
+"""Exports the functions that start and control the embedded servers nats-server and PostgreSQL.
 
-They are children of this process. They listen on 127.0.0.1 only, die with their parent, and keep their data in a directory that
-a second start resumes. A lock that the server itself inherits keeps a second server off the directory, even after the first
-one's parent is gone. Start them from the main thread (see `embedded.server.spawn`).
+The servers are child processes of this process. They listen on 127.0.0.1 only, end when this process ends, and keep their data in
+a directory from which a later start continues. Each server inherits a lock on its directory, so that a second server cannot use
+the directory even if the first server outlives this process. Start servers from the main thread (see `embedded.server.spawn`).
 """
 
 from controller.adapters.embedded.nats import Stuck, effective, nats_binary, reload_users, start_nats
