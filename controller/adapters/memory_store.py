@@ -1,6 +1,6 @@
-"""The state store in memory: a double that passes the same conformance suite as the real one.
+"""A state store in memory for tests, which passes the same conformance suite as the Postgres store.
 
-It makes rows by the same functions as the Postgres store, and encodes snapshots by the same codec.
+It creates rows with the same functions as the Postgres store, and encodes snapshots with the same codec.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -42,7 +42,10 @@ class _Kept:
 
 @dataclass
 class MemoryTables:
-    """The shared state: what a database would hold. `reachable` False simulates an unavailable one."""
+    """The contents of the simulated database, which several stores may share.
+
+    If `reachable` is False, every access raises StoreUnavailable.
+    """
 
     reachable: bool = True
     position: ReadPosition = field(default_factory=ReadPosition)
@@ -54,7 +57,7 @@ class MemoryTables:
 
 
 class MemoryStore:
-    """One process's access to MemoryTables."""
+    """The access of one process to the tables of a simulated database."""
 
     def __init__(self, tables: MemoryTables | None = None, *, snapshot_every: int = SNAPSHOT_EVERY) -> None:
         self.tables = tables or MemoryTables()
@@ -153,7 +156,7 @@ class MemoryStore:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["MemoryFrozen"]:
-        """Yield the store as of now; it stays unchanged as long as the caller needs it."""
+        """Yield a view of the store as of now, which later changes of the store do not affect."""
         events = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
         yield MemoryFrozen(self._all(), events)
 
@@ -195,7 +198,7 @@ class MemoryStore:
         return MemoryStore(snapshot_every=self._snapshot_every)
 
     async def discard(self, fresh: "MemoryStore") -> None:
-        """Do nothing: no other object refers to it."""
+        """Do nothing, because the memory of `fresh` is freed when no object refers to it."""
 
     async def swap(self, fresh: "MemoryStore", catch_up: CatchUp, *, carry: bool) -> None:
         await catch_up(self._reach().position)
@@ -211,21 +214,21 @@ class MemoryStore:
             fresh.rows[name] = self.tables.rows[name] | fresh.rows[name]
 
     async def close(self) -> None:
-        """Do nothing: there is no connection to close."""
+        """Do nothing, because there is no connection to close."""
 
 
 class MemoryFrozen:
-    """The store as of one instant."""
+    """A view of the store as of one instant."""
 
     def __init__(self, reading: RowsRead, events: Sequence[projection.Row]) -> None:
         self.reading = reading
         self._events = events
 
     async def locate(self, id: str) -> int | None:
-        """Return the sequence under which an event is kept, by its ce-id; None if it is not."""
+        """Return the stream sequence of the event with this ce-id; None if the store does not have the event."""
         return next((int(row[0]) for row in self._events if row[2] == id), None)
 
     async def events(self, after: int) -> AsyncIterator[Sequence[projection.Row]]:
-        """Yield the rows of `fleet_events` above a sequence."""
+        """Yield the rows of `fleet_events` with a stream sequence above `after`, in one batch."""
         if found := [row for row in self._events if row[0] > after]:
             yield found

@@ -1,1 +1,1 @@
-"""The state store in Postgres: tables, statements, migrations, audit rows."""
+"""Stores the state of the fleet and all events in Postgres, and migrates the database."""

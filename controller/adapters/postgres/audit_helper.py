@@ -1,11 +1,12 @@
-"""A helper process that writes `fleet_events` while another process folds, and its handle there.
+"""A helper process that writes the audit table `fleet_events`, and the handle of its parent process.
 
-The rows of the audit table follow from the events alone and take half of a projection's time, whereas the fold must run in one
-process. The helper receives the events on its standard input, in frames of a length and JSON: first the target, then batches. An
-empty frame requests a line on standard output once everything before it is committed. If the helper fails, it writes the reason
-there and ends.
+The fold must run in one process. Rows of the audit table follow from the events alone and take half of a projection's time, so a
+second process can write them. The helper receives frames on its standard input, each of which is a length and JSON. The first
+frame names the database, and later frames are batches of events. After an empty frame, the helper writes a line to its standard
+output once all batches before that frame are committed. If the helper fails, it writes the reason to its standard output and
+ends.
 
-Only for a schema without readers: its rows and the position are not written in one transaction.
+The helper's rows and the position are not written in one transaction. Use it only for a schema that has no readers yet.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class Repeated(HoldfastError):
 
 
 async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
-    """Append all rows or none. Raise Repeated."""
+    """Append all rows to the audit table, or none. Raise Repeated if a row is already in the table."""
     try:
         await connection.copy_records_to_table("fleet_events", records=rows, columns=projection.EVENT_COLUMNS)
     except asyncpg.UniqueViolationError as error:
@@ -46,7 +47,7 @@ async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
 
 
 async def record(connection: Connection, rows: Sequence[projection.Row]) -> None:
-    """Append the rows that are not in the table yet."""
+    """Append the rows that are not in the audit table yet."""
     try:
         await copy(connection, rows)
     except Repeated:
@@ -54,7 +55,9 @@ async def record(connection: Connection, rows: Sequence[projection.Row]) -> None
 
 
 END_S = 5.0
-COLLECT_AT = 500_000  # objects until the garbage collector runs: rows create no reference cycles
+COLLECT_AT = (
+    500_000  # objects until the garbage collector runs; rare, because rows create no reference cycles
+)
 DONE = b"done\n"
 _LENGTH = 4
 _encode = msgspec.json.Encoder().encode
@@ -66,33 +69,40 @@ class AuditFailed(HoldfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperPolicy:
-    """When a helper process is worth its start, and its deadlines."""
+    """The conditions for starting a helper process, and its deadlines."""
 
-    events_min: int = 2_048  # in the first batch: a shorter history is written before a process has started
+    events_min: int = (
+        2_048  # minimum size of the first batch; a shorter history is written before a process has started
+    )
     cores_min: int = 2
-    answer_s: float = 50.0  # to send one batch, or to commit the last three
+    answer_s: float = 50.0  # deadline for sending one batch, or for committing the last three
 
     def possible(self) -> bool:
-        """Return whether a spare core exists, and a kernel that ends the helper together with us."""
+        """Return whether this machine has enough cores, and runs Linux, which ends the helper with its parent process."""
         return sys.platform == "linux" and len(os.sched_getaffinity(0)) >= self.cores_min
 
 
 class AuditHelper:
-    """Starts the helper with the first batch that is large enough, feeds it, and ends it."""
+    """Starts the helper process if the first batch is large enough, sends it batches, and ends it."""
 
     def __init__(self, url: str, schema: str, policy: HelperPolicy = HelperPolicy()) -> None:
         self._policy = policy
         self._place = {"url": url, "schema": schema}
         self._process: asyncio.subprocess.Process | None = None
-        self._refused = False  # the first batch was small: no helper, the folding process writes the rows
+        self._refused = (
+            False  # whether the first batch was too small, so that this process writes the rows itself
+        )
 
     @property
     def pid(self) -> int | None:
-        """The helper's process id; None: not started."""
+        """The pid of the helper process; None if it does not run."""
         return self._process.pid if self._process else None
 
     async def write(self, events: Sequence[Recorded]) -> bool:
-        """Send a batch to the helper. Return False if there is no helper, now or later. Raise AuditFailed."""
+        """Send a batch of events to the helper process. Raise AuditFailed.
+
+        Return False if the first batch was too small to start the helper. The caller must then write the rows of all batches.
+        """
         if self._process is None:
             self._refused = self._refused or len(events) < self._policy.events_min
             if self._refused:
@@ -103,7 +113,7 @@ class AuditHelper:
         return True
 
     async def flush(self) -> None:
-        """Return once every batch is committed. Raise AuditFailed."""
+        """Wait until the helper has committed every batch. Raise AuditFailed."""
         if self._process is None:
             return
         await self._send(b"")
@@ -113,7 +123,7 @@ class AuditHelper:
                 raise await self._failure(said)
 
     async def close(self) -> None:
-        """End the helper at once: batches that are not committed are lost."""
+        """Kill the helper process. Batches that are not committed are lost."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -145,7 +155,7 @@ class AuditHelper:
                 raise await self._failure() from None
 
     async def _failure(self, said: bytes = b"") -> AuditFailed:
-        """Return why the helper has ended: its message, or its exit status."""
+        """Return the error with the reason why the helper has ended: its message, or its exit status if it wrote none."""
         assert self._process is not None and self._process.stdout is not None
         said += await self._process.stdout.read()
         status = await self._process.wait()
@@ -165,7 +175,7 @@ async def _within(seconds: float) -> AsyncIterator[None]:
 
 
 class _SentEvent(msgspec.Struct):
-    """A Recorded in transit: its fact is decoded by its kind."""
+    """An event as sent to the helper: a `Recorded` with an encoded fact, which is decoded by its kind."""
 
     seq: int
     at: datetime
@@ -183,7 +193,7 @@ _decode = msgspec.json.Decoder(tuple[list[str], list[_SentEvent]]).decode
 
 
 def rows(frame: bytes) -> list[projection.Row]:
-    """Return the rows of a batch."""
+    """Decode a frame with a batch of events, and return the rows of the audit table."""
     kinds, events = _decode(frame)
     return [
         projection.event_row(
@@ -197,7 +207,7 @@ def rows(frame: bytes) -> list[projection.Row]:
 
 
 async def serve(frames: asyncio.StreamReader) -> None:
-    """Write batches until the input ends. The next batch is decoded while one is written."""
+    """Write the batches from the input until it ends. While a batch is written, the next one is decoded."""
     place = json.loads(await _frame(frames) or b"")
     link = Link(place["url"], place["schema"], {"synchronous_commit": "off"})
     batches: asyncio.Queue[list[projection.Row] | None] = asyncio.Queue(1)
@@ -225,7 +235,7 @@ async def serve(frames: asyncio.StreamReader) -> None:
 
 
 async def _frame(frames: asyncio.StreamReader) -> bytes | None:
-    """Return the next frame; None at the end."""
+    """Return the next frame without its length; None at the end of the input."""
     try:
         return await frames.readexactly(int.from_bytes(await frames.readexactly(_LENGTH)))
     except asyncio.IncompleteReadError:
@@ -246,7 +256,7 @@ async def _main() -> int:
 
 
 def main() -> int:
-    """Run the helper process."""
+    """Run the helper process and return its exit code."""
     import uvloop
 
     gc.freeze()

@@ -1,7 +1,7 @@
-"""A self-healing connection to Postgres that raises our own errors.
+"""A connection to Postgres that reconnects after failures and raises Holdfast's own errors.
 
-A link holds at most one connection and lets one task use it at a time: projector and readers have few statements and need them in
-order. After any failure, the link drops the connection; the next use opens another.
+A link has at most one connection, which one task at a time may use. That suffices, because projector and readers have few
+statements and need them in order. After any failure, the link drops the connection, and the next use opens a new one.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ AWAY = (
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,  # asyncpg's error for a connection that broke between two of its own messages
-    asyncpg.InvalidCachedStatementError,  # the tables changed under a prepared statement: it must be prepared again
+    asyncpg.InvalidCachedStatementError,  # the tables of a prepared statement have changed, so it must be prepared again
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
-    asyncpg.PostgresSystemError,  # one of its own files is missing, or unreadable
-    asyncpg.TransactionRollbackError,  # deadlock, serialisation: retry
+    asyncpg.PostgresSystemError,  # a file of the database is missing or unreadable
+    asyncpg.TransactionRollbackError,  # deadlock or serialisation failure, after which a retry may succeed
 )
 FORBIDDEN = (asyncpg.InsufficientPrivilegeError,)
 LOGIN = (asyncpg.InvalidAuthorizationSpecificationError,)  # no such account, or a wrong password
@@ -61,7 +61,7 @@ _TRANSLATIONS: tuple[tuple[tuple[type[BaseException], ...], type[HoldfastError]]
     (READ_ONLY, StoreReadOnly),  # the next connection may reach the new primary
     (LOGIN, StoreLogin),
     (FORBIDDEN, StoreForbidden),
-    # a value that no column can hold; asyncpg's own is an InterfaceError too
+    # a value that no column can store; asyncpg's error for it is an InterfaceError too
     ((ValueError, OverflowError, TypeError), StoreCannotKeep),
     (AWAY, StoreUnavailable),
     ((asyncpg.PostgresError,), StoreCannotKeep),
@@ -70,20 +70,20 @@ _TRANSLATIONS: tuple[tuple[tuple[type[BaseException], ...], type[HoldfastError]]
 
 
 def plain(url: str) -> str:
-    """Return a URL in asyncpg's form: SQLAlchemy's `postgresql+asyncpg://` becomes `postgresql://`."""
+    """Return a database URL in asyncpg's form, in which SQLAlchemy's `postgresql+asyncpg://` is `postgresql://`."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme.split('+')[0]}{separator}{rest}"
 
 
 def masked(url: str) -> str:
-    """Return a URL that may be shown: without its password."""
+    """Return a database URL without its password, so that it may be shown."""
     scheme, separator, rest = url.partition("://")
     account, at, place = rest.rpartition("@")
     return f"{scheme}{separator}{account.split(':')[0]}{at}{place}"
 
 
 class Link:
-    """A connection that is opened when needed and dropped when it fails."""
+    """A database connection that is opened when it is used and dropped when it fails."""
 
     def __init__(self, url: str, schema: str = SCHEMA, settings: Mapping[str, str] | None = None) -> None:
         self._url = plain(url)
@@ -98,14 +98,17 @@ class Link:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Connection]:
-        """Yield the connection to one task at a time. Raise StoreUnavailable (StoreGone), StoreRefused or BadStoreUrl."""
+        """Yield the connection, to one task at a time. Other tasks wait.
+
+        Raise StoreUnavailable (or its subclass StoreGone), StoreRefused or BadStoreUrl.
+        """
         async with self._lock:
             try:
                 yield await self._open()
             except _TABLES_MISSING as error:
                 raise self._translated(StoreRefused, error) from error
             except BaseException as error:
-                self._drop()  # cancelled in the middle of a statement, or a bug: start with a new connection
+                self._drop()  # the connection may be in the middle of a statement, for example after a cancellation
                 kind = next((kind for kinds, kind in _TRANSLATIONS if isinstance(error, kinds)), None)
                 if kind is None:
                     raise
@@ -130,7 +133,7 @@ class Link:
         self._connection = None
 
     async def close(self) -> None:
-        """Close the connection, gracefully if that is quick."""
+        """Close the connection gracefully, or terminate it after 2 s."""
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
@@ -141,7 +144,7 @@ class Link:
 
 @asynccontextmanager
 async def connected(url: str, schema: str = SCHEMA) -> AsyncIterator[Connection]:
-    """Yield a connection that is closed after the block. Raise the errors of `Link.use`."""
+    """Yield a connection that is closed after the `with` block. Raise the errors of `Link.use`."""
     link = Link(url, schema)
     try:
         async with link.use() as connection:

@@ -1,6 +1,6 @@
-"""Migrates a database to the version that this code needs, or back.
+"""Migrates a database to the schema version that this code needs, or back to an older one.
 
-The common case, an up-to-date database, takes one query and does not import Alembic, so that a fleet starts quickly.
+For a database that is up to date, a few queries suffice, and Alembic is not imported, so that a fleet starts quickly.
 """
 
 import asyncio
@@ -38,11 +38,13 @@ from controller.read_model.grants import READER, WRITER, grants, quoted
 from events.errors import HoldfastError, UsageError
 
 Transaction: TypeAlias = Any  # an `AsyncConnection` of SQLAlchemy, which takes 0.2 s to import
-LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
-LOCK_S = 60  # to wait for another migration, or for a locked table
+LOCK = 0x0_4F1D_FA57  # key of the advisory lock of the database that allows one migration at a time
+LOCK_S = 60  # maximum wait for another migration or a locked table
 _BY_THE_OWNER = "Run `holdfast database migrate` with HOLDFAST_DATABASE_URL as the owner of the tables."
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
-WITHIN_S = 600.0  # of a whole migration; an index on an audit table of millions takes minutes
+WITHIN_S = (
+    600.0  # deadline of a whole migration; an index on an audit table of millions of rows takes minutes
+)
 
 
 class DatabaseInUse(HoldfastError):
@@ -59,32 +61,31 @@ compatible release: `COMMENT ON TABLE alembic_version IS 'runs with releases fro
 
 
 async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
-    """Apply all missing migrations, and grant our accounts their rights on new objects, if the server has these accounts.
+    """Apply all missing migrations, and grant Holdfast's accounts their rights if the server has these accounts.
 
-    A database that a newer release has only added to is not changed.
-
-    Raise DatabaseTooNew, StoreUnavailable or StoreForbidden.
+    If a newer release has migrated the database in a way that is compatible with this version, nothing is changed. Raise
+    DatabaseTooNew if the newer migration is not compatible, StoreUnavailable or StoreForbidden.
     """
     found = await version(url, schema=schema)
     if found == HEAD and to == "head":
         return
     if found is not None and found > HEAD and to == "head" and await _runs_with(url, schema) <= HEAD:
-        return  # a newer release has only added to it
+        return  # the newer release declares that its schema is compatible with this version
     _refuse_newer(found)
     await _run(url, schema, to, up=True)
 
 
 async def downgrade(url: str, *, schema: str = SCHEMA, to: str = "base") -> None:
-    """Revert migrations, all of them by default. Raise DatabaseTooNew or StoreUnavailable."""
+    """Revert the migrations after revision `to`; by default all. Raise DatabaseTooNew or StoreUnavailable."""
     _refuse_newer(await version(url, schema=schema))
     await _run(url, schema, to, up=False)
 
 
 async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
-    """Downgrade to an older revision, or to `base`, and return a sentence about what was done.
+    """Downgrade the database to an older revision, or to `base` (no tables), and return a sentence about what was done.
 
-    Raise UsageError for a revision that is unknown or newer than the database's, DatabaseInUse while a projector is connected,
-    and the errors of `downgrade`.
+    Raise UsageError if the revision is unknown or newer than the database's, DatabaseInUse if a projector is connected, and the
+    errors of `downgrade`.
     """
     found = await version(url, schema=schema)
     _refuse_newer(found)
@@ -107,7 +108,7 @@ def _revisions() -> list[str]:
 
 
 async def _writers(url: str) -> int:
-    """Return the number of projectors that are connected to a database."""
+    """Return the number of connections of projectors to the database."""
     asked = (
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = $1"
     )
@@ -126,7 +127,7 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
 
 
 async def _runs_with(url: str, schema: str) -> str:
-    """Return the oldest migration of a release that is compatible with a database; "9999" if the database names none."""
+    """Return the oldest migration with a release that can use the database; "9999" if the database declares none."""
     asked = "SELECT obj_description(to_regclass($1), 'pg_class')"
     async with connected(url, schema) as connection:
         said = str(await connection.fetchval(asked, f'"{schema}".alembic_version'))
@@ -134,7 +135,10 @@ async def _runs_with(url: str, schema: str) -> str:
 
 
 async def place(url: str) -> tuple[int, str] | None:
-    """Return a migrated database's position on the journal, and the ce-id of that event; None: nothing is folded, or lost."""
+    """Return the journal position of a migrated database, and the ce-id of the event at this position.
+
+    Return None if no event has been projected yet or the position is lost.
+    """
     asked = "SELECT shown_seq, shown_id FROM projection WHERE name = 'fleet' AND shown_seq > 0"
     try:
         async with connected(url) as connection:
@@ -152,7 +156,10 @@ def _refuse_newer(found: str | None) -> None:
 
 
 async def rename(url: str, name: str) -> None:
-    """Rename the schema of a projection, to preserve it although its journal is lost. Raise StoreUnavailable or StoreRefused."""
+    """Rename the schema of the state store to `name`, so that it is preserved although its journal is lost.
+
+    Raise StoreUnavailable or StoreRefused.
+    """
     async with connected(url) as connection:
         await connection.execute(f'ALTER SCHEMA "{SCHEMA}" RENAME TO "{name}"')
 
@@ -167,7 +174,10 @@ _OF_THE_SCHEMA = """SELECT '' AS name, privilege_type AS what, rolname AS accoun
 
 
 async def copy_grants(connection: Connection, schema: str, to: str) -> None:
-    """Copy all grants on `schema` to `to`: a rebuild must not revoke grants that were made by hand."""
+    """Copy all grants on the schema `schema` and its tables to the schema `to`.
+
+    A rebuild needs this, because it must not lose grants that an operator has made.
+    """
     found = [*await connection.fetch(_OF_THE_SCHEMA, schema), *await connection.fetch(_OF_TABLES, schema, to)]
     for row in found:
         what = f"{quoted(to)}.{quoted(row['name'])}" if row["name"] else f"SCHEMA {quoted(to)}"
@@ -186,7 +196,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     late: asyncio.TimerHandle | None = None
 
     async def connect() -> Connection:
-        """Connect with a time limit: a server that hangs during a migration would block even the rollback."""
+        """Connect, and terminate the connection after `WITHIN_S`, because a server that hangs would block even the rollback."""
         nonlocal late
         connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
         late = asyncio.get_running_loop().call_later(WITHIN_S, connection.terminate)
@@ -198,7 +208,9 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
             aside = up and await _set_aside(connection, schema)
-            if there.scalar() is None or aside:  # the owner may lack the right to create one
+            if (
+                there.scalar() is None or aside
+            ):  # only if it is missing, because the account may lack the right to create it
                 await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
@@ -218,9 +230,10 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
 
 
 async def _set_aside(connection: Transaction, schema: str) -> bool:
-    """Rename the schema if its version is lost, and return whether it was renamed.
+    """Rename the schema if it has events but no migration version, and return whether it was renamed.
 
-    The tables are rebuilt from the journal, and the next rebuild drops the renamed schema."""
+    The tables are then rebuilt from the journal, and the next rebuild drops the renamed schema.
+    """
     from sqlalchemy import text
 
     names = [f'"{schema}".{table}' for table in ("fleet_events", "alembic_version")]
@@ -236,7 +249,7 @@ async def _set_aside(connection: Transaction, schema: str) -> bool:
 
 
 async def _own_grants(connection: Transaction, schema: str) -> list[str]:
-    """Return the grants for our own accounts; none on a server that does not have them."""
+    """Return the GRANT statements for Holdfast's accounts; empty if the server does not have these accounts."""
     from sqlalchemy import text
 
     known = {row[0] for row in await connection.execute(text("SELECT rolname FROM pg_roles"))}
@@ -245,7 +258,7 @@ async def _own_grants(connection: Transaction, schema: str) -> list[str]:
 
 
 def _translate(url: str, error: Exception, why: str) -> None:
-    """Raise our own error instead of an expected driver's exception."""
+    """Raise the HoldfastError that corresponds to an error of the driver. Return if `error` is not an expected one."""
     cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
     for kinds, said in ((READ_ONLY, StoreReadOnly), (LOGIN, StoreLogin)):
         if isinstance(cause, kinds):
@@ -271,9 +284,10 @@ def _alembic(connection: object, schema: str, to: str, up: bool) -> None:
 
 
 def main(environment: Mapping[str, str]) -> int:
-    """Migrate the database that HOLDFAST_DATABASE_URL names: `python -m controller.adapters.postgres.migrate`.
+    """Migrate the database at HOLDFAST_DATABASE_URL (`python -m controller.adapters.postgres.migrate`).
 
-    Prints its position on the journal as JSON: the process that starts a fleet compares the two.
+    Print the database's position on the journal as JSON, which the process that starts a fleet compares with the journal. Return
+    the exit code.
     """
     url = environment.get("HOLDFAST_DATABASE_URL")
     if not url:

@@ -1,4 +1,7 @@
-"""Read access to the state store. It imports only the driver, so that a frontend starts quickly."""
+"""Reads rows, snapshots and events from the state store in Postgres.
+
+The module imports the database driver but not SQLAlchemy, so that a frontend starts quickly.
+"""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +21,7 @@ from controller.read_model.worker_names import PATHS, SUBJECT
 from events.fact import Fact, Recorded
 from events.order import Last, Position
 
-_ROWS_OF = {  # table: the event kinds that make its rows, and the common key of event row and table row
+_ROWS_OF = {  # for each table of history: the event kinds that create its rows, and the column that identifies a row
     "incidents": (("incident_opened",), "incident"),
     "migrations": (("request_migrated",), "id"),
     "exposures": (("request_exposed", "exposure_unknown"), "id"),
@@ -26,7 +29,7 @@ _ROWS_OF = {  # table: the event kinds that make its rows, and the common key of
 
 
 def _lacks(table: str) -> str:
-    """Return an SQL condition: the row of the first or of the last event of some kind is missing."""
+    """Return an SQL condition that is true if `table` lacks the row of the first or last event of one of its kinds."""
     kinds, key = _ROWS_OF[table]
     ends = " UNION ALL ".join(
         f"(SELECT {key} FROM fleet_events WHERE kind = '{kind}' ORDER BY seq {order} LIMIT 1)"
@@ -44,10 +47,11 @@ _LOOK = f"""SELECT NOT EXISTS (SELECT FROM projection WHERE name = 'fleet') AS p
 
 
 async def look(connection: Connection) -> StoreLook:
-    """Return the result of a quick check for losses: a few index look-ups, whatever the history's length.
+    """Check the store for lost rows with a few index look-ups, and return the result.
 
-    Each table of history must hold the oldest and the newest row that the kept events require. A truncated table, or one from an
-    older backup, lacks one of them. Rows missing from the middle are found by `holdfast replay verify`.
+    Each table of history must have the rows of the oldest and the newest kept event of its kinds. A truncated table, or a table
+    from an older backup, lacks one of the two. This check does not find rows that are missing in between, but
+    `holdfast replay verify` does.
     """
     row = await connection.fetchrow(_LOOK)
     lost = tuple(table for table in ("projection", *_ROWS_OF) if row[table])
@@ -58,7 +62,7 @@ SELECT_BATCH = 1_000
 log = structlog.get_logger(__name__)
 
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
-# States of one shape are folded alike by all deciders versions of this release: a version only adds fields.
+# Snapshots since OLDEST can be read, because later deciders versions have only added fields to the state.
 _SNAPSHOT = f"SELECT * FROM snapshots WHERE deciders_version BETWEEN {OLDEST} AND $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
 _PLANNED_BY = f"{_EVENTS} WHERE kind = ANY($1) AND seq > $2 AND at >= $3 ORDER BY seq LIMIT $4"
@@ -86,32 +90,32 @@ _OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
 
 class RowReader:
-    """Reads rows, snapshots and events."""
+    """Reads the rows, snapshots and events of one state store."""
 
     def __init__(self, url: str, schema: str = SCHEMA) -> None:
         self.url, self.schema = url, schema
         self._reader = Link(url, schema)
 
     async def position(self) -> ReadPosition:
-        """Return the position of the rows."""
+        """Return the journal position up to which the rows are current."""
         async with self._reader.use() as connection:
             return await read_position(connection)
 
     async def look(self) -> StoreLook:
-        """Return the result of a quick check for losses."""
+        """Check the store for lost rows, as the function `look` does, and return the result."""
         async with self._reader.use() as connection:
             return await look(connection)
 
     async def load(self) -> Snapshot | None:
-        """Return the newest snapshot that these deciders can read; None if there is none."""
+        """Return the newest snapshot that this version's deciders can read; None if there is none."""
         return await self._newest("")
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the newest snapshot that contains nothing after `seq`."""
+        """Return the newest snapshot of a state without events after the stream sequence `seq`; None if there is none."""
         return await self._newest(" AND reach <= $3", seq)
 
     async def snapshot_at(self, when: datetime) -> Snapshot | None:
-        """Return the newest snapshot that contains nothing after `when`."""
+        """Return the newest snapshot of a state without events after the time `when`; None if there is none."""
         return await self._newest(" AND at <= $3", when)
 
     async def _newest(self, condition: str, *arguments: object) -> Snapshot | None:
@@ -134,24 +138,31 @@ class RowReader:
             return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
 
     async def decided_at(self, numbers: Sequence[int]) -> Mapping[int, datetime]:
-        """Return when the journal stored these decisions, by number. Raise StoreUnavailable."""
+        """Return the times at which the journal stored these decisions, by decision number. Raise StoreUnavailable.
+
+        Decisions that the store does not have are left out.
+        """
         async with self._reader.use() as connection:
             rows = await connection.fetch(_DECIDED_AT, [*numbers])
         return {row["number"]: row["at"] for row in rows}
 
     async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of the incidents that ended last, latest first, at most `limit`. Raise StoreUnavailable."""
+        """Return the rows of the `limit` incidents that ended last, latest first. Raise StoreUnavailable."""
         async with self._reader.use() as connection:
             return [dict(row) for row in await connection.fetch(_ENDED, limit)]
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["PostgresSnapshot"]:
-        """Hold one REPEATABLE READ transaction open: rows, position and events as of one instant."""
+        """Yield a view of rows, position and events as of one instant, in a REPEATABLE READ transaction."""
         async with connected(self.url, self.schema) as connection, _frozen(connection):
             yield PostgresSnapshot(await _reading(connection, _all(projection.COLUMNS)), connection)
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
-        """Return the planner's input, as of one instant."""
+        """Return the planner's input as of one instant.
+
+        The input contains the workers, at most `limit` events that planning depends on, and the latest event of some kinds per
+        model. The events have a stream sequence above `after` and are not older than `since`.
+        """
         async with self._reader.use() as connection, _frozen(connection):
             read = await _reading(connection, {"workers": "SELECT * FROM workers"})
             events = await connection.fetch(_PLANNED_BY, _kinds(PLANNED_BY), after, since, limit)
@@ -162,7 +173,7 @@ class RowReader:
         )
 
     async def locate(self, reference: str) -> int | None:
-        """Return the sequence of an event, by ce-id or `decision:N`."""
+        """Return the stream sequence of an event, given its ce-id or `decision:N`; None if the store does not have it."""
         number = reference.removeprefix("decision:")
         by_number = number != reference and number.isdigit()
         column, key = ("number", int(number)) if by_number else ("id", reference)
@@ -181,7 +192,7 @@ class RowReader:
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the matching events, in order, in batches."""
+        """Yield the events that match all given conditions, in order, in lists of up to 1,000 events."""
         tests = {
             _CONCERNS: worker,
             "incident = ${0}": incident,
@@ -206,19 +217,19 @@ class RowReader:
 
 
 class PostgresSnapshot:
-    """The store as of one instant, as long as its transaction is open."""
+    """A view of the store as of one instant, valid while its transaction is open."""
 
     def __init__(self, reading: RowsRead, connection: Connection) -> None:
         self.reading = reading
         self._connection = connection
 
     async def locate(self, id: str) -> int | None:
-        """Return the sequence under which an event is kept, by its ce-id; None if it is not."""
+        """Return the stream sequence of the event with this ce-id; None if the store does not have the event."""
         found: int | None = await self._connection.fetchval("SELECT seq FROM fleet_events WHERE id = $1", id)
         return found
 
     async def events(self, after: int) -> AsyncIterator[Sequence[projection.Row]]:
-        """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
+        """Yield the rows of `fleet_events` with a stream sequence above `after`, in order, in lists of up to 1,000 rows."""
         query = f"{_EVENTS} WHERE seq > $1 ORDER BY seq LIMIT {SELECT_BATCH}"
         while rows := await self._connection.fetch(query, after):
             yield rows
@@ -230,7 +241,7 @@ def _frozen(connection: Connection) -> asyncpg.transaction.Transaction:
 
 
 async def read_position(connection: Connection) -> ReadPosition:
-    """Return the position of the rows, as this connection sees it."""
+    """Return the journal position up to which the rows are current, as this connection's transaction sees it."""
     row = await connection.fetchrow(_PLACE)
     if row is None:
         return ReadPosition()

@@ -1,10 +1,10 @@
 """The state store in Postgres: the fleet's rows, all events, snapshots of the fold, and the position.
 
-A batch is written only if the store's position is exactly its start. So each event is projected once, however often a
-projector is killed and even if two projectors run.
+A batch of events is written only if the store's position is exactly the start of the batch. So each event is projected once,
+even if a projector is killed or two projectors run.
 
-The projector's connection does not wait for the disk (`synchronous_commit = off`). What a crash loses, rows and position alike,
-is projected again from the journal. A transaction is still whole or absent.
+The projector's connection does not wait for the disk (`synchronous_commit = off`). A crash may lose the last transactions, each
+as a whole with its rows and its position. Their events are then projected again from the journal.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from events.fact import Recorded
 if TYPE_CHECKING:
     from controller.adapters.postgres.writer import Writer
 
-DROPS_MAX = 8  # attempts; Postgres takes a second to detect each deadlock
+DROPS_MAX = 8  # attempts to drop a schema; Postgres takes a second to detect a deadlock
 DROP_WAIT_S = 0.05
-SNAPSHOT_EVERY = 5_000  # events: the most that time travel and a starting process must fold
+SNAPSHOT_EVERY = 5_000  # events between snapshots, which a starting process or time travel must fold at most
 
 log = structlog.get_logger(__name__)
 
 
 class PostgresStore(RowReader):
-    """One process's access to the state store."""
+    """The access of one process to the state store: reads, projects, and rebuilds in a second schema."""
 
     def __init__(
         self,
@@ -52,12 +52,16 @@ class PostgresStore(RowReader):
         self._writer: Writer | None = None
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
-        """Write the changes of a batch of events in one transaction. Raise AnotherProjector or StoreUnavailable."""
+        """Write the changes of a batch of events in one transaction.
+
+        `shown` is the fleet after the batch, and `settled` the state after the last decision. Raise AnotherProjector if the store
+        is not at the stream sequence `after`, and StoreUnavailable.
+        """
         helped = self._helper is not None and await self._helper.write(events)
         await self.prepare().project(events, shown, settled, after, audit=not helped)
 
     async def look(self) -> StoreLook:
-        """Return the result of a quick check for losses, and check that all rows of the fleet's state are present."""
+        """Check the store for lost rows and return the result. Missing rows of the fleet's state are written again."""
         await self.complete()
         if self._writer is not None:
             await self._writer.recount()
@@ -66,7 +70,7 @@ class PostgresStore(RowReader):
     def prepare(self) -> "Writer":
         """Load the modules that `project` needs before the first events arrive.
 
-        This imports SQLAlchemy, which takes 0.2 s: only a projecting process should wait for that.
+        The import of SQLAlchemy takes 0.2 s, for which only a projecting process should wait.
         """
         if self._writer is None:
             from controller.adapters.postgres.writer import Writer
@@ -77,7 +81,7 @@ class PostgresStore(RowReader):
     # --- rebuilding in a second schema ------------------------------------------------------------------------------
 
     async def beside(self) -> "PostgresStore":
-        """Create an empty store in a second schema; drop the leftovers of an interrupted rebuild."""
+        """Create and return an empty store in a second schema. Drop the schemas that an interrupted rebuild has left."""
         from controller.adapters.postgres import migrate
 
         fresh = f"{self.schema}_next"
@@ -102,10 +106,11 @@ class PostgresStore(RowReader):
             await _drop(connection, fresh.schema)
 
     async def swap(self, fresh: "PostgresStore", catch_up: CatchUp, *, carry: bool) -> None:
-        """Rename the fresh schema to this one's name, in one transaction; `carry`: copy the history that the journal has dropped.
+        """Replace this store's schema by the schema of `fresh`, in one transaction.
 
-        A running projector waits meanwhile, readers do not. So the position stays fixed while the fresh store catches up. The
-        projector then finds the new tables under the old name.
+        A running projector waits for the transaction, so the position stays fixed while `catch_up` brings the fresh store up to
+        it. Readers do not wait. Afterwards the projector finds the new tables under the old name. If `carry` is true, history
+        that the journal no longer has is copied to the fresh store.
         """
         old = f"{self.schema}_old"
         async with self._reader.use() as connection, connection.transaction():
@@ -123,21 +128,21 @@ class PostgresStore(RowReader):
         try:
             async with self._reader.use() as connection:
                 await _drop(connection, old)
-        except HoldfastError as error:  # the swap is done, and the next `beside` drops the leftovers
+        except HoldfastError as error:  # the swap has succeeded, and the next `beside` drops the old schema
             log.warning("old_projection_not_dropped", schema=old, why=str(error))
 
     @property
     def helper_pid(self) -> int | None:
-        """Process id of the helper that writes this store's audit table; None: there is none (yet)."""
+        """The pid of the helper process that writes this store's audit table; None if no helper runs."""
         return self._helper.pid if self._helper is not None else None
 
     async def complete(self) -> None:
-        """Return once everything projected is in the tables. Raise AuditFailed."""
+        """Wait until the helper process has written all events that were projected. Raise AuditFailed."""
         if self._helper is not None:
             await self._helper.flush()
 
     async def close(self) -> None:
-        """Close the connections to the database."""
+        """End the helper process and close the connections to the database."""
         if self._helper is not None:
             await self._helper.close()
         await self._link.close()
@@ -145,7 +150,10 @@ class PostgresStore(RowReader):
 
 
 async def _carry(connection: Connection, old: str, fresh: str) -> None:
-    """Copy kept rows of events before the fresh schema's first one, and incidents that it does not have."""
+    """Copy the history that the schema `fresh` lacks from the schema `old`.
+
+    That is the rows of events before the first event of `fresh`, and incidents that `fresh` does not have.
+    """
     first = f'(SELECT coalesce(min(seq), 0) FROM "{fresh}".fleet_events)'
     for table in ("migrations", "exposures", "fleet_events"):
         await connection.execute(
@@ -157,12 +165,12 @@ async def _carry(connection: Connection, old: str, fresh: str) -> None:
 
 
 async def _drop(connection: Connection, schema: str) -> None:
-    """Drop a schema, although statements that began before a swap may hold some of its tables and wait for others."""
+    """Drop a schema. Try again after a deadlock with statements that began on its tables before a swap."""
     for attempt in range(1, DROPS_MAX + 1):
         try:
             await connection.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
             return
-        except asyncpg.TransactionRollbackError:  # we lost a deadlock
+        except asyncpg.TransactionRollbackError:  # Postgres resolved a deadlock by cancelling this statement
             if attempt == DROPS_MAX:
                 raise
             await asyncio.sleep(DROP_WAIT_S * attempt)

@@ -1,7 +1,7 @@
-"""The tables of the state store: written by the projector, read by router, planner and Grafana.
+"""The tables of the state store, which the projector writes, and router, planner and Grafana read.
 
-All of them are in one schema, selected by `search_path`, so that `rebuild` can create a second one beside it and swap the two.
-The migrations under `migrations/` create the tables; a test compares them with this module.
+All tables are in one schema, selected by `search_path`, so that `rebuild` can create a second schema and swap the two. The
+migrations under `migrations/` create the tables, and a test compares the migrations with this module.
 """
 
 from sqlalchemy import (
@@ -49,7 +49,9 @@ workers = _table(
     Column("pid", BigInteger, nullable=False),
     _text("health"),
     Column("health_value", SmallInteger, nullable=False),  # 0 healthy … 4 dead
-    Column("weight", Double, nullable=False),  # the minimum of all reasons; 0 when not routable
+    Column(
+        "weight", Double, nullable=False
+    ),  # share of traffic: the minimum over all deciders; 0 when not routable
     Column("routable", Boolean, nullable=False),
     _text("reason"),
     _text("drain"),  # "" when not draining
@@ -57,8 +59,8 @@ workers = _table(
     _text("incident"),
     Column("joined", JSONB, nullable=False),  # the whole registration: profile, topology, tokenizer …
     Column("last_canary", JSONB),
-    Column("spare", Boolean, nullable=False),  # kept back: it gets no requests, and is not counted
-    _text("place"),  # the worker that it replaces; "" if none
+    Column("spare", Boolean, nullable=False),  # whether the worker is a spare, which gets no requests
+    _text("place"),  # the worker that this spare replaces; "" if none
 )
 
 breakers = _table(
@@ -66,8 +68,8 @@ breakers = _table(
     _key("worker"),
     *_all(Text, "instance", "position"),
     Column("position_value", SmallInteger, nullable=False),  # 0 closed, 1 open, 2 half-open
-    Column("failures", Integer, nullable=False),  # in a row
-    Column("trials_failed", Integer, nullable=False),  # in a row
+    Column("failures", Integer, nullable=False),  # consecutive failed requests
+    Column("trials_failed", Integer, nullable=False),  # consecutive failed trials
     Column("retry_at", _instant),
     Column("deadline", _instant),
 )
@@ -131,7 +133,7 @@ exposures = _table(
     Column("seq", BigInteger, nullable=False),
     Column("at", _instant, nullable=False),
     *_all(Text, "frontend", "worker", "instance"),
-    Column("request", Text),  # null: unknown; then since and until bound the time
+    Column("request", Text),  # null: unknown, so that `since` and `until` give the time span instead
     Column("model", Text),
     Column("first", BigInteger),
     Column("last", BigInteger),
@@ -149,8 +151,10 @@ fleet_events = _table(
     _text("id"),  # ce-id
     *_all(Text, "kind", "source"),
     Column("source_number", BigInteger, nullable=False),
-    Column("number", BigInteger),  # of a decision
-    Column("through", BigInteger),  # the decider's read position
+    Column("number", BigInteger),  # number of the decision; null for an observation
+    Column(
+        "through", BigInteger
+    ),  # the position up to which the controller had read when it made the decision
     *_all(Text, "worker", "instance", "request", "model", "frontend", "incident", nullable=True),
     *_all(Text, "causation", "correlation"),
     Column("said_at", _instant),  # the source's own clock
@@ -177,8 +181,10 @@ snapshots = _table(
 projection = _table(
     "projection",
     _key("name"),
-    Column("shown_seq", BigInteger, nullable=False),  # the rows are the fold of everything up to here
-    _text("shown_id"),  # ce-id of that event: a recreated stream has another one there
+    Column(
+        "shown_seq", BigInteger, nullable=False
+    ),  # the rows are the fold of all events up to this stream sequence
+    _text("shown_id"),  # ce-id of the event at `shown_seq`; a recreated stream has another event there
     Column("shown_at", _instant),
     Column("through", BigInteger, nullable=False),  # the settled position
     *_all(BigInteger, "decided", "number"),
@@ -186,4 +192,9 @@ projection = _table(
     Column("written_at", _instant, nullable=False, server_default=text("clock_timestamp()")),
 )
 
-STATE = (workers, breakers, goldens, levels)  # rows of a fleet's state: written when they differ
+STATE = (
+    workers,
+    breakers,
+    goldens,
+    levels,
+)  # tables of the fleet's present state; a row is written when it has changed

@@ -1,4 +1,4 @@
-"""Writes to the state store: each batch of events is one transaction, usually of one statement."""
+"""Writes batches of events to the state store. A batch is one transaction, usually of one statement."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -30,20 +30,22 @@ _MOVE_PARAMETERS = 8
 
 
 def columns(table: Table) -> tuple[str, ...]:
-    """Return a table's column names, in order."""
+    """Return the column names of a table, in order."""
     return tuple(column.name for column in table.columns)
 
 
 def build(move: Sequence[object], writes: Mapping[str, Rows]) -> tuple[str, list[object]]:
     """Return the single statement of a transaction, and its parameters.
 
-    `writes` maps a part ("workers", "delete goldens" …) to its rows. If the position is not the expected one, nothing changes.
+    `move` has the expected position and the new one. `writes` maps a part of the statement ("workers", "delete goldens" …) to its
+    rows. If the store is not at the expected position, the statement changes nothing and returns 0:
+
         WITH moved AS (UPDATE projection … WHERE shown_seq = <the expected position> RETURNING 1),
              …     AS (INSERT … SELECT … FROM unnest($n, …) WHERE EXISTS (SELECT FROM moved) ON CONFLICT …)
         SELECT count(*) FROM moved
 
-    Several statements in one transaction would take three times as long. Each batch needs different parts, so the
-    text is assembled from parts; asyncpg keeps each combination prepared.
+    Several statements in one transaction would take three times as long. Each batch needs different parts, so the text is
+    assembled from parts. asyncpg keeps a prepared statement for each combination.
     """
     parts = tuple(part for part, rows in writes.items() if rows)
     parameters: list[object] = list(move)
@@ -95,7 +97,7 @@ def _upsert(table: Table, names: tuple[str, ...], arrays: str) -> str:
 
 
 def _append(table: Table, names: tuple[str, ...], arrays: str) -> str:
-    """Return an insert that stores a repeated event (the same ce-id) once."""
+    """Return an INSERT that skips rows that the table already has, so that a repeated event is stored once."""
     unique = "reach" if table is tables.snapshots else "incident" if table is tables.incidents else "id"
     return _insert(table, names, arrays, f"({unique}) DO NOTHING")
 
@@ -118,28 +120,32 @@ _PARTS = {"append": _append, "delete": _delete, "close": _close}
 
 _COUNT = f"SELECT {', '.join(f'(SELECT count(*) FROM {name}) AS {name}' for name in STATE)}"
 _KEPT = "SELECT coalesce(max(reach), 0) FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
-COPY_FROM = 512  # events; below, one statement with arrays is quicker than COPY
+COPY_FROM = 512  # number of events from which COPY is faster than a statement with arrays
 
 log = structlog.get_logger(__name__)
 
 
 class Writer:
-    """Writes batches to the store. It remembers the written rows, to write only what changed."""
+    """Writes batches of events to the store. The writer remembers the written fleet, so that it writes only changed rows."""
 
     def __init__(self, link: Link, snapshot_every: int) -> None:
         self._link = link
         self._snapshot_every = snapshot_every
-        self._kept: int | None = None  # sequence that the newest snapshot contains; None: unknown
-        # the last decision's sequence and the stream's time
+        self._kept: int | None = None  # last stream sequence in the newest snapshot; None: unknown
+        # stream sequence and time of the last decision; None: not known yet
         self._decided: tuple[int, datetime] | None = None
-        self._written: Fleet | None = None  # the fleet in the rows; None: unknown, so all rows are due
+        self._written: Fleet | None = (
+            None  # the fleet that the rows show; None: unknown, so that all rows are written
+        )
 
     async def project(
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int, *, audit: bool
     ) -> None:
-        """Write the changes of a batch of events, and the new position. Write nothing unless the projection is at `after`.
+        """Write the changed rows after a batch of events, and the new position.
 
-        Without `audit`, the events themselves are not written: the helper process does that.
+        `shown` is the fleet after the batch, and `settled` the state after the last decision. If `audit` is false, the rows of
+        `fleet_events` are not written, because the helper process writes them. Raise AnotherProjector, and write nothing, if the
+        store is not at the stream sequence `after`.
         """
         last, position, before = events[-1], settled.position, self._written
         move = (
@@ -161,7 +167,10 @@ class Writer:
             self._kept = position.decided
 
     async def recount(self) -> None:
-        """Schedule all rows to be written with the next batch if some are missing: the database was changed by hand."""
+        """Count the rows of the fleet's state. If some are missing, write all of them with the next batch.
+
+        Rows can be missing if the database was changed by hand.
+        """
         async with self._link.use() as connection:
             if self._written is None:
                 return
@@ -172,7 +181,7 @@ class Writer:
                 self._written = None
 
     async def _due(self, events: Sequence[Recorded], settled: Snapshot) -> Rows:
-        """Return the row of a snapshot, if one is due."""
+        """Return the row of a snapshot if one is due; otherwise empty."""
         last = next((e for e in reversed(events) if isinstance(e.fact, Decision)), None)
         self._decided = (last.seq, last.at) if last else self._decided
         if self._kept is None:
@@ -182,7 +191,7 @@ class Writer:
         if not fleet_codec.snapshot_due(position.decided, self._kept or 0, self._snapshot_every):
             return ()
         if self._decided is None or self._decided[0] != position.decided:
-            return ()  # decided before this process began: the decision's time is unknown here
+            return ()  # the decision was read before this process started, so its time is unknown
         fleet, sources = fleet_codec.encode(settled.fleet), codec.to_json(settled.sources)
         row = (position.decided, self._decided[1], position.through, position.decided, position.number)
         return [(*row, DECIDERS_VERSION, fleet_codec.VERSION, fleet, sources)]
@@ -195,7 +204,9 @@ class Writer:
             try:
                 return await self._transaction(move, writes, whole, audit)
             except Repeated:
-                return await self._transaction(move, everything, whole)  # arrays skip existing rows
+                return await self._transaction(
+                    move, everything, whole
+                )  # unlike COPY, this skips existing rows
         if whole:
             return await self._transaction(move, everything, whole)
         async with self._link.use() as connection:
