@@ -1,8 +1,8 @@
-"""The operator's control subjects over NATS, by FastStream.
+"""Serves the operator's control subjects over NATS, with FastStream.
 
-They are control.drain, .resume, .move, .restart, .status, .versions, .allow, .golden and .chaos. Each accepts a JSON object and
-answers with one: `says`, what was done, or `error`, why it was refused. Every controller receives each request; only the leader
-answers (`controller.runtime.commands`).
+The subjects are control.drain, .resume, .move, .restart, .status, .versions, .allow, .golden and .chaos. A request is a JSON
+object. The answer is a JSON object with the field `says`, a text about what was done, or the field `error`, the reason for a
+refusal. Every controller receives each request, and only the leader answers (`controller.runtime.commands`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from events.nats.urls import account, addresses, inbox, masked
 from events.observations import GoldenAnswer
 from events.subjects import CONTROL, DEAD
 
-# requests per subject that wait for a leader or their outcome; others wait in the client's queue
+# maximum number of requests per subject that are handled at once; others wait in the client's queue
 AT_ONCE = 64
 RECONNECT_WAIT_S = 0.2
 STOP_WITHIN_S = 2.0
@@ -48,7 +48,7 @@ F = TypeVar("F", bound="FleetBody")
 
 
 class OperatorControl(Control, Protocol):
-    """The operator's commands, fault injection and versions included."""
+    """The interface to carry out all of the operator's commands, including fault injection, goldens and versions."""
 
     async def versions(self) -> Body: ...
     async def allow(self, by: str, command: Command = ...) -> str: ...
@@ -84,7 +84,7 @@ class FleetBody(OperatorBody):
     by: OperatorName = ""
 
     def command(self, verb: str) -> Command:
-        """Return the command's identity."""
+        """Return the command's identity. `verb` is the last part of its control subject."""
         return Command(self.id, self.deadline, verb, "", self.by)
 
 
@@ -94,7 +94,7 @@ class CommandBody(FleetBody):
     worker: Name
 
     def command(self, verb: str) -> Command:
-        """Return the command's identity."""
+        """Return the command's identity, with the worker. `verb` is the last part of its control subject."""
         return Command(self.id, self.deadline, verb, self.worker, self.by)
 
 
@@ -135,7 +135,7 @@ class AnswerBody(OperatorBody):
     asked: int = Field(default=0, ge=0, le=4096)
 
     def answer(self) -> GoldenAnswer:
-        """Return the golden in the form that facts on the journal carry."""
+        """Convert the golden to the form that facts on the journal contain."""
         return GoldenAnswer(**self.model_dump())
 
 
@@ -163,7 +163,7 @@ class GoldenBody(FleetBody):
         return self
 
     def wish(self) -> GoldenWish:
-        """Return the request about goldens."""
+        """Convert the body to the request that the controller carries out."""
         answers = tuple(body.answer() for body in self.answers)
         return GoldenWish(
             act=self.act, worker=self.worker, canary_key=self.canary_key, model=self.model,
@@ -195,14 +195,17 @@ class ChaosBody(CommandBody):
 
 
 def declare(broker: NatsBroker, operations: OperatorControl | None, gate: CommandGate | None) -> None:
-    """Register the control subjects on `broker`. Without operations they only provide documentation."""
+    """Register the handlers of all control subjects on `broker`.
+
+    If `operations` and `gate` are None, the broker can only be documented and must not be started.
+    """
 
     def ready() -> tuple[OperatorControl, CommandGate]:
         assert operations is not None and gate is not None, "a broker for documentation only was started"
         return operations, gate
 
     def subscribe(verb: str, body: type[B], handle: Callable[[B], Awaitable[Body]]) -> None:
-        handle.__annotations__["body"] = body  # FastStream parses the body accordingly, and documents it
+        handle.__annotations__["body"] = body  # FastStream uses the annotation to parse and document the body
         subject = f"{CONTROL}.{verb}"
         broker.subscriber(
             subject, title=subject, description=body.__doc__ or "", no_reply=False, max_workers=AT_ONCE
@@ -213,7 +216,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
             (ours, gate), order = ready(), body.command(verb)
             answer = await gate.carry_out(order, lambda: act(ours, body, order))
             if answer is None:
-                raise SkipMessage  # no answer: another controller gives it, or the outcome is unknown
+                raise SkipMessage  # sends no answer, because another controller answers or the outcome is unknown
             return answer
 
         subscribe(verb, kind, handle)
@@ -243,7 +246,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
 
 
 class ControlApi:
-    """The server of the control subjects."""
+    """Serves the control subjects of one controller."""
 
     def __init__(self, url: str, operations: OperatorControl, gate: CommandGate) -> None:
         guard = ExceptionMiddleware(
@@ -266,12 +269,12 @@ class ControlApi:
         self.serving = asyncio.Event()  # set once the subjects are subscribed
 
     async def run(self) -> None:
-        """Serve until cancelled. An unavailable broker is retried until it is connected."""
+        """Serve the control subjects until cancelled. While the broker is unavailable, try to connect again."""
         await serve(self._broker, self.serving)
 
 
 async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
-    """Serve a broker's declared subjects until cancelled; set `serving` once they are subscribed."""
+    """Serve the subjects that are declared on `broker` until cancelled. Set `serving` once all of them are subscribed."""
     try:
         while not serving.is_set():
             try:
@@ -279,7 +282,9 @@ async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
                 for _ in range(2):  # the first flush's ping may overtake pending subscriptions
                     await broker.connection.flush()
                 serving.set()
-            except Exception as error:  # any error of the client library while the broker is unavailable
+            except (
+                Exception
+            ) as error:  # the client library may raise any error while the broker is unavailable
                 log.debug("control_api_waits", error=repr(error))
                 await asyncio.sleep(RECONNECT_WAIT_S)
             _raise_if_cancelled()
@@ -293,8 +298,9 @@ async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
 def _raise_if_cancelled() -> None:
     """Raise CancelledError if a cancellation of this task was swallowed.
 
-    The `wait_for` of Python 3.11, which nats-py uses, swallows a cancellation that arrives together with the answer; the process
-    would then wait for this task for ever."""
+    The `wait_for` of Python 3.11, which nats-py uses, swallows a cancellation that arrives together with the result. Without
+    this check, the process would then wait for this task forever.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -370,7 +376,7 @@ def document() -> str:
         (made.components, "messages"),
         (made.components, "schemas"),
     )
-    for part, name in parts:  # FastStream keeps registrations in a set, so the order differs in every run
+    for part, name in parts:  # sorted, because FastStream keeps registrations in a set with a random order
         setattr(part, name, dict(sorted(getattr(part, name).items())))
     text: str = made.to_yaml()
     return text

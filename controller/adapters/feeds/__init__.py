@@ -1,1 +1,1 @@
-"""The router's feeds besides the journal: KV events of workers, running requests of other frontends."""
+"""Feeds the router with workers' KV events and with the running requests of other frontends."""

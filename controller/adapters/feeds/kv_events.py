@@ -1,7 +1,10 @@
-"""Feeds KV events from the broker to a frontend's index, and sends its queries to workers.
+"""Feeds workers' KV events from the broker into a frontend's KV index, and fetches missed events.
 
 kv.events.*  ──▶ KvView ──▶ index
 kv.ask.…     ◀── due queries, at most 16 at once, each with a deadline
+
+A query requests missed KV events, or a dump of all blocks, from the worker that published them. The KvView decides which
+queries are due.
 """
 
 import asyncio
@@ -21,25 +24,25 @@ from events.nats.connection import DISCONNECTED, BrokerConnection, when_connecte
 from events.observations import WorkerJoined
 
 SENDERS_MAX = 65_536
-ASKS_MAX = 16  # concurrent queries
-ASK_S = 2.0
-SWEEP_RUNS = 200  # of the index, freed per turn of the loop
-SWEEP_S = 0.005
-BATCHES = TrafficLimit(  # batches of one worker: an engine's step produces at most one
+ASKS_MAX = 16  # maximum number of concurrent queries
+ASK_S = 2.0  # timeout of a query
+SWEEP_RUNS = 200  # number of index entries that are freed at once
+SWEEP_S = 0.005  # wait before more index entries are freed
+BATCHES = TrafficLimit(  # KV-event batches of one worker, which sends at most one per engine step and rank
     messages=Rate(per_s=2_000.0, burst=20_000.0),
     size=Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0),
 )
-LOOK_S = 1.0  # maximum interval between two looks of a waiting task
+LOOK_S = 1.0  # interval at which the index is checked for entries to free
 
 log = structlog.get_logger(__name__)
 
 
 class KvEvents:
-    """The KV index of one frontend, fed from the broker.
+    """Keeps the KV index of one frontend up to date with the KV events from the broker.
 
-    It needs its own connection, so that a burst of events delays no other traffic. `run` is a service of the frontend's loop, and
-    everything else is called on that loop. Before `run` has started, and while the broker is unavailable, the index keeps its
-    content.
+    The class needs its own connection to the broker, so that a burst of events does not delay other traffic. `run` must run on
+    the frontend's event loop, and all other methods must be called on that loop. Before `run` has started, and while the broker
+    is unavailable, the index keeps its contents.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class KvEvents:
         ask_s: float = ASK_S,
         limit: TrafficLimit = BATCHES,
     ) -> None:
-        """`ask_s`: timeout of a query. `limit`: the traffic that one worker may publish."""
+        """Build the feed for `view`, over `connection`.
+
+        `ask_s` is the timeout of a query in seconds. `limit` is the traffic that one worker may publish.
+        """
         self.view = view or KvView()
-        self.bad = 0  # invalid messages
+        self.bad = 0  # number of messages that were dropped because they are invalid or exceed the limit
         # called with the name of a worker that exceeds its limit
         self.flooded: Callable[[str], None] = lambda worker: None
         self._budgets = SubjectBudgets(limit, SENDERS_MAX)
@@ -61,14 +67,17 @@ class KvEvents:
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(ASKS_MAX)
         self._wake = asyncio.Event()  # set when a query may be due
-        self._look_at = inf  # time of the next look without a wake-up
+        self._look_at = inf  # loop time at which `run` checks for due queries even if it is not woken
         connection.listen(self._changed)
 
     @classmethod
     async def open(
         cls, url: str, name: str, *, wait_s: float = 2.0, limit: TrafficLimit = BATCHES
     ) -> "KvEvents":
-        """Connect to the broker within `wait_s`, else keep trying in the background. Raise BadBrokerUrl."""
+        """Connect to the broker and build the feed. After `wait_s` seconds, continue to connect in the background.
+
+        Raise BadBrokerUrl.
+        """
         return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s), limit=limit)
 
     async def close(self) -> None:
@@ -79,27 +88,30 @@ class KvEvents:
 
     @property
     def index(self) -> KvIndex:
-        """The cached blocks of each (worker, instance, rank)."""
+        """The index of the KV blocks that each rank of each worker instance has cached."""
         return self.view.index
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Update the live workers; those that publish KV events are followed. Cheap: call it at every change."""
+        """Set the live workers. The index follows those that publish KV events, and drops the blocks of all others.
+
+        The call is cheap and can be made after every change.
+        """
         self.view.absorb(joined, self._loop.time())
         self._look()
 
     def complete(self, holder: WorkerRank) -> bool:
-        """Return whether the index is complete for a rank, as far as its published events are known."""
+        """Return whether the index has applied all KV events that the rank `holder` is known to have published."""
         return self.view.complete(holder)
 
     @property
     def health(self) -> KvHealth:
-        """The completeness of the index; as text, a line for display."""
+        """The completeness of the index. Its `str` is a line for display."""
         return self.view.health
 
     # --- the service
 
     async def run(self) -> None:
-        """Receive events and send queries until cancelled."""
+        """Receive KV events and send due queries, until cancelled."""
         await when_connected(partial(self._connection.subscribe_raw, subjects.KV_EVENTS, self._on_batch))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="kv-sweep")
@@ -123,7 +135,7 @@ class KvEvents:
                 timer.cancel()
 
     def _look(self) -> None:
-        """Wake the service if a query is due sooner than before."""
+        """Wake `run` if a query is now due sooner than its next check."""
         if self.view.due_at < self._look_at:
             self._wake.set()
 
@@ -143,8 +155,8 @@ class KvEvents:
             self._look()
 
     async def _sweep(self) -> None:
-        """Free the index of workers that are gone, in small steps: streams are relayed on the same loop."""
-        while True:  # noqa: ASYNC110 (it looks rarely: an event would cost more)
+        """Free the index entries of workers that are gone, in small steps that do not delay the streams on this loop."""
+        while True:  # noqa: ASYNC110 (polling once a second is cheaper than an event)
             await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
 
     def _within_budget(self, subject: bytes, size: int) -> bool:

@@ -1,11 +1,12 @@
-"""Synchronises the requests in flight among frontends, over core NATS.
+"""Synchronises the counts of requests in flight among frontends, over core NATS.
 
     our tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or those of one millisecond
     kv.slots ──▶ Replicas ──▶ our tracker
     each second: our presence, and the frontends that are gone
 
-While the broker is unavailable the counts stay unchanged, and events in the meantime are not kept. Afterwards every frontend
-sends its whole state again.
+The tracker (`ActiveSequences`) counts the requests in flight on each worker. `Replicas` merges the events of other frontends'
+trackers into this frontend's tracker. While the broker is unavailable, the counts of other frontends stay unchanged and events
+are lost. After that, every frontend sends its whole state again.
 """
 
 import asyncio
@@ -22,18 +23,20 @@ from events import slot_messages as wire
 from events import subjects
 from events.nats.connection import BrokerConnection, when_connected
 
-WINDOW_S = 0.001
-BEAT_S = 1.0
-UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond it the broker does not keep up: the whole state is sent later
+WINDOW_S = 0.001  # how long events wait to be sent with others
+BEAT_S = 1.0  # interval of presence messages
+UNSENT_BYTES_MAX = (
+    16 * 1024 * 1024
+)  # if more bytes wait to be sent, events are dropped and the whole state is sent later
 _ROUTE = f"{subjects.KV_SLOTS} ".encode()
 
 log = structlog.get_logger(__name__)
 
 
 class SlotSync:
-    """Keeps one frontend's slot tracker in sync with the others'. It subscribes to the tracker's events.
+    """Keeps one frontend's tracker of requests in flight in sync with the trackers of other frontends.
 
-    `run` is a service of the frontend's loop. `peers` returns the frontends that currently serve, as far as is known.
+    `run` must run on the frontend's event loop. `peers` returns the names of the frontends that are known to serve.
     """
 
     def __init__(
@@ -44,11 +47,11 @@ class SlotSync:
         peers: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.replicas = Replicas(frontend, uuid4().hex, slots, self._on_event)
-        self.bad = 0  # invalid messages
+        self.bad = 0  # number of invalid messages
         self._connection = connection
         self._peers = peers
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # connected without interruption since
+        self._since: float | None = None  # loop time since which the broker is connected; None: it is not
         self._timer: asyncio.TimerHandle | None = None
         connection.listen(self._changed)
 
@@ -62,7 +65,10 @@ class SlotSync:
         *,
         wait_s: float = 2.0,
     ) -> "SlotSync":
-        """Connect to the broker within `wait_s`, else keep trying in the background. Raise BadBrokerUrl."""
+        """Connect to the broker and build the synchronisation. Raise BadBrokerUrl.
+
+        After `wait_s` seconds, continue to connect in the background.
+        """
         connection = await BrokerConnection.open(url, f"slots:{frontend}", wait_s=wait_s)
         return cls(connection, frontend, slots, peers)
 
@@ -74,11 +80,11 @@ class SlotSync:
 
     @property
     def connected(self) -> bool:
-        """Whether messages to and from the other frontends arrive."""
+        """Whether the broker is connected, so that frontends receive each other's messages."""
         return self._since is not None
 
     async def run(self) -> None:
-        """Receive and send until cancelled."""
+        """Receive and send the events of trackers until cancelled."""
         await when_connected(partial(self._connection.subscribe_raw, subjects.KV_SLOTS, self._on_message))
         if self._connection.connected:
             self._changed(True)
@@ -93,7 +99,7 @@ class SlotSync:
     # --- outgoing -----------------------------------------------------------------------------------------
 
     def _on_event(self) -> None:
-        """Send pending events after `WINDOW_S`, or at once if there are many."""
+        """Send the tracker's pending events after `WINDOW_S`, or at once if they fill a message."""
         if self.replicas.waiting >= wire.EVENTS_MAX:
             self._send()
         elif self._timer is None:

@@ -1,1 +1,1 @@
-"""Scaling hooks that start and stop workers without `holdfast up`: a command, or a Kubernetes scale."""
+"""Scaling hooks, which start and stop workers through a command or a Kubernetes scale subresource."""

@@ -1,10 +1,10 @@
-"""Scales by a command of the operator, from `docker` to `sbatch`.
+"""Scales a model's workers by a command that the operator configures, such as `docker` or `sbatch`.
 
     {"model": …, "before": 2, "after": 4, …} ─▶ stdin      stdout ─▶ its last line: what was done   (status 0)
                                                            stderr ─▶ its last line: the error       (any other)
 
-A command has ended when its process has ended, although its child processes may continue and hold its output open. That is
-tolerated; the whole process group is killed only at the deadline.
+The command's input is the scale request. The last line of its output becomes the result. The hook waits for the command's
+process only, because child processes may continue and keep the output open. At the deadline, the whole process group is killed.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from events.errors import BadSetting
 
 TIMEOUT_S = 30.0
 KILLED_WITHIN_S = 2.0
-OUTPUT_KEPT = 64 * 1024  # bytes of stdout and of stderr: the end of each
+OUTPUT_KEPT = 64 * 1024  # number of last bytes that are kept, of stdout and of stderr each
 READ_BYTES = 64 * 1024
 SECRET = ("DATABASE_URL", "NATS_URL", "KEY", "TOKEN", "SECRET", "PASSWORD", "CREDS")
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without secrets of the fleet: URLs with passwords, and the locations of keys."""
+    """Return an environment without Holdfast's variables for secrets, such as URLs with passwords and paths of keys."""
     return {
         name: value
         for name, value in environment.items()
@@ -39,12 +39,12 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class CommandScaleHook:
-    """One command. It is started without a shell, in a session of its own."""
+    """The scaling hook that runs one command, without a shell and in its own session."""
 
     by = "command"
 
     def __init__(self, argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-        """Raise BadSetting for a command without a program, or a timeout that is not positive."""
+        """Check the command. Raise BadSetting if `argv` has no program or `timeout_s` is not positive."""
         if not argv or not argv[0] or any("\0" in word for word in argv):
             raise BadSetting(f"the command {list(argv)!r} names no program")
         if not timeout_s > 0:
@@ -53,10 +53,13 @@ class CommandScaleHook:
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: ScaleRequest) -> HookResult:
-        """Run the command and return its last line. It is killed at its deadline, and when the caller is cancelled."""
+        """Run the command and return its result with the last line of its output.
+
+        The command is killed at its deadline or if the caller is cancelled.
+        """
         asked = json.dumps(asdict(wanted), ensure_ascii=False).encode() + b"\n"
         try:
-            # A file instead of a pipe: a command that does not read it, or closes it, blocks no process.
+            # The input is a file and not a pipe, because a command that does not read a pipe would block this process.
             with tempfile.TemporaryFile() as stdin, KeptOutput() as out, KeptOutput() as err:
                 stdin.write(asked)
                 stdin.seek(0)
@@ -85,7 +88,7 @@ class CommandScaleHook:
 
 
 async def _kill(process: Process) -> None:
-    """Kill a command and all processes that it has started in its session."""
+    """Kill a command and all processes of its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):  # a process that is blocked in the kernel cannot be waited for
@@ -94,16 +97,17 @@ async def _kill(process: Process) -> None:
 
 
 class KeptOutput:
-    """A pipe for a process's output. It is read as it arrives, so that the process never blocks; only its end is kept.
+    """A pipe for a process's output, which is read at once, so that the process never blocks. Only the last bytes are kept.
 
-    We own it instead of asyncio's process transport, which would treat a process as running while another one holds its output.
+    asyncio's process transport is not used for the pipe, because it would treat the process as running while a child process
+    keeps the output open.
     """
 
     def __init__(self) -> None:
         self._kept = bytearray()
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
-        self._open = True  # our copy of the writing end
+        self._open = True  # whether this process still has its copy of the writing end
 
     def __enter__(self) -> "KeptOutput":
         return self
@@ -114,19 +118,19 @@ class KeptOutput:
         os.close(self._read)
 
     def begin(self) -> None:
-        """Start to read, now that the process has its copy of the writing end."""
+        """Start to read. The process must have been started, so that it has its copy of the writing end."""
         self._close_end()
         asyncio.get_running_loop().add_reader(self._read, self._read_available)
 
     def rest(self) -> bytes:
-        """Return the end of the output, including what is still in the pipe."""
+        """Return the last bytes of the output, including those that are still in the pipe."""
         for _ in range(OUTPUT_KEPT // READ_BYTES + 1):  # bounded: another process may still write
             if not self._read_available():
                 break
         return bytes(self._kept)
 
     def _read_available(self) -> bool:
-        """Read what is available; return whether there was anything."""
+        """Read the available bytes; return False if there are none or all writing ends are closed."""
         try:
             read = os.read(self._read, READ_BYTES)
         except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Scales by a Kubernetes scale subresource: reads the number of replicas, and sets it.
+"""Scales a model's workers by reading and setting the replicas of a Kubernetes scale.
 
     GET   …/deployments/llama/scale  ─▶ {"kind": "Scale", "metadata": {"resourceVersion": "7"}, "spec": {"replicas": 2}}
     PATCH …/deployments/llama/scale  ◀─ {"metadata": {"resourceVersion": "7"}, "spec": {"replicas": 4}}
 
-The PATCH names the version that was read, so it does not silently undo a concurrent change: the server answers 409, and the
-planner reads the new number before it proposes again.
+The PATCH contains the version that was read, so that it cannot undo a concurrent change. After such a change, the server answers
+409, and the planner reads the new number before it proposes again.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ class ScaleRefused(HoldfastError):
 
 
 class ScaleSeen(NamedTuple):
-    """The content of a scale subresource."""
+    """The contents of a scale subresource."""
 
     replicas: int
-    version: str  # its resourceVersion; empty: it has none
+    version: str  # the resourceVersion; empty if the server sends none
 
 
 class HttpScaleHook:
-    """One scale subresource, or one per model."""
+    """The scaling hook that sets the replicas of one scale subresource, or of one for each model."""
 
     by = "http"
 
@@ -54,8 +54,11 @@ class HttpScaleHook:
         ca_file: Path | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`url` may contain `{model}`, which is replaced by the model's name, percent-encoded. Both files are read at each call,
-        since they may be rotated. Raise BadSetting for an invalid URL, or a timeout that is not positive."""
+        """Check the URL of the scale subresource. Raise BadSetting if it is invalid or `timeout_s` is not positive.
+
+        `{model}` in the URL is replaced by the model's name, percent-encoded. The token and CA files are read at each call,
+        because they may be rotated.
+        """
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -73,7 +76,7 @@ class HttpScaleHook:
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: ScaleRequest) -> HookResult:
-        """Read the number of replicas, and set it if it differs."""
+        """Read the number of replicas and set it to `wanted.after` if it differs. Return the result, also for a failure."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._scale_once(wanted)
@@ -96,8 +99,8 @@ class HttpScaleHook:
             connector=aiohttp.TCPConnector(ssl=trust, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None),  # our own timeout covers both requests
-            auto_decompress=False,  # a small answer must not become a large one
+            timeout=aiohttp.ClientTimeout(total=None),  # the timeout of `scale` covers both requests
+            auto_decompress=False,  # a small compressed answer could become very large
         ) as session:
             seen = _scale(await _request(session, "GET", url))
             if seen.replicas == wanted.after:
@@ -123,7 +126,10 @@ class HttpScaleHook:
         return headers
 
     def _trust(self) -> ssl.SSLContext:
-        """Return the trusted certificates. aiohttp's own context is created at import, and may trust no CA."""
+        """Return a TLS context that trusts the CA file, or the system's CAs. Raise ScaleRefused if the file is invalid.
+
+        aiohttp's own context is not used, because it is created at import and may trust no CA.
+        """
         try:
             return ssl.create_default_context(cafile=self._ca_file)
         except OSError as error:  # as SSLError is
@@ -131,7 +137,7 @@ class HttpScaleHook:
 
 
 async def _request(session: aiohttp.ClientSession, method: str, url: URL, change: object = None) -> bytes:
-    """Return the body of a successful answer. Raise ScaleRefused for any other, and aiohttp's errors."""
+    """Send a request and return the body of the answer. Raise ScaleRefused for a status other than 2xx, and aiohttp's errors."""
     body = None if change is None else json.dumps(change).encode()
     headers = {} if change is None else {"Content-Type": MERGE}
     async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer:
@@ -149,7 +155,7 @@ async def _request(session: aiohttp.ClientSession, method: str, url: URL, change
 
 
 def _parsed(body: bytes) -> Mapping[str, Any] | None:
-    """Return a body's JSON object; None if it is not one."""
+    """Parse a body as a JSON object; None if it is not a JSON object."""
     with contextlib.suppress(ValueError, RecursionError):  # RecursionError: deeply nested brackets
         found = json.loads(body)
         return found if isinstance(found, dict) else None
@@ -157,13 +163,13 @@ def _parsed(body: bytes) -> Mapping[str, Any] | None:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of a Status object; empty if the body is not one."""
+    """Return the message of a Kubernetes Status object; empty if the body is not such an object."""
     said = (_parsed(body) or {}).get("message")
     return said if isinstance(said, str) else ""
 
 
 def _scale(body: bytes) -> ScaleSeen:
-    """Return the content of a Scale object. Raise ScaleRefused if the body is not one."""
+    """Return the contents of a Kubernetes Scale object. Raise ScaleRefused if the body is not such an object."""
     found = _parsed(body) or {}
     spec, metadata = found.get("spec") or {}, found.get("metadata") or {}
     if found.get("kind") != "Scale" or not isinstance(spec, dict) or not isinstance(metadata, dict):
