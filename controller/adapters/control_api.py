@@ -67,13 +67,13 @@ class OperatorControl(Control, Protocol):
 
 
 class OperatorBody(BaseModel):
-    """The body of an operator's request. Unknown fields are refused: a misspelt one must not be ignored."""
+    """The body of an operator's request. Unknown fields are refused, so that a misspelt field is not ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class FleetBody(OperatorBody):
-    """The common fields of all commands."""
+    """The fields that all commands have."""
 
     id: Annotated[str, Field(min_length=8, max_length=64, pattern=r"^[\w-]+$")] = Field(
         description="chosen by the sender; a second command with the same id gets the first one's answer, and does nothing"
@@ -89,7 +89,7 @@ class FleetBody(OperatorBody):
 
 
 class CommandBody(FleetBody):
-    """The common fields of commands about one worker."""
+    """The fields that all commands about one worker have."""
 
     worker: Name
 
@@ -99,7 +99,7 @@ class CommandBody(FleetBody):
 
 
 class DrainBody(CommandBody):
-    """Let a worker finish what it runs, and send it no new requests."""
+    """Send no new requests to a worker, and let the worker finish its running requests."""
 
     deadline_s: float | None = Field(default=None, gt=0, le=86_400)
 
@@ -109,13 +109,16 @@ class ResumeBody(CommandBody):
 
 
 class MoveBody(CommandBody):
-    """Move a worker's running requests to the worker `to`, or to the best one; it continues to accept new requests."""
+    """Move a worker's running requests to the worker `to`, or to the best other worker.
+
+    The worker continues to accept new requests.
+    """
 
     to: Annotated[str, Field(max_length=NAME_MAX)] = ""
 
 
 class RestartBody(CommandBody):
-    """Shut a worker down gracefully; its supervisor starts the next instance."""
+    """Shut a worker down gracefully, so that its supervisor starts the next instance."""
 
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -124,8 +127,11 @@ Key = Annotated[str, Field(max_length=KEY_MAX)]
 
 
 class AnswerBody(OperatorBody):
-    """A golden: the question's tokens, and the tokens and logprobs of the right answer. `asked`: the number of tokens that the
-    question asks for; 0: as many as the answer has. `tolerance`: of one logprob; 0: compare tokens only."""
+    """A golden: a canary's prompt tokens, and the tokens and logprobs of the right answer.
+
+    `asked` is the number of tokens that the canary requests; 0 means as many as the answer has. `tolerance` is the maximum
+    difference of a logprob; 0 means that only tokens are compared.
+    """
 
     canary: Name
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=65_536)]
@@ -140,8 +146,11 @@ class AnswerBody(OperatorBody):
 
 
 class GoldenBody(FleetBody):
-    """Approve goldens, retire them, or let a worker record them again. They are selected by a worker, a canary key or a model,
-    and optionally by canaries. `answers`: the goldens to approve, under `canary_key`, instead of the workers' answers."""
+    """Approve goldens, retire them, or let a worker record them again.
+
+    The goldens are selected by a worker, a canary key or a model, and optionally by the names of canaries. If `answers` is given,
+    these goldens are approved for `canary_key` instead of the workers' answers.
+    """
 
     act: Literal["approve", "retire", "record"]
     worker: Annotated[str, Field(max_length=NAME_MAX)] = ""
@@ -172,7 +181,10 @@ class GoldenBody(FleetBody):
 
 
 class AllowBody(FleetBody):
-    """Put everything that the leading controller knows in force, although a process of the fleet does not know it."""
+    """Put all kinds of facts and the deciders version that the leading controller knows in force.
+
+    This is done even if a process of the fleet does not know them.
+    """
 
 
 class VersionsBody(OperatorBody):
@@ -184,9 +196,12 @@ class StatusBody(OperatorBody):
 
 
 class ChaosBody(CommandBody):
-    """Inject a fault into a worker, or heal it. `argument`, by fault: one token in X is wrong, steps are X times slower, X
-    requests fail, Xid X. `rank`: the rank of a group that fails. `duration_s`: seconds until the fault ends by itself; without
-    it, the fault lasts until `heal`, which ends all faults."""
+    """Inject a fault into a worker, or end all of the worker's faults with `heal`.
+
+    The meaning of `argument`, a number X, depends on the fault: one token in X is wrong, steps are X times slower, X requests
+    fail, or the Xid is X. `rank` is the rank in which the fault occurs. The fault ends after `duration_s` seconds, or with `heal`
+    if no duration is given.
+    """
 
     fault: Fault
     argument: float | None = Field(default=None, ge=0)
