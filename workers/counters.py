@@ -150,7 +150,7 @@ class DrainState:
         return refusal.reason if refusal and (refusal.canaries_too or not canary) else ""
 
     def deregister(self) -> None:
-        """Begin the drain: frontends are notified to send no new requests."""
+        """Begin a drain in which frontends are notified to send no new requests, but requests are not refused."""
         self._begin()
         self.deregistered = True
 

@@ -109,7 +109,7 @@ class FrontendConnection:
             self._leaving.cancel()
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame. While the frontend reads, earlier steps are sent first; otherwise the frame overtakes the backlog."""
+        """Write one frame after the steps of a burst. If the frontend does not keep up, the frame overtakes the backlog."""
         if self._leaving is not None and self._paused_at is None:
             self._send_backlog()
         self._write(frame)

@@ -273,7 +273,7 @@ class StreamOutput:
         self._connections.flush()
 
     def stays(self) -> None:
-        """Handle a stream that stays because its move failed: if all streams are being sent away, send this one too."""
+        """Handle a failed move. If all streams are being sent to other workers, send the stream of the failed move too."""
         if self._sending_on:
             self.send_elsewhere(self._sending_on)
 

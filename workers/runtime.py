@@ -1,4 +1,4 @@
-"""Builds and runs one worker process: settings in, exit code out.
+"""Builds and runs the workers of one process from its settings.
 
 At startup, the process waits at most 0.5 s for the broker. A worker that cannot reach the broker still serves, and its facts
 are spooled until the broker accepts them.

@@ -62,7 +62,7 @@ class Stop:
         self._second = second
 
     def signalled(self) -> None:
-        """Handle SIGTERM or SIGINT. The first signal starts the shutdown; a later one hurries it or is ignored."""
+        """Handle SIGTERM or SIGINT. The first signal starts the shutdown. Later signals end the grace period or are ignored."""
         if not self.wanted.is_set():
             self.wanted.set()
         elif self._second == "hurry":

@@ -3,10 +3,11 @@
     the worker's heartbeats ──▶ its current instance ─┐
     the device watch ──▶ the last state of each fault ─┴──▶ facts about that instance
 
-The watched worker runs on another host, in front of the server that uses these GPUs. The watch has no engine and no request
-plane, registers nowhere and sends no heartbeat, so the end of the watch does not affect the state of any worker. When the
-watched worker starts a new instance, the watch reports the last state of every fault again, including faults that are over,
-because the facts so far belong to the former instance.
+The watched worker runs in front of the server that uses these GPUs, usually on another host. The watch has no engine and no
+request plane, does not register and sends no heartbeat. The end of the watch therefore does not affect the state of any worker.
+
+Facts belong to a worker instance. When the watched worker starts a new instance, the watch therefore reports the last state of
+every fault again, including faults that are over.
 """
 
 import asyncio

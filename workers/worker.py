@@ -349,7 +349,7 @@ class InferenceWorker:
         return RENEWED
 
     async def _leave_now(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
-        """Leave without a grace period: end every stream with an error that makes its frontend continue it elsewhere."""
+        """Leave without a grace period. Every stream ends with an error that makes its frontend continue it elsewhere."""
         self._journal.observe(ShutdownBegan(**self._about, mode=mode, grace_s=0.0, reason=reason))
         server, output = self.server, self.server.output
         server.refuse(LEAVING, tell=False)  # frontends need no notice, because their connections end now
@@ -359,7 +359,7 @@ class InferenceWorker:
         self._journal.observe(WorkerLeft(**self._about, mode=mode, exit=code))
 
     async def _end_abruptly(self) -> int:
-        """End as if the process had been killed: no frontend is notified, and unsent output is lost."""
+        """End as if the process had been killed, without notifying frontends. Unsent output is lost."""
         self._log.warning("worker_killed", in_flight=self.server.in_flight)
         self.server.abort()
         await self._end()

@@ -267,8 +267,8 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
 def _value(annotation: object, text: object) -> object:
     """Parse a text for a field of this type.
 
-    A text becomes a duration if the type is one (the text is in seconds), and a collection if the text is JSON or the type is
-    a collection (the values are separated by commas). Return any other text unchanged, and leave errors to the validation.
+    For a duration, the text is a number of seconds. For a collection, the text is JSON, or values separated by commas. Return any
+    other text unchanged, and leave the detection of errors to pydantic's validation.
     """
     if not isinstance(text, str):
         return text

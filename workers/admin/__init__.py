@@ -1,1 +1,1 @@
-"""A worker's admin port: health and metrics."""
+"""Serves the health and the metrics of a worker process on its admin port."""

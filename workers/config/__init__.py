@@ -1,1 +1,1 @@
-"""A worker's settings: their fields, loading and validation."""
+"""Defines, loads and validates the settings of a worker process."""

@@ -180,7 +180,7 @@ class RehearsedFaults:
             self.engine.heal(fault, rank)
 
     def _blackhole(self, fault: str, on: bool) -> None:
-        """Record that `fault` does or does not need a blackhole; the server drops all traffic while any fault needs it."""
+        """Record whether `fault` needs all traffic to be dropped. The server drops it while at least one fault needs that."""
         (self._blackhole_causes.add if on else self._blackhole_causes.discard)(fault)
         connections = self.server.connections
         connections.blackhole(bool(self._blackhole_causes))

@@ -41,10 +41,10 @@ def report(
 ) -> None:
     """Write the fault changes of a worker's devices to the journal, and call back for fatal faults.
 
-    `doubt` is called with the reason when a fatal fault begins, and with "" when the last fatal fault is over, because GPU
-    memory cannot be trusted in between. `died` is called when a device fails while the engine uses it. `died` is not called for
-    a fault that existed before the watch began, because a restarted worker would find the same fault again and end again.
-    `broke` is called if the watch itself fails.
+    `doubt` is called with the reason when a fatal fault begins, because GPU memory cannot be trusted from then on. It is called
+    with "" when no fatal fault is active any more. `died` is called when a device fails while the engine uses it. `died` is not
+    called for a fault that existed before the watch began, because a restarted worker would find the same fault again and end
+    again. `broke` is called if the watch itself fails.
     """
     standing: set[tuple[str, str]] = set()  # device and class of each active fatal fault
 

@@ -109,7 +109,7 @@ class ReservationPolicy:
 
 @dataclass(slots=True)
 class KvReservation:
-    """One reservation: the region's size and deadline, and the progress of its transfer."""
+    """The size and deadline of one reservation, and the progress of its transfer."""
 
     ticket: str
     size: int  # bytes

@@ -272,7 +272,7 @@ class Arrived:
 
 @dataclass(slots=True)
 class _ReservedRoom:
-    """The region, the connection and the result of a live reservation. Its limits and deadline are in the ledger."""
+    """The region, the connection and the result of a live reservation. The ledger has its limits and deadline."""
 
     ticket: str
     region: Region

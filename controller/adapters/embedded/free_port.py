@@ -3,7 +3,7 @@
 The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. A server with such a
 port may find it in use when it starts, or when it restarts after a kill. A client that retries in the meantime may even connect
 to itself. Allocated ports are therefore below that range. The allocating process also binds a socket name for the port in
-Linux's abstract namespace, so that no other Holdfast process allocates the same port before the server listens.
+Linux's abstract namespace. As long as the name is bound, no other Holdfast process allocates the same port.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ class EmbeddedServer:
 
 @contextlib.contextmanager
 def directory_errors(directory: Path) -> Iterator[None]:
-    """Convert an OSError or ValueError from the `with` block into a ServerFailed that names the directory."""
+    """Convert errors about a directory. Raise ServerFailed for an OSError or ValueError from the `with` block."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -175,7 +175,7 @@ async def wait_until_ready(
 ) -> None:
     """Wait until `ready` returns True.
 
-    If the process ends or is not ready in time, kill it, and raise ServerFailed or PortInUse with the server's own message.
+    If the process ends or is not ready in time, it is killed. Raise ServerFailed or PortInUse, with the server's own message.
     """
     try:
         async with asyncio.timeout(START_DEADLINE_S):

@@ -1,8 +1,8 @@
 """Synchronises the counts of requests in flight among frontends, over core NATS.
 
-    our tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or those of one millisecond
-    kv.slots ──▶ Replicas ──▶ our tracker
-    each second: our presence, and the frontends that are gone
+    own tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or those of one millisecond
+    kv.slots ──▶ Replicas ──▶ own tracker
+    each second: send the own presence, and drop the frontends that are gone
 
 The tracker (`ActiveSequences`) counts the requests in flight on each worker. `Replicas` merges the events of other frontends'
 trackers into this frontend's tracker. While the broker is unavailable, the counts of other frontends stay unchanged and events

@@ -1,7 +1,7 @@
 """One connection to one worker: sends and receives frames, and passes streams' output to their sinks.
 
-When bytes arrive, the output is passed directly to the sink of each stream, without a queue or a task per token, because this
-is the hottest path of a frontend. All engine steps of one read become one chunk per stream. The cost per token therefore falls
+This is the hottest path of a frontend. When bytes arrive, the output is therefore passed directly to the sink of each stream,
+without a queue or a task per token. All engine steps of one read become one chunk per stream. The cost per token therefore falls
 when more steps arrive at once.
 """
 

@@ -164,8 +164,8 @@ class HangDetector:
     def gets_on(self, now: float, own_tokens: int) -> bool:
         """Return whether the engine is known to make progress.
 
-        It is if its step is young, or if its step is old because of a prefill of more than `own_tokens` tokens, which must belong
-        to another request than the caller's.
+        It makes progress if its step is young. It also does if its step is old but prefills more than `own_tokens` tokens,
+        because the prefill is then not the caller's.
         """
         if self.silent_s(now) > self.policy.silence_s or self.stuck:
             return False
