@@ -135,11 +135,11 @@ class StateStore(Protocol):
         ...
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the latest stored snapshot without events after the sequence number `seq`, or None if there is no such."""
+        """Return the latest stored snapshot without events after the sequence number `seq`, or None if none is stored."""
         ...
 
     async def snapshot_at(self, when: datetime) -> Snapshot | None:
-        """Return the latest stored snapshot without events after the time `when`, or None if there is no such.
+        """Return the latest stored snapshot without events after the time `when`, or None if no such snapshot is stored.
 
         Times are by the stream's clock."""
         ...

@@ -190,7 +190,7 @@ class Asker:
         return self._slot(after, False)
 
     def _unasked(self, after: float, place: int) -> Question | None:
-        """Return an estimated canary if none was recorded for a long time before the one at index `place`, else None."""
+        """Return an estimated canary if no canary was recorded for a long time before the canary at index `place`, else None."""
         recorded = self.told
         before = recorded.sent[place - 1] if place else self._last
         until = recorded.sent[place] if place < len(recorded) else recorded.end

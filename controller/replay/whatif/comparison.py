@@ -47,7 +47,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class FaultCompared:
-    """One fault, and the seconds from its estimated beginning to each phase, as recorded and on the courses."""
+    """One fault, and the seconds from its estimated beginning to each phase, in each of the three histories."""
 
     fault: FaultSeen
     recorded: dict[str, float]
@@ -68,13 +68,13 @@ class TotalCompared:
 
 @dataclass(frozen=True, slots=True)
 class DecisionsCompared:
-    """How often a decision about one worker or model is made in `again` and in `would`."""
+    """How often a decision about a worker or model is made under the recorded policy and under the changed policy."""
 
     kind: str
     subject: str
     what: str
-    again: int
-    would: int
+    again: int  # number of decisions under the recorded policy
+    would: int  # number of decisions under the changed policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def _canaries(recording: Recording, asked: PolicyChange, courses: int) -> list[f
 
 
 def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
-    """Return the decisions that are made more or less often in `would` than in `again`."""
+    """Return the decisions that are made more or less often under the changed policy (`would`) than under the recorded one."""
     ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
     differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
     return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]

@@ -41,8 +41,8 @@ class Spell:
     def ended(self, place: float) -> float:
         """Return when the spell ended, if it ended at `place` in the gap between the last bad and the next good answer.
 
-        If no good answer followed, the spell never ended, which is infinity. With `place` 0 it then ended right after the last
-        bad answer."""
+        If no good answer followed, the result is infinity. As an exception, with `place` 0 the spell then ended right after the
+        last bad answer."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):

@@ -38,7 +38,8 @@ class SweepPoint:
 def swept(text: str, points: int, besides: PolicyChange) -> Swept:
     """Parse `--sweep NAME=A..B` into `points` values from A to B, each a constant factor above the last. Raise UsageError.
 
-    `besides` holds the other changed settings. If A and B are whole numbers, the values are rounded, which may leave fewer."""
+    `besides` holds the other changed settings. If A and B are whole numbers, the values are rounded to whole numbers, and
+    duplicates are removed."""
     parts = _RANGE.fullmatch(text)
     if parts is None:
         raise UsageError(f"--sweep {text}: must be NAME=A..B, such as --sweep canary.interval=1s..60s")

@@ -25,7 +25,7 @@ class WeightStep(NamedTuple):
 
     @property
     def fenced(self) -> bool:
-        """Whether the worker gets no requests. False for a healthy spare, which gets none because it waits."""
+        """Whether the worker is out of service. False for a healthy spare, although a spare gets no requests either."""
         return self.weight == 0.0 and not (self.spare and self.status is HealthStatus.HEALTHY)
 
 
