@@ -1,1 +1,1 @@
-"""The imperative shell: loops that read the journal, apply decisions, and report the outcome."""
+"""The controller's loops: they read the journal, carry out decisions and report the outcomes."""

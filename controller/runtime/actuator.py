@@ -1,16 +1,20 @@
-"""Level-triggered actuator: commands workers until their heartbeats agree with the fold.
+"""Level-triggered actuator: sends commands to workers until their heartbeats agree with the fold.
 
-- It commands workers to drain and to resume.
-- It ends an instance that was declared dead but still runs, so that its successor can join: DEAD is final, even after the
-  worker was forgotten. This includes a hung worker in a process with other workers that still send messages: a
-  signal would end all of them, so a command ends this worker only.
-- It ends a former instance if another process registered under the same name and left again: two live instances would keep
-  displacing each other.
-- It notifies a worker that was convicted of wrong answers or a failed device: the worker then sends no KV caches to others.
-- It sends each worker the share of its batch that it may fill at its model's degradation level; a model has one level for all.
+The actuator:
 
-The actuator keeps no position: it compares the fold with the heartbeats and repeats a command until they agree. Commands are
-idempotent. A worker that does not answer is retried with backoff; other components decide whether it is dead.
+- commands workers to drain and to resume;
+- ends an instance that was declared dead but still runs, so that its successor can join. DEAD is final, even after the worker
+  was forgotten. A hung worker may share its process with other workers, and a signal would end all of them. A command ends
+  only the hung worker;
+- ends a former instance if another process registered under the same name and left again. Otherwise the two live instances
+  would keep displacing each other;
+- notifies a worker that was convicted of wrong answers or of a failed device. The worker then sends no KV caches to others;
+- sends each worker the share of its engine's batch size that the worker may fill. The share follows from the degradation level,
+  which all workers of a model have in common.
+
+The actuator keeps no position on the journal. It compares the fold with the heartbeats, and repeats a command until the two
+agree. Commands are idempotent. If a worker does not answer, the actuator repeats the command with backoff. Other components
+decide whether the worker is dead.
 """
 
 import asyncio
@@ -36,7 +40,7 @@ from events.observations import ResumeRequested
 
 BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
-CONFIRMED_S = 2.0  # from a worker's confirmation of a command until its beats must show the change
+CONFIRMED_S = 2.0  # time that a worker's beats have to show a change, after the worker confirmed the command
 
 ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust", "batch"]
 SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
@@ -57,20 +61,20 @@ class _Attempt:
 
     instance: str
     command: ActuatorCommand
-    share: float  # the share of its batch that the instance may fill
+    share: float  # share of its batch size that the instance may fill, 0 to 1
     next_at: float = 0.0
     wait_s: float = 0.0
-    confirmed: bool = False  # the worker has confirmed it; its beats will follow
+    confirmed: bool = False  # whether the worker has confirmed the command
 
     @property
     def wish(self) -> tuple[str, ActuatorCommand, float]:
-        """The identity of the command: a change of it restarts the retries."""
+        """The command's identity. If it changes, the backoff starts again."""
         return self.instance, self.command, self.share if self.command == "batch" else 1.0
 
 
 @dataclass(eq=False)
 class Actuator:
-    """Sends workers the commands that the fold requires, while its controller leads."""
+    """Sends workers the commands that the fold requires, while this controller leads."""
 
     view: View
     beats: Beats
@@ -90,16 +94,19 @@ class Actuator:
             self._changed.set()
 
     async def run(self) -> None:
-        """Compare and send commands until cancelled."""
+        """Compare the fold with the heartbeats and send commands, until cancelled."""
         while True:
             self._changed.clear()
             if self.leading():
                 await asyncio.gather(*(self._send(name, command) for name, command in self._due().items()))
-            # beats can start to differ although the fold does not change
+            # compare again after `retry_s`: beats can start to differ although the fold does not change
             await pause(self._changed, self.clock, self.settings.retry_s)
 
     def _due(self) -> dict[str, ActuatorCommand]:
-        """Return the command of each worker with beats that disagree with the fold, if the command is due for a (re)try."""
+        """Return the commands to send now, by worker name.
+
+        A worker is included if its beats disagree with the fold and the wait before its next try has passed.
+        """
         found: dict[str, ActuatorCommand] = {}
         workers = {**self.view.fleet.departed, **self.view.fleet.workers}
         for name in self._attempts.keys() - workers.keys():
@@ -122,8 +129,11 @@ class Actuator:
         return found
 
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
-        """Return the command that the worker needs; None if its last beat agrees or no process would receive it. `heard`:
-        the processes that are alive, because one of their workers sent a recent beat."""
+        """Return the command that the worker needs.
+
+        None if the worker's last beat agrees with the fold, or if no process would receive a command. `heard` contains the
+        processes that are alive, because one of their workers sent a recent beat.
+        """
         beat = self.beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         drains, left = _should_drain(worker), worker.health.exit
         if not worker.alive:
@@ -140,7 +150,7 @@ class Actuator:
         return None if beat.batch in (None, self._share(worker)) else "batch"
 
     def _share(self, worker: Worker) -> float:
-        """Return the share of its batch that a worker may fill."""
+        """Return the share of its engine's batch size that a worker may fill, 0 to 1."""
         models = self.view.fleet.models
         model = models.get(worker.joined.model)
         return 1.0 if model is None else model.knobs.batch_size
@@ -152,7 +162,10 @@ class Actuator:
         return {_process(worker) for worker in heard if worker.joined.topology.host}
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
-        """Return a live former instance of a dead worker, with the command to end it."""
+        """Return the latest former instance of a dead worker that still sends beats, with the command that ends this instance.
+
+        Return ("", None) if no former instance sends beats.
+        """
         name, past = worker.joined.worker, worker.past
         lives = [one for one in past if self.beats.fresh(name, one, BEAT_FRESH_S) is not None]
         return (lives[-1], "retire") if lives else ("", None)
@@ -197,5 +210,8 @@ def _process(worker: Worker) -> tuple[str, int]:
 
 
 def _doubtful_convictions(worker: Worker) -> tuple[str, ...]:
-    """Return the convictions that put the worker's computation in doubt: all except silence and the end of its engine."""
+    """Return the convictions that put the worker's computed values in doubt.
+
+    All convictions do, except those for silence and for the end of the engine.
+    """
     return tuple(one for one in worker.health.convictions if one not in (SILENT, ENGINE))

@@ -1,8 +1,8 @@
-"""The last heartbeats of workers and link reports of frontends. No other component stores them.
+"""Stores the last heartbeat of each worker instance and the last link report of each frontend.
 
-They travel over core NATS, so a beat without a listener is lost. Any conclusion from silence must therefore prove that the
-observer was listening (`Liveness`). `at` is our own monotonic clock at reception. A worker's clock is compared with ours only to
-measure its skew.
+Heartbeats and link reports are sent over core NATS, which does not keep messages. A beat is lost if this process is not connected
+at that moment. So a conclusion from a worker's silence must first prove that this process was connected (`Liveness`). The field
+`at` is the monotonic time of this process at reception. A worker's clock is compared with ours only to measure its skew.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from events.intrusion.send_budget import HEARTBEATS, SubjectBudgets, TrafficLimi
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
-NAMES_MAX = 100_000  # workers and frontends stored; more must be a fault of a sender
+NAMES_MAX = 100_000  # worker instances stored, and frontends; more names can only come from a faulty sender
 
 Life = tuple[str, str]  # worker, instance
 
@@ -34,18 +34,22 @@ class Heartbeat:
     at: float
     draining: bool
     load: Mapping[str, int]
-    convicted: bool = False  # the worker was notified of its conviction
-    batch: float | None = None  # the share of its batch that it may fill; None: not supported
+    convicted: bool = False  # whether the worker knows that it was convicted
+    # share of its batch size that the worker may fill; None: its release cannot limit it
+    batch: float | None = None
     skews: deque[float] = field(default_factory=lambda: deque(maxlen=SKEWS_KEPT))
 
     @property
     def in_flight(self) -> int:
-        """Requests in its engine, running and waiting."""
+        """Number of running and waiting requests in the instance's engine."""
         return self.load.get("running", 0) + self.load.get("waiting", 0)
 
     @property
     def skew_s(self) -> float:
-        """Offset of its clock from ours, seconds (positive: ahead); the transit time makes it appear slightly behind."""
+        """Offset of the worker's clock from ours in seconds, the median of the last beats. Positive: the worker's clock is ahead.
+
+        The transit time of a beat makes the worker's clock appear slightly behind. 0 if no beat was measured.
+        """
         return median(self.skews) if self.skews else 0.0
 
 
@@ -54,20 +58,20 @@ class FrontendLinks:
     """One frontend's last report of the workers that it is connected to."""
 
     at: float
-    workers: Mapping[str, str]  # worker to instance
+    workers: Mapping[str, str]  # worker name to instance id
 
 
 class Beats:
-    """Receives heartbeats and link reports."""
+    """Receives heartbeats and link reports, and stores the last one of each sender."""
 
     def __init__(self, clock: Clock, limit: TrafficLimit = HEARTBEATS) -> None:
         """`limit`: the traffic that one worker may publish."""
         self._clock = clock
         self._budgets = SubjectBudgets(limit, NAMES_MAX)
-        self.flooded: Callable[[str], None] = lambda worker: None  # called with a flooding worker
+        self.flooded: Callable[[str], None] = lambda worker: None  # called if a worker exceeds its budget
         self.lives: dict[Life, Heartbeat] = {}
         self.frontends: dict[str, FrontendLinks] = {}
-        self.bad = 0  # messages that were rejected
+        self.bad = 0  # number of rejected messages
 
     async def start(self, bus: Bus) -> None:
         """Subscribe to heartbeats and link reports."""
@@ -75,7 +79,7 @@ class Beats:
         await bus.subscribe(subjects.LINKS, self.on_links)
 
     def admits(self, subject: str, size: int) -> bool:
-        """Return whether a heartbeat is within its worker's budget, before it is decoded."""
+        """Return whether a heartbeat of `size` bytes is within its worker's budget. Called before the heartbeat is decoded."""
         now = self._clock.monotonic()
         if self._budgets.admits(subject, size, now, lambda: self.flooded(subject.rpartition(".")[2])):
             return True
@@ -83,12 +87,12 @@ class Beats:
         return False
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:
-        """Return this instance's last beat if it is at most `within_s` old, else None."""
+        """Return this instance's last beat, or None if there was none within the last `within_s` seconds."""
         beat = self.lives.get((worker, instance))
         return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
 
     def linked(self, worker: str, instance: str, within_s: float) -> bool:
-        """Return whether a frontend reported within `within_s` a live connection to this instance."""
+        """Return whether any frontend's last report names a live connection to this instance, and is at most `within_s` old."""
         now = self._clock.monotonic()
         return any(
             now - links.at <= within_s and links.workers.get(worker) == instance
@@ -96,7 +100,7 @@ class Beats:
         )
 
     def on_beat(self, subject: str, body: Body) -> None:
-        """Store one heartbeat."""
+        """Store one heartbeat, or count it as bad if it is malformed."""
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
@@ -120,7 +124,7 @@ class Beats:
         return None
 
     def on_links(self, subject: str, body: Body) -> None:
-        """Store one link report."""
+        """Store one link report, or count it as bad if it is malformed."""
         try:
             frontend = str(body["frontend"])
             workers = {str(name): str(instance) for name, instance in dict(body["workers"]).items()}
@@ -132,7 +136,7 @@ class Beats:
         return None
 
     def forget(self, keep: Container[Life], older_than_s: float) -> None:
-        """Drop old entries of unknown instances and frontends."""
+        """Drop heartbeats and link reports older than `older_than_s`, except the heartbeats of the instances in `keep`."""
         now = self._clock.monotonic()
         for life in [k for k, beat in self.lives.items() if now - beat.at > older_than_s and k not in keep]:
             del self.lives[life]

@@ -1,6 +1,6 @@
-"""Reads the journal up to a known end, with a deadline, and waits for an event with one.
+"""Reads of the journal, and waits, that end after a time limit.
 
-A follower waits for the broker without limit; a query must instead report that the journal does not answer.
+A follower of the journal waits for the broker without limit. A query must instead report that the journal does not answer.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from controller.ports import Clock
 from events.fact import Recorded
 from events.journal.port import Journal, JournalReads, JournalUnavailable
 
-PATIENCE_S = 30.0  # for the next batch of events that are known to exist
+PATIENCE_S = 30.0  # longest wait for the next journal events, which are known to exist
 
 
 async def pause(changed: asyncio.Event, clock: Clock, seconds: float) -> None:
-    """Wait until the event is set, at most `seconds` by this clock."""
+    """Wait until `changed` is set, but at most `seconds` by this clock."""
     waits = [asyncio.ensure_future(one) for one in (changed.wait(), clock.sleep(seconds))]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -25,14 +25,17 @@ async def pause(changed: asyncio.Event, clock: Clock, seconds: float) -> None:
 
 
 async def history(journal: JournalReads, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
-    """Yield the events after sequence `after` up to `until`, in batches. Raise JournalUnavailable if a batch is late."""
+    """Yield lists of the journal's events after sequence `after` up to and including `until`.
+
+    Raise JournalUnavailable if no event arrives for PATIENCE_S.
+    """
     if until > after:
         async for batch in patient(journal.read(after, until=until), after, until):
             yield batch
 
 
 async def held(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
-    """Like `history`, but start at the oldest event that the journal still holds. Raise JournalUnavailable."""
+    """Like `history`, but skip the events that the journal no longer holds. Raise JournalUnavailable."""
     async for batch in history(journal, max(after, await journal.first_seq() - 1), until):
         yield batch
 
@@ -40,7 +43,10 @@ async def held(journal: Journal, after: int, until: int) -> AsyncIterator[Sequen
 async def patient(
     batches: AsyncIterator[Sequence[Recorded]], after: int, until: int
 ) -> AsyncIterator[Sequence[Recorded]]:
-    """Yield the batches of a read from `after` to `until`. Raise JournalUnavailable if one does not arrive in time."""
+    """Yield the event lists of `batches`, which read the journal from `after` to `until`.
+
+    Raise JournalUnavailable if the next list does not arrive within PATIENCE_S.
+    """
     while True:
         try:
             async with asyncio.timeout(PATIENCE_S):

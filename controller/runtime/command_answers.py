@@ -1,6 +1,7 @@
-"""The answer to an operator's command: an error that refuses it, or what its fact says.
+"""The answers to an operator's commands: errors, and sentences derived from a command's fact.
 
-Any later reader of the journal therefore gives the same answer as the controller that carried it out.
+Because the answer follows from the fact, any later reader of the journal gives the same answer as the controller that carried out
+the command.
 """
 
 from events.decisions import PolicyAdopted
@@ -43,13 +44,13 @@ VERBS: dict[type[Commanded], str] = {
 
 
 def allowed(fact: PolicyAdopted) -> str:
-    """Return a sentence that states what `holdfast fleet allow` has put in force."""
+    """Return the answer to `holdfast fleet allow`: which deciders version and how many new fact kinds are in force."""
     kinds = len(fact.kinds or ())
     return f"deciders version {fact.deciders_version} and {kinds} new kinds are in force"
 
 
 def done(fact: Commanded) -> str:
-    """Return a sentence that states the effect of a command. Raise AssertionError for a fact that no command leads to."""
+    """Return a sentence that states the effect of a command. Raise AssertionError for a fact that no command produces."""
     match fact:
         case DrainRequested(worker=worker, deadline_s=deadline_s):
             return f"{worker} will drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
@@ -68,7 +69,7 @@ def done(fact: Commanded) -> str:
 
 
 def golden(fact: GoldenRequested) -> str:
-    """Return a sentence that states a request about goldens. The leading controller answers it with a decision."""
+    """Return a sentence that states what was requested about goldens. The leading controller decides on the request later."""
     names = ", ".join(fact.canaries or (answer.canary for answer in fact.answers))
     match fact.act:
         case "approve" if fact.worker:

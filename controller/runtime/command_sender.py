@@ -1,8 +1,8 @@
-"""Sends an operator command and determines its outcome when no controller answers.
+"""Sends an operator command, and looks up its outcome on the journal if no controller answers.
 
 A command has an id, and is carried out before its deadline or never. The sender first reads the broker's clock and sets the
-deadline by it, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once the
-deadline has passed by the same clock, a command without a fact on the journal will not be carried out any more.
+deadline by that clock, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once
+the deadline has passed by the broker's clock, a command without a fact on the journal will not be carried out any more.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NoSubscriber, Not
 from events.observations import Commanded, CommandRefused
 
 ON_ITS_WAY_S = 1.0  # extra wait for an answer that was sent just before the deadline
-LOOK_S = 0.1
+LOOK_S = 0.1  # extra wait after the deadline, before the journal is read
 
 Said = dict[str, object]
 
@@ -31,8 +31,11 @@ class NotCarriedOut(NoAnswer):
 async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
     """Send a command that may be carried out within `within_s` seconds, and return the answer.
 
-    Raise NotCarriedOut where that is certain, NoSubscriber, NotAllowed where the broker's permissions forbid it, and NoAnswer or
-    JournalUnavailable where the outcome is unknown.
+    Raises:
+        NotCarriedOut: the command was certainly not carried out.
+        NoSubscriber: no controller receives commands.
+        NotAllowed: the broker's permissions forbid the command.
+        NoAnswer, JournalUnavailable: the outcome is unknown.
     """
     begun = await _end(bus)
     id, deadline = codec.new_id(), begun.at + timedelta(seconds=within_s)
@@ -57,7 +60,7 @@ async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float
 
 
 async def _end(bus: NatsBus) -> StreamEnd:
-    """Return the journal's last sequence and its time. Raise JournalUnavailable."""
+    """Return the journal's last sequence and the broker's current time. Raise JournalUnavailable."""
     try:
         state = await stream.state(bus.connection)
     except BrokerRefused as error:
@@ -66,9 +69,10 @@ async def _end(bus: NatsBus) -> StreamEnd:
 
 
 async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime) -> Said | None:
-    """Return a command's outcome according to the journal, once its deadline has passed; None: it was not carried out.
+    """Wait for a command's deadline, then return the outcome that the journal shows. None: the command was not carried out.
 
-    Raise JournalUnavailable."""
+    Events after sequence `after` are searched. Raise JournalUnavailable.
+    """
     from events.journal.nats import NatsJournal  # imported late: it is slow to import
 
     end = await _end(bus)

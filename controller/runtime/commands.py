@@ -1,4 +1,6 @@
-"""Carries out operator commands exactly once across controllers, within their deadlines.
+"""Carries out operator commands: each once across all controllers, and before its deadline.
+
+What happens to a command, from left to right:
 
     received by every controller ──▶ ended already? ──▶ answered again
                     │
@@ -6,13 +8,13 @@
                     ├── another controller leads ─▶ no answer, until it has ended or its deadline has passed
                     └── we lead ──────────────────▶ carried out ──▶ answered, once the journal has it
 
-Only the leader answers. Every command that a controller has read ends in a fact with the command's id: its effect, or
-`CommandRefused`. So a repeated command is not carried out again, even if another controller leads by then.
+Only the leader answers. Every command that a controller has received ends in a fact with the command's id: the command's effect,
+or `CommandRefused`. So a repeated command is not carried out again, even if another controller has become the leader.
 
-The clocks of two machines are never compared. A deadline is an instant by the clock that stamps the journal; to check it, a
-controller queries the broker for that clock's time and for the sequence up to which it must have read. A check alone does not
-guarantee timeliness, since a process can be paused between any two instructions. So the facts carry the deadline, and readers
-ignore a fact that lands after it (`Commanded.late`).
+The clocks of two machines are never compared. A deadline is an instant by the broker's clock, which also stamps the journal's
+events. To check a deadline, a controller queries the broker for the time and for the journal's last sequence, and then reads up
+to that sequence. A check alone does not guarantee timeliness, since a process can be paused between any two instructions. So the
+facts carry the deadline, and readers ignore a fact that reaches the journal after its deadline (`Commanded.late`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,14 +30,15 @@ from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import Commanded, CommandRefused
 
-AHEAD_MAX_S = 60.0  # a deadline further away is refused
+AHEAD_MAX_S = 60.0  # a command with a deadline further away is rejected
 SETTLE_S = 2.0  # grace after the deadline, for the leader to report an action just before it
-PATIENCE_S = 90.0  # wait for an unavailable journal; then the command is dropped, long after its deadline
-READ_S = 2.0  # deadline for reading up to the journal's known end
-LOOK_S = 0.02
-SPELL_S = 2.0  # without a leader, until another controller answers a query
+# longest wait for an unavailable journal; then the command is dropped, long after its deadline
+PATIENCE_S = 90.0
+READ_S = 2.0  # time limit for reading up to the journal's end
+LOOK_S = 0.02  # pause between two checks of a condition
+SPELL_S = 2.0  # time without a leader after which another controller answers a query
 FLUSH_S = 1.0
-CERTAIN_S = 0.8  # after the deadline: the sender waits 1 s for a late answer
+CERTAIN_S = 0.8  # time after the deadline to confirm that a command had no effect; its sender waits 1 s
 KNOWN_MAX = 1000  # number of ended commands that are kept
 LATE = "its deadline passed before it could be carried out, and it will not be carried out any more"
 
@@ -49,7 +52,7 @@ NOT_ACCEPTED = (
 
 @dataclass(eq=False)
 class OperatorCommands:
-    """One controller's handling of operator commands."""
+    """Receives operator commands in one controller, carries them out while that controller leads, and stores their answers."""
 
     journal: Journal
     clock: Clock
@@ -58,8 +61,8 @@ class OperatorCommands:
     leading: Callable[[], bool]
     vacant: Callable[[], bool]  # whether no controller seems to lead
 
-    _ended: dict[str, Answer] = field(init=False, default_factory=dict)  # by id, the oldest first
-    _acting: set[str] = field(init=False, default_factory=set)  # ids
+    _ended: dict[str, Answer] = field(init=False, default_factory=dict)  # answers by command id, oldest first
+    _acting: set[str] = field(init=False, default_factory=set)  # ids of commands being carried out
 
     def heard(self, batch: Sequence[Recorded]) -> None:
         """Record the outcomes of commands that these events report."""
@@ -76,10 +79,13 @@ class OperatorCommands:
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Execute an operator command and return its answer; None if another controller answers or the outcome is unknown."""
+        """Carry out an operator command with `act`, and return the answer.
+
+        None if another controller answers, or if the journal stayed unavailable so that the outcome is unknown.
+        """
         give_up = self.clock.monotonic() + PATIENCE_S
         while self.clock.monotonic() < give_up:
-            # read before the journal's end: a previous leader may have acted on the command until then
+            # checked before the journal's end is read, because a previous leader may have acted on the command meanwhile
             led = self._ours(command)
             due = await self._due(command)
             now, ours = self.clock.monotonic(), self._ours(command)
@@ -97,16 +103,20 @@ class OperatorCommands:
         return None
 
     async def ours_to_answer(self) -> bool:
-        """Return whether this controller answers a read-only query: it leads, or no controller does for `SPELL_S`."""
+        """Return whether this controller answers a read-only query.
+
+        It does if it leads, or if no controller has led for SPELL_S. Waits up to SPELL_S to become the leader.
+        """
         give_up = self.clock.monotonic() + SPELL_S
         while not self.leading() and self.clock.monotonic() < give_up:
             await self.clock.sleep(LOOK_S)
         return self.leading() or self.vacant()
 
     async def _due(self, command: Command) -> float | None:
-        """Return when the deadline passes, by our monotonic clock, rather too early than too late; None if that is unknown now.
+        """Return the monotonic time of this process at which the deadline passes, or a slightly earlier time.
 
-        On return, everything that the journal held at the start of this call has been read.
+        None if the journal did not answer, or was not read to its end within READ_S. If a time is returned, this controller has
+        read everything that the journal held at the start of the call.
         """
         assert command.deadline is not None
         asked_at = self.clock.monotonic()
@@ -124,14 +134,17 @@ class OperatorCommands:
         return self.leading() and command.id not in self._acting
 
     async def _wait(self, command: Command, due: float) -> None:
-        """Wait until the command is ours, has ended, or its deadline and grace have passed."""
+        """Wait until this controller may carry out the command, the command has ended, or SETTLE_S after `due` have passed."""
         while not self._ours(command) and command.id not in self._ended:
             if self.clock.monotonic() >= due + SETTLE_S:
                 return
             await self.clock.sleep(LOOK_S)
 
     async def _act(self, command: Command, due: float, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Carry out the command as the only leader, and answer once the journal has its fact."""
+        """Carry out the command as the leader, and return the answer once the journal has the command's fact.
+
+        None if it is not certain, after the deadline `due`, whether the journal has accepted the fact.
+        """
         if due - self.clock.monotonic() > AHEAD_MAX_S:
             return await self._refused(
                 command, f"its deadline is more than {AHEAD_MAX_S:g} s away by the broker's clock"
@@ -156,9 +169,10 @@ class OperatorCommands:
         return self._ended.get(command.id) or await self._not_accepted(command)
 
     async def _not_accepted(self, command: Command) -> Answer | None:
-        """Return why a command had no effect if the journal did not accept its fact in time; None if that is not certain.
+        """Return the error of a command if the journal did not accept its fact in time; None if that is not certain.
 
-        It is certain once we have read everything that the journal held at the deadline (by the journal's clock) or later.
+        It is certain once this controller has read everything that the journal held at the deadline, by the broker's clock.
+        If the fact has been read after all, return its answer.
         """
         give_up = self.clock.monotonic() + CERTAIN_S
         while command.id not in self._ended and (asked_at := self.clock.monotonic()) < give_up:

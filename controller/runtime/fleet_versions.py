@@ -1,10 +1,11 @@
-"""Tracks the kinds of facts and deciders version of each process, and puts new ones in force.
-    announced by every live process for `soak_s` ──▶ put in force
+"""Tracks which fact kinds and deciders version each process supports, and puts new ones in force.
+
+    announced by every live process for `soak_s` seconds ──▶ put in force
     allowed by an operator ──▶ put in force at once
 
-Live processes are those that announce themselves (`events.journal.kind_gate`), and those of older releases, which do not: workers
-are found by their heartbeats, frontends by their link reports, and other readers by their consumer on the stream. A process that
-is stopped or cut off is not seen; it stops at an unknown kind when it returns.
+Processes announce what they support (`events.journal.kind_gate`). Processes of older releases do not announce anything. Their
+workers are found by their heartbeats, their frontends by their link reports, and other readers by their consumer on the stream.
+A process that is stopped or disconnected is not found. When it runs again, it stops reading at the first unknown kind.
 """
 
 import re
@@ -28,7 +29,7 @@ from events.versions import ANNOUNCES_NOTHING, InForce, Known, new_kinds
 
 @dataclass(frozen=True, slots=True)
 class KnownProcess:
-    """One live process."""
+    """One live process, with the fact kinds and the deciders version that it supports."""
 
     role: str
     name: str
@@ -36,22 +37,25 @@ class KnownProcess:
 
     @property
     def announces(self) -> bool:
-        """Whether it announces what it knows."""
+        """Whether the process announces what it supports."""
         return self.known is not ANNOUNCES_NOTHING
 
     def too_old_for(self, version: int) -> bool:
-        """Whether it does not know this version of the deciders. A process that neither decides nor reads decisions has none."""
+        """Whether the process does not support this version of the deciders.
+
+        A process that neither decides nor reads decisions announces version 0, and is never too old.
+        """
         return not self.announces or 0 < self.known.deciders_version < version
 
     def holds_back(self, force: InForce) -> bool:
-        """Whether it lacks one of these kinds, or this version of the deciders."""
+        """Whether the process lacks any of these kinds or this version of the deciders, and so keeps them from being in force."""
         return not force.kinds <= self.known.kinds or self.too_old_for(force.deciders_version)
 
 
-ANNOUNCED_S = 15.0  # maximum age of an announcement: three were missed
+ANNOUNCED_S = 15.0  # maximum age of an announcement; by then three have been missed
 LOOK_S = 2.0
-LISTEN_S = 12.0  # a leader that has listened for less does not know all processes
-PROCESSES_MAX = 10_000  # remembered
+LISTEN_S = 12.0  # time for which a leader must have listened to have received all announcements
+PROCESSES_MAX = 10_000  # announcements kept
 # consumer names of releases that do not announce themselves
 OLD_READER = re.compile(r"r\d+-[0-9a-f]{12}").fullmatch
 
@@ -68,33 +72,34 @@ class _Announcement:
 
 @dataclass(eq=False)
 class FleetVersions:
-    """Receives announcements, and determines what can be put in force."""
+    """Receives announcements, and determines which fact kinds and deciders version can be put in force."""
 
     view: FleetSource
     beats: Beats
     bus: Bus
-    consumer_names: Callable[[], Awaitable[list[str]]]  # of the stream; raises JournalUnavailable
+    consumer_names: Callable[[], Awaitable[list[str]]]  # the stream's consumers; raises JournalUnavailable
     clock: Clock
     settings: VersionSettings
     leading: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._announcements: dict[str, _Announcement] = {}  # by source
-        self._old_readers: tuple[str, ...] | None = None  # None: not known yet
-        self._since: tuple[InForce, float] | None = None  # what could be put in force, and since when
+        self._old_readers: tuple[str, ...] | None = None  # None: not listed yet
+        self._since: tuple[InForce, float] | None = None  # what every process supports, and since when
         self._listening_since: float | None = None
-        self._allowed: tuple[InForce, datetime | None] | None = None  # by an operator, and until when
+        # what an operator allowed, and the deadline
+        self._allowed: tuple[InForce, datetime | None] | None = None
         self.wake: Callable[[], None] = lambda: None  # makes the deciders settle at once
 
     async def run(self) -> None:
-        """Listen and evaluate until cancelled."""
+        """Subscribe to announcements, and check every LOOK_S what every process supports, until cancelled."""
         await self.bus.subscribe(subjects.KNOWN_ALL, self.on_known)
         while True:
             await self.look()
             await self.clock.sleep(LOOK_S)
 
     async def on_known(self, subject: str, body: Body) -> None:
-        """Record one announcement, and answer it with the kinds in force."""
+        """Record one announcement. If this controller leads, send the kinds in force to the announcing process."""
         try:
             source, known = str(body["source"]), Known.of_body(body)
             workers = tuple(str(name) for name in body.get("workers", ()))
@@ -117,7 +122,7 @@ class FleetVersions:
             await self.bus.publish(answer, {"kinds": sorted(in_force(self.view.fleet).kinds)})
 
     async def look(self) -> None:
-        """Run one check of which kinds and deciders version every live process knows. Only the leader checks."""
+        """Check once which kinds and deciders version every live process supports. Only the leader checks."""
         now = self.clock.monotonic()
         if not self.leading() or self.bus.since is None:
             self._listening_since = self._since = self._old_readers = None
@@ -139,7 +144,7 @@ class FleetVersions:
             self._since = (can, now)
 
     def wish(self, fleet: Fleet) -> InForce | None:
-        """Return the kinds and version to put in force now; None: no change."""
+        """Return the kinds and deciders version to put in force now; None if nothing changes."""
         if not self.leading() or not fleet.number:
             return None
         now = in_force(fleet)
@@ -153,8 +158,10 @@ class FleetVersions:
         return self._since[0] if _exceeds(self._since[0], now) else None
 
     def allow(self, by: str, command: str, until: datetime | None) -> InForce | None:
-        """Put everything that this release knows in force, whether every process knows it or not; None: it is in force already.
-        Nothing is put in force later than `until`."""
+        """Put everything that this release supports in force, even if another process does not support it.
+
+        Return what will be in force; None if everything is in force already. After `until`, nothing more is put in force.
+        """
         everything = InForce.of(
             in_force(self.view.fleet).kinds | new_kinds(), DECIDERS_VERSION, by=by, command=command
         )
@@ -165,13 +172,13 @@ class FleetVersions:
         return everything
 
     def due_in_s(self) -> float | None:
-        """Return the seconds until more is put in force; None: nothing is pending."""
+        """Return the seconds until new kinds or a new deciders version are put in force; None if no change is pending."""
         if self._since is None:
             return None
         return max(0.0, self._since[1] + self.settings.soak_s - self.clock.monotonic())
 
     def processes(self) -> list[KnownProcess]:
-        """Return every known live process, those that do not announce themselves last."""
+        """Return every known live process. Those that do not announce themselves come last."""
         heard = sorted((h.process for h in self._announcements.values()), key=lambda p: (p.role, p.name))
         workers = {name for h in self._announcements.values() for name in (*h.workers, h.process.name)}
         frontends = {p.name for p in heard if p.role == "frontend"}
@@ -193,7 +200,7 @@ class FleetVersions:
         return in_force(self.view.fleet)
 
     def _common_knowledge(self) -> InForce | None:
-        """Return the kinds and version that every live process knows; None while announcements may still be missing."""
+        """Return the kinds and deciders version that every live process supports; None while announcements may be missing."""
         heard_s = self.clock.monotonic() - (self._listening_since or self.clock.monotonic())
         if heard_s < LISTEN_S or self._old_readers is None or not self.view.fleet.number:
             return None
@@ -206,7 +213,7 @@ class FleetVersions:
         return InForce.of(now.kinds | kinds, max(now.deciders_version, version))
 
     def report(self) -> Json:
-        """Return the output of `holdfast fleet versions`, as plain JSON values."""
+        """Return what `holdfast fleet versions` prints, as plain JSON values."""
         now, ours = self._in_force(), InForce.of(new_kinds(), DECIDERS_VERSION)
         held = {*(ours.kinds - now.kinds)}
         shown = [

@@ -1,11 +1,11 @@
-"""Checks and signals workers' processes on this host, and reports those that outlive their instance.
+"""Checks and signals workers' processes on this host, and reports those that outlive an instance.
 
-A worker registers its pid, and a compromised one may register a false pid. So the process must also run as our user, and be a
-worker by the environment that `holdfast up` has set or, if started otherwise, by its command line, which must contain this
-worker's name.
+A worker registers its pid, and a compromised worker may register a false pid. So before a signal is sent, two things are checked.
+The process must run as the controller's user. It must also be this worker's process: by the environment that `holdfast up` has
+set or, if another program has started it, by a command line with this worker's name.
 
-A pid does not identify a process: the system reuses it. So a process that began after the instance had joined is another one.
-And an ended process keeps its pid until its parent collects its status (a zombie): it is not alive.
+A pid does not identify a process, because the system reuses pids. So a process that began after the instance had joined is not
+the worker's process. An ended process keeps its pid until its parent collects its status. Such a zombie is not alive.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from events.intrusion.source_rule import COUNT_MAX
 from events.journal.port import Journal
 from events.observations import WorkerLingered
 
-CLOCKS_S = 10.0  # seconds that the journal's clock may be behind this host's
+CLOCKS_S = 10.0  # seconds by which the journal's clock may lag this host's clock
 
 
 def began_at(pid: int) -> float | None:
@@ -37,7 +37,7 @@ def began_at(pid: int) -> float | None:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.AccessDenied:
-        return 0.0  # it is alive, but belongs to another user: no access, and no signals
+        return 0.0  # the process is alive, but another user's, so that its start cannot be read
     except psutil.Error:
         return None
 
@@ -49,7 +49,10 @@ DEFAULT_NAME = "w0"  # of `holdfast worker`, without --name
 
 
 def why_foreign(worker: Worker, pid: int) -> str:
-    """Return why a process is not this worker's, by its user, environment and command line; "" if it may be."""
+    """Return why a process is not this worker's, by its user, environment and command line.
+
+    "" if it may be this worker's process, or has ended.
+    """
     joined = worker.joined
     try:
         process = psutil.Process(pid)
@@ -57,7 +60,7 @@ def why_foreign(worker: Worker, pid: int) -> str:
             return "it runs as another user"
         environment, words = process.environ(), process.cmdline()
     except psutil.NoSuchProcess:
-        return ""  # it has ended: there is nothing to signal
+        return ""  # the process has ended, so no signal can reach it
     except psutil.Error as error:
         return f"it cannot be inspected: {type(error).__name__}"
     life = environment.get(INSTANCE, "")
@@ -81,7 +84,10 @@ def _names(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, .
 def _setting(
     words: Sequence[str], environment: Mapping[str, str], variable: str, flags: tuple[str, ...]
 ) -> str:
-    """Return a setting as a worker parses it: the last flag overrides the environment; empty if it is not set."""
+    """Return a setting's value as `holdfast worker` would parse it; "" if it is not set.
+
+    The last of the `flags` on the command line overrides the environment variable.
+    """
     value = environment.get(VARIABLES + variable, "")
     for n, word in enumerate(words):
         flag, separator, text = word.partition("=")
@@ -92,7 +98,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class HostProcesses:
-    """The worker processes of this host."""
+    """Inspects and signals the worker processes of this host."""
 
     host: str = platform.node()
     began_at: Callable[[int], float | None] = began_at
@@ -104,18 +110,22 @@ class HostProcesses:
         return worker.joined.topology.host in ("", self.host)
 
     def next_life(self, worker: Worker) -> str:
-        """Return a clause that states what happens next to a worker with a dead instance."""
+        """Return a clause for an error message: how a worker with a dead instance can run again."""
         if self.live(worker):
             pid = worker.joined.pid
             return f"its process {pid} still lives: `holdfast restart {worker.joined.worker}` ends it"
         return "its next instance joins when its supervisor has started one"
 
     def live(self, worker: Worker) -> bool:
-        """Return whether the process of a worker's instance is on this host, and alive."""
+        """Return whether the process of a worker's current instance is on this host and alive."""
         return self.here(worker) and not self._missing(worker)
 
     def send(self, worker: Worker, number: int) -> None:
-        """Signal the process of a worker's instance. Raise NotPossible if it is on another host, gone, or not the worker's."""
+        """Send signal `number` to a worker's process.
+
+        Raise NotPossible if the process is on another host, has ended, or is not the worker's. A process that is not the worker's
+        is also reported as an intrusion attempt.
+        """
         joined = worker.joined
         if not self.here(worker):
             raise NotPossible(
@@ -134,17 +144,21 @@ class HostProcesses:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
 
     def _foreign(self, worker: Worker) -> str:
-        """Return why the process that a worker has registered is not its own; "" if it may be.
+        """Return why the process that a worker has registered is not the worker's; "" if it may be.
 
-        Not checked if tests replace `began_at`: their processes have no command lines."""
+        Always "" if a test replaces `began_at`, because the test's processes have no command lines.
+        """
         return why_foreign(worker, worker.joined.pid) if self.began_at is began_at else ""
 
     def _missing(self, worker: Worker) -> str:
-        """Return why the process of this pid is not the worker's; "" if it is."""
+        """Return why the worker's process no longer exists; "" if it exists.
+
+        A process with the registered pid that began after the instance had joined is another process.
+        """
         began = self.began_at(worker.joined.pid)
         if began is None:
             return "No such process"
-        known = worker.joined_at > LONG_AGO  # a snapshot of an older release may lack it
+        known = worker.joined_at > LONG_AGO  # a snapshot of an older release may lack the time of joining
         late = known and began > worker.joined_at.timestamp() + CLOCKS_S
         return "another process has this pid now" if late else ""
 
@@ -152,23 +166,26 @@ class HostProcesses:
 LOOK_S = 5.0
 LINGERS_AFTER_S = 15.0  # `holdfast up` ends a process in a third of this time
 BEAT_FRESH_S = 3.0
-TOGETHER = 64  # ports probed concurrently
+TOGETHER = 64  # number of workers checked concurrently
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class Lingering:
-    """Reports processes that outlive their dead instance (WorkerLingered), once per instance, while its controller leads.
+    """Reports each dead instance with a process that still runs, once, as WorkerLingered, while this controller leads.
+
+    The states of a dead instance:
 
         DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── it is gone, or a successor has joined ──▶ dropped
 
-    `holdfast up` ends such a process within GRACE_S of the decision, and the actuator commands a resumed one to end. Other
-    supervisors wait for a process to end by itself, which a stopped or hung one never does. Then no successor starts, so an
-    operator must be notified.
+    `holdfast up` ends such a process within GRACE_S of the decision, and the actuator commands a process that runs again to end.
+    Other supervisors wait for a process to end by itself, which a stopped or hung process never does. Then no successor starts,
+    so an operator must be notified.
 
-    The absence of heartbeats proves nothing, for the process may hang. On its host, the process itself is the evidence; elsewhere
-    its port is, which the system keeps open as long as the process exists, hung or not.
+    Missing heartbeats do not prove that a process has ended, because it may hang. On the worker's own host, the process itself is
+    the evidence. For a worker on another host, an open port is the evidence: the system keeps a port open as long as its process
+    exists, hung or not.
     """
 
     view: View
@@ -180,7 +197,8 @@ class Lingering:
     leading: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._since: dict[Life, float] = {}  # by dead instance: when its process was first seen
+        # by dead instance: the monotonic time when its process was first seen
+        self._since: dict[Life, float] = {}
         self._reported: set[Life] = set()
 
     @property
@@ -189,14 +207,14 @@ class Lingering:
         return len(self._reported)
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Check all dead instances every LOOK_S, until cancelled."""
         while True:
             await self.look()
             await self.clock.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Check all dead instances once."""
-        fleet = self.view.fleet  # departed: dead workers that were removed from the fleet meanwhile
+        fleet = self.view.fleet  # `departed` has the dead workers that were removed from the fleet since
         workers = {**fleet.departed, **fleet.workers} if self.leading() else {}
         dead = [worker for worker in workers.values() if not worker.alive and not worker.health.exit.left]
         seen = {_life(worker): (worker, evidence) for worker, evidence in await self._evidence(dead)}
@@ -209,7 +227,7 @@ class Lingering:
                 self._report(worker, evidence, now - self._since[life])
 
     async def _evidence(self, dead: list[Worker]) -> Iterable[tuple[Worker, str]]:
-        """Return those of the dead workers that still have a process, each with the evidence."""
+        """Return the dead workers that still have a process, each with the kind of evidence: "beat", "process" or "port"."""
         places = asyncio.Semaphore(TOGETHER)
 
         async def of(worker: Worker) -> tuple[Worker, str]:
@@ -226,7 +244,7 @@ class Lingering:
         url = worker.joined.url
         workers = self.view.fleet.workers
         if any(other.joined.url == url and name != worker.joined.worker for name, other in workers.items()):
-            return ""  # another worker has the port now
+            return ""  # another worker uses the port now, so an open port proves nothing
         return "port" if await self.port_open(url) else ""
 
     def _report(self, worker: Worker, evidence: str, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""A fold of the fleet, and its initial state: a snapshot of the state store, and the journal after it.
+"""The fold of the fleet, and the functions that find its initial state when a process starts.
 
-If the journal has dropped what follows that snapshot, or there is none, the fold starts from a snapshot on the journal itself.
-While the broker is unavailable, it starts from what the state store holds.
+A fold starts from the state store's snapshot and continues with the journal's later events. If the journal has dropped the next
+events, it starts from a snapshot on the journal itself. While the broker is unavailable, the fold uses the state store's events.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from events.order import Order
 
 LOAD_DEADLINE_S = 3.0
 ASK_DEADLINE_S = 2.0
-FIND_DEADLINE_S = 60.0  # a snapshot of ten thousand workers has many parts
+FIND_DEADLINE_S = 60.0  # for finding a snapshot on the journal: ten thousand workers need many parts
 ASK_AGAIN_S = 0.1
 
 log = structlog.get_logger(__name__)
 
 
 class FleetFold:
-    """A fold of the fleet; the subclass feeds it events."""
+    """Holds the fold of the fleet. A subclass reads events and passes them to `take`."""
 
     def __init__(self, order: Order[Fleet]) -> None:
         self.order = order
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet as of the last event read."""
+        """The fleet's state after the last event read."""
         return self.order.shown
 
     @property
@@ -45,45 +45,48 @@ class FleetFold:
 
     @property
     def number(self) -> int:
-        """The number of the last decision folded: frontends record it as `routed_under`."""
+        """The number of the last decision folded. Frontends record this number as `routed_under`."""
         return self.order.position.number
 
     @property
     def whole(self) -> bool:
-        """Whether the fold has read at least up to the last event that its snapshot contains."""
+        """Whether the fold has read up to the last decision that its snapshot contains, so that its state is consistent."""
         return self.order.last_seq >= self.order.position.decided
 
     def take(self, batch: Sequence[Recorded]) -> None:
-        """Fold a batch. Raise OutOfOrder on a gap or an event out of order."""
+        """Fold these events. Raise OutOfOrder if a sequence is missing or repeated."""
         take = self.order.take
         for event in batch:
             take(event)
 
 
 class StoredHistory(StateStore, Protocol):
-    """A state store that allows to read its kept events in order."""
+    """A state store with events that can be read in order."""
 
     def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the kept events above a sequence, in order, in batches. Raise StoreUnavailable."""
+        """Yield lists of the stored events above sequence `after`, in order. Raise StoreUnavailable."""
         ...
 
 
 def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
-    """Return the fold at this snapshot; the empty fold without one."""
+    """Return a fold that starts at this snapshot; the empty fold if `snapshot` is None."""
     if snapshot is None:
         return Order(evolve, Fleet())
     return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
 
 
 async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
-    """Return the initial order (from the store's last settled state if there is one) and the store's position."""
+    """Return the initial fold and the store's position.
+
+    The fold starts from the store's snapshot. It is empty without a store, without a snapshot, or if the store does not answer.
+    """
     snapshot: Snapshot | None = None
     position = ReadPosition()
     if store is not None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 snapshot = await store.load()
-                position = await store.position()  # also without a snapshot: it must lie on this stream
+                position = await store.position()  # read even without a snapshot, to check the stream later
         except (StoreUnavailable, StoreRefused, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None
@@ -91,26 +94,26 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
 
 
 async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fleet]:
-    """Return the fold of everything in the store: its snapshot if there is one, and the events in `fleet_events` after it.
+    """Return the fold of everything in the store: `snapshot`, and the later events in the table `fleet_events`.
 
-    For a process that cannot read the journal. `fleet_events` lacks what changes no fold (messages that are no events, kept
-    snapshots), so its sequences have gaps. Once the journal can be read, it is folded from the snapshot. Raise StoreUnavailable,
-    StoreRefused or OutOfOrder.
+    For a process that cannot read the journal. `fleet_events` lacks messages that change no fold (messages that are not events,
+    and snapshots), so its sequences have gaps. Once the journal can be read, the process folds the journal from the same
+    snapshot instead. Raise StoreUnavailable, StoreRefused or OutOfOrder.
     """
     order = Order(evolve, snapshot.settled, snapshot.position, dict(snapshot.sources))
     async for batch in store.select(after=order.last_seq):
         for event in batch:
-            order.last_seq = event.seq - 1  # events in between change no fold
+            order.last_seq = event.seq - 1  # skip sequences that are not stored, because they change no fold
             order.take(event)
         await asyncio.sleep(0)
     return order
 
 
 async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) -> Order[Fleet]:
-    """Return an order that the journal can continue: this one, or one that starts on the journal.
+    """Return a fold that the journal can continue: `order`, or a fold from the newest snapshot on the journal.
 
-    Wait until the journal answers. Raise StoreAhead or JournalChanged if the store (its `position`) belongs to another journal,
-    or if the journal has nothing to start from.
+    Wait until the journal answers. Raise StoreAhead or JournalChanged if the store, which is at `position`, belongs to another
+    journal. Raise JournalDropped if the journal has dropped the events after `order` and holds no snapshot.
     """
     while True:
         try:
@@ -126,7 +129,10 @@ async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) ->
 
 
 async def newest(journal: Journal, after: int) -> Snapshot:
-    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none: events after `after` are lost."""
+    """Return the newest complete snapshot on the journal.
+
+    Raise JournalDropped if the journal has no complete snapshot, because then the events after `after` are lost.
+    """
     found: Snapshot | None = None
     async for _, snapshot in snapshots(journal):
         found = snapshot
@@ -134,8 +140,10 @@ async def newest(journal: Journal, after: int) -> Snapshot:
 
 
 async def oldest(journal: Journal, after: int) -> Snapshot:
-    """Return the oldest whole snapshot that the journal can continue. Raise JournalDropped if there is none: the events
-    after `after` are lost."""
+    """Return the oldest complete snapshot on the journal from which a fold can continue with the next event.
+
+    Raise JournalDropped if there is no such snapshot, because then the events after `after` are lost.
+    """
     async for _, snapshot in snapshots(journal):
         return snapshot
     return await _raise_dropped(journal, after)
@@ -150,7 +158,10 @@ async def _raise_dropped(journal: Journal, after: int) -> Snapshot:
 
 
 async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]]:
-    """Yield, oldest first, each whole snapshot that the journal can continue, with its last part."""
+    """Yield each complete snapshot on the journal, the oldest first, unless the event after it has been dropped.
+
+    Each snapshot comes with the event that holds its last part.
+    """
     first, together = await journal.first_seq(), fleet_codec.Parts()
     async for event in journal.of_kind(SnapshotKept):
         assert isinstance(event.fact, SnapshotKept)
@@ -164,9 +175,9 @@ async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]
 
 
 async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
-    """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable.
+    """Raise StoreAhead or JournalChanged if the store has folded another stream than this one. Raise JournalUnavailable.
 
-    A position that the journal has dropped cannot be compared, and is assumed to be its own.
+    If the journal has dropped the event at the store's position, the streams cannot be compared and are assumed to be the same.
     """
     if not position.seq:
         return

@@ -1,15 +1,15 @@
-"""Intake of workers' facts: each is checked here before it reaches the journal.
+"""Intake of workers' facts: checks each fact of a worker before it reaches the journal.
 
     worker ── say.ACCOUNT.WORKER.KIND ──▶ intake ── fleet.observed.worker.WORKER.KIND ──▶ journal
            ◀── acknowledgement or refusal ───┘
 
 The broker lets an account publish only below its own `say.ACCOUNT`, so the subject proves the sender. The intake checks the
-sender's budget, its reply address, the fact's source and source number, the fact itself and its values. It rewrites the headers:
-no header that JetStream obeys (batches, expectations, expiry) is taken from a worker. A fact that can never be accepted is
-refused permanently, and its worker drops it; each such refusal is reported with the sender's name.
+sender's budget, its reply address, the fact's source and source number, and the fact's kind and values. It writes new headers, so
+that no worker can set a header that JetStream obeys (atomic batches, expected sequences, expiry). A fact that can never be
+accepted is refused permanently, and its worker drops it. Each such refusal is reported with the sender's name.
 
 All controllers of a fleet share the subjects: if one controller fails, another serves the next message. The journal deduplicates
-repetitions by their ids, and the sender restores the order of facts that overtook one another (`events.journal.publisher`).
+repeated facts by their ids. The sender restores the order of facts that overtook one another (`events.journal.publisher`).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from events.permissions import PUBLISHES
 
 QUEUE = "intake"
 KB = 1024
-UNANSWERED_MAX = 1_024  # facts published to the journal and not acknowledged yet
+UNANSWERED_MAX = 1_024  # facts in progress: accepted, and not acknowledged by the journal yet
 ACK_S = 2.0
 ACCOUNTS_MAX = 16_384
 ROLES = ("worker", "watch")
@@ -67,7 +67,10 @@ class NotNow(HoldfastError):
 def accepted(
     user: str, worker: str, kind: str, headers: bytes | None, body: bytes, bytes_max: int = 64 * KB
 ) -> Recorded:
-    """Return a worker's fact as an event without a position. Raise FactRefused or NotNow."""
+    """Decode and check a worker's fact, and return it as an event without a journal position.
+
+    Raise FactRefused if the fact can never be accepted. Raise NotNow if this controller does not know its kind.
+    """
     if worker not in workers_of(user):
         raise FactRefused(f"publish facts of {worker}")
     if len(body) > bytes_max:
@@ -90,7 +93,7 @@ def accepted(
 
 
 def check_source(user: str, source: str, number: int) -> None:
-    """Raise SourceForged unless a fact's source is a process of this account, and its number positive."""
+    """Raise SourceForged unless a fact's source is a process of this account and its source number is positive."""
     role, _, rest = source.partition(":")
     name, _, life = rest.rpartition(":")
     first = user.removeprefix(WORKER).partition("+")[0]
@@ -99,7 +102,7 @@ def check_source(user: str, source: str, number: int) -> None:
 
 
 def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of an accepted fact: only those of a fact, none that the worker added."""
+    """Return the journal headers of an accepted fact, without any header that the worker added."""
     assert event.said_at is not None
     return codec.encode_headers(
         event.fact,
@@ -114,14 +117,18 @@ def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Account:
-    """The budgets of one account."""
+    """Counts the facts and bytes of one account against its budgets."""
 
     def __init__(self, budgets: ControllerBudgets, now: float) -> None:
         self._facts, self._day = TrafficBudget(budgets.facts, now), SendBudget(budgets.facts_of_a_day, now)
-        self._patience = SendBudget(budgets.facts.messages, now)  # a correct worker waits 2.5 s for an answer
+        # facts beyond the budget before the sender is ejected: a correct worker waits 2.5 s before it sends again
+        self._patience = SendBudget(budgets.facts.messages, now)
 
     def excess(self, size: int, now: float) -> tuple[str, bool] | None:
-        """Return the name of the exceeded budget, and whether the sender is ejected for that; None if no budget is exceeded."""
+        """Count one fact of `size` bytes. Return None if it is within all budgets.
+
+        Otherwise return a phrase that names the exceeded budget, and whether the sender is ejected.
+        """
         if not self._facts.take(1, size, now):
             return "its budget", not self._patience.take(1, now)
         return None if self._day.take(size, now) else ("its budget of a day", True)
@@ -129,11 +136,14 @@ class _Account:
 
 @dataclass(eq=False)
 class FactIntake:
-    """Receives workers' facts over a separate broker connection, so that a flood delays neither the journal nor heartbeats."""
+    """Receives, checks and publishes workers' facts.
+
+    A separate broker connection is used, so that a flood of facts delays neither the journal nor heartbeats.
+    """
 
     journal: Journal
     report: ReportIntrusion
-    instance_of: Callable[[str], str]  # the instance of a worker to be ejected; empty if there is none
+    instance_of: Callable[[str], str]  # the live instance of a worker by name; "" if it has none
     now: Callable[[], float]
     budgets: ControllerBudgets = field(default_factory=ControllerBudgets)
 
@@ -145,11 +155,11 @@ class FactIntake:
 
     @property
     def unanswered(self) -> int:
-        """Number of facts that the journal has not acknowledged yet."""
+        """Number of messages in progress, most of them facts that the journal has not acknowledged yet."""
         return len(self._tasks)
 
     async def run(self, url: str, name: str) -> None:
-        """Serve until cancelled."""
+        """Connect to the broker at `url` and handle facts until cancelled."""
         connection = self._connection = await BrokerConnection.open(url, f"intake:{name}")
         try:
             await connection.subscribe_raw(subjects.SAY_ALL, self.hear, queue=QUEUE)
@@ -160,7 +170,10 @@ class FactIntake:
             await connection.close()
 
     def hear(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
-        """Handle one message, in the read loop."""
+        """Check the budget and reply address of one message, and start a task that handles it.
+
+        Called in the connection's read loop. Beyond UNANSWERED_MAX tasks, the message is dropped, and its sender repeats it.
+        """
         _, user, *rest = subject.decode("utf-8", "replace").split(".")
         if not self._within_budget(user, len(body) + len(headers or b"")):
             return
@@ -168,7 +181,7 @@ class FactIntake:
             self._refuse(user, "", f"have an answer sent to {reply[:100].decode('utf-8', 'replace')}")
             return
         if len(self._tasks) >= UNANSWERED_MAX:
-            return  # its sender repeats it
+            return  # without an answer, the sender repeats the fact
         work = self._end(reply) if not rest else self._take(user, rest, reply, body, headers)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -214,7 +227,10 @@ class FactIntake:
         self._answer(reply, answer)
 
     async def _publish(self, event: Recorded, headers: Mapping[str, str]) -> bytes:
-        """Return the journal's acknowledgement unchanged. Raise one of DISCONNECTED."""
+        """Publish an accepted fact to the journal, and return the broker's acknowledgement unchanged.
+
+        Raise one of DISCONNECTED if the broker does not answer.
+        """
         assert self._connection is not None
         body = codec.encode_body(event.fact)
         subject = subjects.subject(event.fact)
@@ -229,7 +245,7 @@ class FactIntake:
 
 
 def subjects_inbox(user: str) -> str:
-    """Return the subject below which an account receives its answers."""
+    """Return the prefix of the subjects at which an account receives replies."""
     return f"_INBOX.{user}"
 
 
@@ -239,7 +255,7 @@ def _error(code: int, why: str) -> bytes:
 
 @dataclass(eq=False)
 class Intruders:
-    """The intake and the intrusion reports of one controller."""
+    """Runs one controller's intake, and reports intrusion attempts that the intake, signals and other checks detect."""
 
     view: View
     journal: Journal
@@ -257,11 +273,14 @@ class Intruders:
         self.view.listen(self._on_batch)
 
     async def run(self, nats_url: str, name: str) -> None:
-        """Serve the intake until cancelled."""
+        """Run the intake until cancelled."""
         await self.intake.run(nats_url, name)
 
     def foreign_lease(self, value: bytes) -> None:
-        """Report a lease value that no controller has written. If it is an acknowledgement, name the publisher of the fact."""
+        """Report a value in the lease's cell that no controller has written.
+
+        If the value is a broker's acknowledgement, report the publisher of the acknowledged fact.
+        """
         seq = acknowledged(value)
         if seq is None:
             self.intrusions.report("unknown", "write into the controllers' lease")
@@ -278,13 +297,13 @@ class Intruders:
                     self._blame(name, tried, eject=bool(self._instance_of(name)), account=account)
 
     def flooding(self, worker: str) -> None:
-        """Report a worker that exceeds its heartbeat budget. Every controller receives heartbeats; the leader reports."""
+        """Report a worker that exceeds its heartbeat budget. Every controller receives heartbeats; only the leader reports."""
         if self.leading():
             eject = bool(self._instance_of(worker))
             self._blame(worker, "flood the controllers with heartbeats", eject=eject)
 
     def _blame(self, name: str, tried: str, *, eject: bool, account: str | None = None) -> None:
-        """Report a worker; `account`: the one that it is known to use, if not its registered one."""
+        """Report an intrusion attempt of a worker. `account`, if given, replaces the account that the worker registered."""
         workers = self.view.fleet.workers
         worker = workers.get(name)
         account = account or account_of(name, worker.joined.account if worker is not None else "")
@@ -296,7 +315,10 @@ class Intruders:
         return worker.joined.instance if worker is not None and worker.alive else ""
 
     def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
-        """Report forged facts that bypassed the intake: published to the journal directly, or on a broker without accounts."""
+        """Report forged facts that bypassed the intake.
+
+        A fact bypasses the intake if it is published to the journal directly, or on a broker without accounts.
+        """
         if not self.leading():
             return
         for recorded in batch:

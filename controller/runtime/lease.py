@@ -1,15 +1,18 @@
-"""The lease: elects the controller that decides.
+"""The lease: elects the controller that makes decisions.
 
-The lease only avoids duplicate work; correctness rests on the journal's fence.
-The holder renews a value every quarter of its time to live. No clocks are compared: a standby watches the value's revision. If
-the revision has not changed for a whole time to live by the standby's own clock, it takes over by compare-and-set. The holder
-counts its time from *before* the renewal request, so it stops before any standby can start.
+The lease only avoids duplicate work, because the journal's fence ensures correctness. The lease's cell on the broker holds one
+value. The leading controller (the holder) rewrites the value every quarter of the time to live (TTL). No clocks are compared. A
+standby watches the value's revision. If the revision does not change for PATIENCE times the TTL by the standby's own clock, the
+standby takes over by compare-and-set. The holder counts the TTL from *before* its renewal request, so the holder stops before any
+standby can start.
 
-Bytes that no controller writes (an acknowledgement that the broker was made to send here) say nothing about the lease: a holder
-that finds them overwrites them at once, and a standby does not treat them as a vacancy. Only a controller's value ends or
-transfers a lease.
+A worker can make the broker write an acknowledgement into the cell. Such bytes, which no controller has written, do not affect
+the lease. A holder that finds them overwrites them at once, and a standby does not treat them as a vacant lease. Only a
+controller's value ends or transfers a lease.
 
-    ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another contender holds it
+After the holder was killed, with a TTL of 1 s:
+
+    killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another contender holds the lease
 """
 
 import asyncio
@@ -24,14 +27,14 @@ from events.journal.cell import Cell
 from events.journal.port import Fenced, JournalUnavailable
 
 TTL_S = 1.0
-PATIENCE = 1.2  # times to live that a standby waits: a late renewal does not mean a dead holder
-LOOKS = 4  # per time to live
+PATIENCE = 1.2  # a standby waits this many TTLs, because a renewal can be slightly late
+LOOKS = 4  # renewals or checks per TTL
 
 log = structlog.get_logger(__name__)
 
 
 class Claim(msgspec.Struct):
-    """The value of the lease's cell. An empty holder has released it."""
+    """The value of the lease's cell. An empty `holder` means that the lease was released."""
 
     holder: str
 
@@ -40,14 +43,14 @@ FOREIGN_MAX = 8  # foreign values in a row that one look overwrites
 
 
 class Lease:
-    """One contender. `held` is true only while no other contender can hold the lease."""
+    """One controller's contention for the lease. While `held` is true, no other controller can hold the lease."""
 
     def __init__(self, cell: Cell, holder: str, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         self.holder = holder
         self.leader = ""  # the holder at the last look
         self.takeovers = 0
-        self.foreign = 0  # values seen that no controller has written
-        self.report: Callable[[bytes], None] = lambda value: None  # called with each of these
+        self.foreign = 0  # number of values seen that no controller has written
+        self.report: Callable[[bytes], None] = lambda value: None  # called with each such value
         self._cell = cell
         self._clock = clock
         self._ttl_s = ttl_s
@@ -59,20 +62,20 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether we hold the lease at this moment."""
+        """Whether this controller holds the lease at this moment."""
         return self._clock.monotonic() < self._held_until
 
     @property
     def vacant(self) -> bool:
-        """Whether no contender holds the lease, as far as we can see: no renewal for longer than one may be late."""
+        """Whether no controller seems to hold the lease: it was released, or not renewed for PATIENCE times the TTL."""
         return not self.held and (not self.leader or self._expired())
 
     def listen(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(held)` on a change (a loss by expiry is reported at the next look)."""
+        """Call `callback(held)` whenever `held` changes. An expiry is noticed at the next look."""
         self._listeners.append(callback)
 
     async def run(self) -> None:
-        """Contend until cancelled, then release."""
+        """Contend for the lease until cancelled, then release it."""
         try:
             while True:
                 await self.look()
@@ -81,7 +84,7 @@ class Lease:
             await self.release()
 
     async def look(self) -> None:
-        """Renew the lease, or take over if the holder has stopped renewing."""
+        """Renew the lease if it is held; otherwise take it over if its holder has stopped renewing it."""
         try:
             await (self._renew_over_foreign() if self.held else self._contend())
         except Fenced:
@@ -92,7 +95,7 @@ class Lease:
         self._notify()
 
     async def release(self) -> None:
-        """Release at once, so that a standby need not wait."""
+        """Release the lease, so that a standby can take over without waiting for its expiry."""
         if not self.held:
             return
         self._held_until = 0.0
@@ -110,7 +113,7 @@ class Lease:
         self.leader = self.holder
 
     async def _renew_over_foreign(self) -> None:
-        """Renew, overwriting bytes that no controller has written. Raise Fenced if a controller has written."""
+        """Renew the lease, and overwrite bytes that no controller has written. Raise Fenced if another controller has written."""
         for _ in range(FOREIGN_MAX):
             try:
                 await self._renew()
@@ -130,7 +133,8 @@ class Lease:
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         holder = _holder(value)
-        if holder is None:  # ignored: the last leader continues, or its lease expires
+        # such a value changes nothing: the last leader still counts until its lease expires
+        if holder is None:
             self._report_foreign(value)
             self._revision = revision
             if not self.leader and not self._expired():
@@ -156,7 +160,7 @@ class Lease:
 
 
 def _holder(value: bytes) -> str | None:
-    """Return the holder in this value, empty if there is none; None if no controller has written it."""
+    """Return the holder named by this value; "" if the lease was released or never held; None if the value is foreign."""
     if not value:
         return ""
     try:

@@ -2,11 +2,13 @@
 
     alive ── no beat for `silent_after_s`, observer listened all that time ──▶ silent ── a beat ──▶ alive
 
-Silence is a statement about the observer as well. It counts only if, during the whole window, we were connected, our own loop
-ran, and we kept up with the messages on the bus. If more than half of the fleet is silent at once, the observer itself is in
-doubt: it reports ObserverBlind and reports no worker as silent. The last beats of a fleet that is cut off lie within about one
-beat of each other. So when the first worker is late, workers that will be late within a beat and a half are counted as silent
-too. A frontend's live connection to the instance is a veto: the instance is alive, but its messages do not reach us.
+The observer is this controller. Missing beats can also be the observer's fault. So silence counts only if, during the whole
+window, the observer was connected to the broker, its event loop ran, and it kept up with the messages. If more than half of the
+fleet is silent at once, the observer doubts itself: it reports ObserverBlind, and reports no worker as silent.
+
+The last beats of a fleet that is cut off at once lie within about one beat interval. So when the first worker is late, workers
+that will be late within 1.5 beat intervals are counted as silent too. If a frontend reports a live connection to an instance, the
+instance is not reported as silent: it is alive, and only its messages do not reach the observer.
 """
 
 import asyncio
@@ -30,15 +32,15 @@ from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import ObserverBlind, RequestFailed, WorkerHeard, WorkerSilent
 
 FORGET_AFTER_S = 600.0
-UNREAD_BYTES = 256 * 1024  # unread input beyond which an observer is behind; in a large fleet:
-BEAT_BYTES = 300  # per worker, which is what one sends in a second
-SPREAD_BEATS = 1.5  # the last beats of a fleet that is cut off at once lie within this many beats
+UNREAD_BYTES = 256 * 1024  # unread input beyond which an observer is behind, in a small fleet
+BEAT_BYTES = 300  # the same per worker, in a large fleet: about the size of one beat
+SPREAD_BEATS = 1.5  # beat intervals within which the last beats lie if a fleet is cut off at once
 
 log = structlog.get_logger(__name__)
 
 
 class FactRecorder(Protocol):
-    """The part of a journal that liveness needs: to record a fact under its source."""
+    """The part of a journal that liveness needs: recording facts, and the source under which they are recorded."""
 
     source: str
 
@@ -46,7 +48,11 @@ class FactRecorder(Protocol):
 
 
 class BusState(Protocol):
-    """The part of a bus that liveness needs: since when, in monotonic seconds, it receives all messages, and its unread bytes."""
+    """The part of a bus that liveness needs.
+
+    `since` is the monotonic time since when the bus has received all messages; None if it is disconnected. `unread` is the number
+    of bytes that have arrived and are not processed yet.
+    """
 
     @property
     def since(self) -> float | None: ...
@@ -56,7 +62,7 @@ class BusState(Protocol):
 
 @dataclass(eq=False)
 class Liveness:
-    """The observer of heartbeats. Every controller listens; only the leader reports."""
+    """Watches heartbeats, and reports silent workers. Every controller watches, but only the leader reports."""
 
     view: FleetSource
     beats: Beats
@@ -67,14 +73,14 @@ class Liveness:
     leading: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._awake_since = self.clock.monotonic()  # since when our own loop has not lagged
-        self._first_seen: dict[Life, float] = {}  # when an instance first appeared in the fleet
-        self._reported: dict[Life, Literal["silent", "heard"]] = {}
-        self._accused: dict[Life, float] = {}  # when reported as silent: an earlier beat is no return
+        self._awake_since = self.clock.monotonic()  # time since when this event loop has not lagged
+        self._first_seen: dict[Life, float] = {}  # time when an instance first appeared in the fleet
+        self._reported: dict[Life, Literal["silent", "heard"]] = {}  # the last report about an instance
+        self._accused: dict[Life, float] = {}  # time of a silence report; only a later beat ends the silence
         self.blind = False
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Check for silent workers every `tick_s`, until cancelled."""
         tick = self.settings.tick_s
         while True:
             due = self.clock.monotonic() + tick
@@ -82,11 +88,11 @@ class Liveness:
             now = self.clock.monotonic()
             if now - due > self.settings.lag_max_s:
                 self._awake_since = now
-                await asyncio.sleep(0)  # first process the messages that arrived meanwhile
+                await asyncio.sleep(0)  # lets the loop process messages that have arrived
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Report workers that have become silent, and those that are no longer silent."""
+        """Report workers that have become silent, and workers that send beats again. `now` is the monotonic time."""
         workers = self.view.fleet.workers
         living = {(name, w.joined.instance): w for name, w in workers.items() if w.alive}
         self._track_instances(living, now)
@@ -111,7 +117,7 @@ class Liveness:
         self.beats.forget(living, FORGET_AFTER_S)
 
     def _last_heard(self, life: Life) -> float:
-        """Return when this instance last sent a beat, or was first seen in the fleet if that is later."""
+        """Return the time of this instance's last beat, or the time when it appeared in the fleet if that is later."""
         beat, met = self.beats.lives.get(life), self._first_seen[life]
         return beat.at if beat is not None and beat.at > met else met
 
@@ -142,7 +148,7 @@ class Liveness:
             return
         if self.blind:
             self.blind = False
-            self._awake_since = now  # the silence of every worker is measured anew
+            self._awake_since = now  # measures every worker's silence from now on
             log.info("observer_sees_again")
             return
         for life in late:
@@ -159,7 +165,7 @@ class Liveness:
             self.journal.observe(ObserverBlind(observer=self.journal.source, silent=silent, known=known))
 
     def accuse(self, life: Life) -> None:
-        """Report an instance as silent because another check has found it unresponsive."""
+        """Report an instance as silent at once, because another check has found the instance unresponsive."""
         fleet = self.view.fleet
         worker = fleet.living(*life)
         if worker is None or self._known_silent(life, worker):
@@ -178,23 +184,24 @@ class Liveness:
 
 
 STALLED = "stalled"
-NEWS = timedelta(seconds=2)  # older reports are ignored: the silence itself is detected soon after
-DUE_MAX = 64  # instances waiting to be checked
-LATE_S = 0.1  # lag of our own loop above which an answer may have arrived unread
+NEWS = timedelta(seconds=2)  # older reports are ignored, because `Liveness` detects the silence soon
+DUE_MAX = 64  # number of instances that can wait for their check
+LATE_S = 0.1  # lag of this event loop above which an answer may have arrived unread
 
 
 @dataclass(eq=False)
 class HangCheck:
-    """Checks a worker that a frontend reports as stalled, if a spare is ready to replace it and its controller leads.
+    """Checks each worker that a frontend reports as stalled, while this controller leads and a spare could replace the worker.
 
         RequestFailed, stalled ─▶ query ── an answer, a beat, a link of a frontend ──▶ alive
                                    ▲└── none of these within `answer_s`, spare ready ──▶ WorkerSilent, at once
                                    └───────────────────── spare not ready: repeat while the report is recent
 
-    Without a spare, an early report would gain nothing: `Liveness` waits for the silence, and a worker that was only slow for a
-    moment stays in service. With a spare, a false alarm costs little: the worker becomes the spare when it answers again.
+    Without a spare, an early report would gain nothing. `Liveness` then waits for the silence, and a worker that was only slow
+    for a moment stays in service. With a spare, a false alarm costs little, because the worker becomes the spare when it answers
+    again.
 
-    The query is a `batch` command with the share that the worker has to fill anyway: any live worker answers it.
+    The query is a `batch` command that repeats the worker's present share of its batch size. Any live worker answers it.
     """
 
     view: View
@@ -207,8 +214,8 @@ class HangCheck:
 
     def __post_init__(self) -> None:
         self._due: asyncio.Queue[Life] = asyncio.Queue(DUE_MAX)
-        self._asked = set[Life]()  # instances that are queried now, or queued
-        self._unanswered: dict[Life, float] = {}  # when they were last reported as stalled
+        self._asked = set[Life]()  # instances that are being queried or wait for their query
+        self._unanswered: dict[Life, float] = {}  # unresponsive instances: time of the last stalled report
         self.view.listen(self._on_batch)
 
     def _on_batch(self, view: object, batch: Sequence[Recorded]) -> None:
@@ -224,7 +231,7 @@ class HangCheck:
                 self._due.put_nowait(life)
 
     def _has_spare(self, life: Life, *, ready: bool = False) -> bool:
-        """Return whether a spare exists for this worker; with `ready`, one that could serve at once."""
+        """Return whether a live spare exists that can replace this worker. With `ready`, the spare must be able to serve now."""
         fleet = self.view.fleet
         worker = fleet.living(*life)
         if worker is None or worker.spare.kept:
@@ -233,7 +240,7 @@ class HangCheck:
         return any(one.alive and (one.well or not ready) for one in spares)
 
     async def run(self) -> None:
-        """Check queued workers until cancelled."""
+        """Check stalled workers as they are reported, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._check(await self._due.get()))
@@ -252,7 +259,11 @@ class HangCheck:
             self._asked.discard(life)
 
     async def _answers(self, life: Life) -> bool:
-        """Query one worker. Return False only if we were connected, and neither it nor a frontend connected to it responded."""
+        """Query one worker, and return whether it may be alive.
+
+        Return False only if this controller was connected all the time, the worker sent neither an answer nor a beat, and no
+        frontend reported a connection to it.
+        """
         name, instance = life
         began, answer_s = self.clock.monotonic(), self.settings.answer_s
         fleet = self.view.fleet
@@ -268,26 +279,26 @@ class HangCheck:
             return True
         except NoAnswer:
             left = began + answer_s - self.clock.monotonic()
-            await self.clock.sleep(max(0.0, left))  # no subscriber: the worker may be reconnecting
+            await self.clock.sleep(max(0.0, left))  # without a subscriber, the worker may be reconnecting
         else:
             return True
         late = self.clock.monotonic() - began - answer_s > LATE_S
         return late or not self._was_listening(began) or self._is_heard(life, began)
 
     def _was_listening(self, since: float) -> bool:
-        """Return whether we have received everything that was sent on the bus after `since`."""
+        """Return whether this controller has received and processed everything that was sent on the bus after `since`."""
         connected = self.bus.since
         return connected is not None and connected <= since and not self.bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
-        """Return whether, after `since`, the worker has sent a beat or a frontend has reported a connection to it."""
+        """Return whether, after `since`, the worker sent a beat or a frontend reported a connection to the worker."""
         beats, (name, instance) = self.beats, life
         beat, reports = beats.lives.get(life), beats.frontends.values()
         linked = (one.at >= since and one.workers.get(name) == instance for one in reports)
         return (beat is not None and beat.at >= since) or any(linked)
 
     def _too_many(self) -> bool:
-        """Return whether so many workers are reported as stalled that we may be the one that is cut off."""
+        """Return whether so many workers are unresponsive that this controller itself may be cut off."""
         since, workers = self.clock.monotonic() - NEWS.total_seconds(), self.view.fleet.workers
         self._unanswered = {
             life: at for life, at in self._unanswered.items() if at >= since and not self._is_heard(life, at)

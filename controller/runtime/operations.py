@@ -1,7 +1,7 @@
 """The operator's commands: drain, resume, move, restart, status, goldens, and fault injection.
 
-Commands become facts; the deciders decide on them. A command is checked against the fleet as this controller knows it, so that
-a misspelt worker is refused at once.
+A command is first checked against this controller's fold of the fleet, so that a misspelt worker name is rejected at once. It is
+then recorded as a fact, on which the deciders decide.
 """
 
 import asyncio
@@ -39,16 +39,17 @@ from events.process.presence import Presence
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
-ON_THE_DEAD = (*SIGNALS, "heal")  # faults that apply to the process of a dead instance
-WAKES_WITHIN_S = 2.0  # time that a resumed process needs to receive commands again
+ON_THE_DEAD = (*SIGNALS, "heal")  # faults that can also be applied to the process of a dead instance
+WAKES_WITHIN_S = 2.0  # time within which a resumed process receives commands again
 
 log = structlog.get_logger(__name__)
 
 
 async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: Mapping[str, object]) -> None:
-    """Send a worker a command that it must carry out soon: if it receives the command late, because it hung, it refuses.
+    """Send a worker a command that is valid for ASK_S. A worker that hung and receives the command later refuses it.
 
-    Raise NotPossible if it refuses, Unanswered if it does not answer."""
+    Raise NotPossible if the worker refuses, and Unanswered if it does not answer.
+    """
     try:
         until = (await journal.end()).at + timedelta(seconds=ASK_S)
         said = {**body, "until": until.isoformat()}
@@ -63,7 +64,10 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: Mappi
 
 
 def shares_process(fleet: Fleet, worker: Worker) -> bool:
-    """Return whether a worker's process runs other workers too: a signal would hit all, so the worker simulates the fault."""
+    """Return whether a worker's process also runs other workers.
+
+    A signal would affect all of them, so in this case the worker simulates the fault.
+    """
     name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
     others = (other.joined for other in fleet.workers.values() if other.joined.worker != name)
     return bool(host) and any((other.topology.host, other.pid) == (host, pid) for other in others)
@@ -73,11 +77,13 @@ def shares_process(fleet: Fleet, worker: Worker) -> bool:
 class Rehearsals:
     """Injects faults into workers in any state, and heals them.
 
-    Process faults are signals if the process has one worker; all others are commands, by which the worker simulates the fault.
-        hang for 5 s:  SIGSTOP ──── 5 s, or heal, unhang, the end of this controller ────▶ SIGCONT
+    The faults "kill", "hang" and "unhang" are signals if the process has only one worker. All other faults are commands, and the
+    worker simulates them. For example, `hang` for 5 s:
 
-    A stopped process cannot resume itself, so this controller resumes it. If the controller is killed meanwhile, the timer is
-    lost: the process stays stopped until the fleet declares it dead and its supervisor ends it.
+        SIGSTOP ──── 5 s, or heal, unhang, the end of this controller ────▶ SIGCONT
+
+    A stopped process cannot resume itself, so this controller resumes it. If the controller is killed before, the process stays
+    stopped until the fleet declares the worker dead and the supervisor ends the process.
     """
 
     fleet: Callable[[], Fleet]
@@ -88,7 +94,8 @@ class Rehearsals:
     allowed: bool
 
     def __post_init__(self) -> None:
-        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # stopped by us, for a limited time
+        # by worker: the timer of a process that this controller has stopped for a limited time
+        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}
 
     async def play(
         self,
@@ -100,7 +107,10 @@ class Rehearsals:
         rank: int | None = None,
         command: str = "",
     ) -> str:
-        """Inject a fault into a worker, or heal it; return what was done. Raise ChaosRefused or NotPossible."""
+        """Inject a fault into a worker, or heal the worker, and return a sentence that states what was done.
+
+        Raise ChaosRefused if fault injection is off, and NotPossible if the fault cannot be injected now.
+        """
         if not self.allowed:
             raise ChaosRefused
         name, shared = worker.joined.worker, shares_process(self.fleet(), worker)
@@ -125,15 +135,15 @@ class Rehearsals:
         return done(said)
 
     def close(self) -> None:
-        """Resume all workers that are stopped for a limited time: no other process would resume them."""
+        """Resume all workers that are stopped for a limited time, because no other process would resume them."""
         for _, worker in list(self._stopped.values()):
             self._resume(worker)
 
     async def _command_worker(self, worker: Worker, body: Mapping[str, object]) -> None:
-        """Command a worker to simulate a fault or to heal; resume it first if it is stopped. Raise NotPossible."""
+        """Command a worker to simulate a fault or to heal. Before a heal, resume the worker's process. Raise NotPossible."""
         woken = body["fault"] == "heal" and self._resume(worker)
         if woken and not worker.alive:
-            return  # the actuator commands it to end, and its successor is healthy
+            return  # the actuator ends the resumed process of a dead instance, and its successor is healthy
         loop, name = asyncio.get_running_loop(), worker.joined.worker
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:
@@ -145,7 +155,7 @@ class Rehearsals:
             await asyncio.sleep(ASK_S / 4)
 
     def _signal(self, worker: Worker, fault: str, duration_s: float | None) -> None:
-        """Send the signal that causes this fault. Raise NotPossible."""
+        """Send the signal that causes this fault, and schedule the end of a limited hang. Raise NotPossible."""
         name = worker.joined.worker
         self._forget(name)
         self.processes.send(worker, SIGNALS[fault])
@@ -154,7 +164,10 @@ class Rehearsals:
             self._stopped[name] = timer, worker
 
     def _resume(self, worker: Worker) -> bool:
-        """Resume a process that may be stopped; return whether a signal could be sent to it."""
+        """Resume a worker's process, which may be stopped, and return whether a signal could be sent.
+
+        No signal is sent to a process that runs several workers.
+        """
         self._forget(worker.joined.worker)
         if shares_process(self.fleet(), worker):
             return False
@@ -169,10 +182,10 @@ class Rehearsals:
 
 
 FLUSH_S = 1.0
-OBEYS_WITHIN_S = 2.0  # for a process to react to a shutdown command; its grace period may take longer
+OBEYS_WITHIN_S = 2.0  # time within which a process must react to a shutdown command or SIGTERM
 LOOK_S = 0.1
-LINKED_S = 1.5  # frontends report their connected workers every second
-STALE_S = 3.0  # maximum age of a load report
+LINKED_S = 1.5  # maximum age of a frontend's link report; one is sent every second
+STALE_S = 3.0  # maximum age of a heartbeat that `status` uses
 
 
 async def _empty() -> Mapping[str, Mapping[str, object]]:
@@ -181,19 +194,18 @@ async def _empty() -> Mapping[str, Mapping[str, object]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSources:
-    """Callables that return the current state of the fleet; each is called when needed."""
+    """Functions that return the data which commands and status need, as of the time of the call."""
 
     fleet: Callable[[], Fleet]
     leader: Callable[[], str]  # source of the controller that holds the lease
     present: Callable[[], Sequence[Presence]]  # processes of this host
     projected: Callable[[], Awaitable[int | None]]  # position of the state store; None: there is none
-    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, object]]]] = (
-        _empty  # sizes of journal and spools
-    )
+    # sizes of journal and spools
+    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, object]]]] = _empty
 
 
 class ControlOperations:
-    """Implements `ports.Control`, and fault injection."""
+    """Implements the operator's commands (`ports.Control`), including fault injection."""
 
     def __init__(
         self,
@@ -221,11 +233,17 @@ class ControlOperations:
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Request a drain. Raise UnknownWorker, or NotPossible if the worker's instance is dead: it has no requests to finish."""
+        """Request a drain of a worker, and return a sentence that confirms the request.
+
+        Raise UnknownWorker, or NotPossible if the worker's instance is dead and so has no requests to finish.
+        """
         return await self._record(DrainRequested, self._living(worker), by, command, deadline_s=deadline_s)
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Request a return to service; of a dead worker, restart it. Raise UnknownWorker or NotPossible."""
+        """Request a worker's return to service, or restart the worker if its instance is dead.
+
+        Raise UnknownWorker, or NotPossible if the worker is healthy and does not drain.
+        """
         known = self._known(worker)
         if not known.alive:
             return await self.restart(worker, by, command)
@@ -234,7 +252,10 @@ class ControlOperations:
         return await self._record(ResumeRequested, known, by, command)
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Request that a worker's running requests move elsewhere. Raise UnknownWorker or NotPossible."""
+        """Request that a worker's running requests move to the worker `to`, or to any worker if `to` is empty.
+
+        Raise UnknownWorker, or NotPossible if no other worker can accept the requests.
+        """
         known = self._living(worker)
         workers = self._sources.fleet().workers.values()
         others = [one for one in workers if one is not known and one.routable and _similar(one, known)]
@@ -249,9 +270,10 @@ class ControlOperations:
         return await self._record(MoveRequested, known, by, command, to=to)
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Command a worker to shut down gracefully; if it does not answer or its instance is dead, end its process.
+        """Command a worker to shut down gracefully. If it does not answer, or if its instance is dead, end its process.
 
-        Raise UnknownWorker or NotPossible."""
+        Raise UnknownWorker, or NotPossible if the worker cannot be reached.
+        """
         known = self._known(worker)
         said = await self._record(RestartRequested, known, by, command)
         with contextlib.suppress(Unanswered):
@@ -261,11 +283,11 @@ class ControlOperations:
         return await self._end(known)
 
     async def versions(self) -> Json:
-        """Return the kinds and versions that each process knows, and those in force."""
+        """Return which fact kinds and deciders version are in force, and which each process supports, as plain JSON values."""
         return self._versions.report() if self._versions is not None else {}
 
     async def allow(self, by: str, command: Command = NO_COMMAND) -> str:
-        """Put everything that this release knows in force. Raise NotPossible if it is in force already."""
+        """Put all kinds and the deciders version of this release in force. Raise NotPossible if nothing would change."""
         force = self._versions.allow(by, command.id, command.deadline) if self._versions is not None else None
         if force is None:
             raise NotPossible("nothing to allow: everything that the leading controller knows is in force")
@@ -298,7 +320,7 @@ class ControlOperations:
         rank: int | None = None,
         command: Command = NO_COMMAND,
     ) -> str:
-        """Inject a fault into a worker, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
+        """Inject a fault into a worker, or heal the worker. Raise ChaosRefused, UnknownWorker or NotPossible."""
         known = self._known(worker)
         return await self._rehearsals.play(known, fault, argument, duration_s, by, rank, command.id)
 
@@ -307,15 +329,15 @@ class ControlOperations:
         await ask(self._bus, self._journal, name, subjects.stop(name), {"instance": known.joined.instance})
 
     async def _end(self, known: Worker) -> str:
-        """End a worker that cannot shut down gracefully. Return a sentence that states how it ends.
+        """End a worker that cannot shut down gracefully, and return a sentence that states how it ends.
 
-        Raise NotPossible if the worker is alive and out of reach.
+        Raise NotPossible if no signal and no command can reach the worker.
         """
         name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
         unseen = shared and not self._processes.here(known)
         if not known.alive and not self._processes.live(known) and not unseen:
             return self._describe_dead(known)
-        if shared:  # a signal would end the other workers of the process too
+        if shared:  # a signal would also end the other workers of the process
             body = {"instance": known.joined.instance}
             await ask(self._bus, self._journal, name, subjects.retire(name), body)
             return f"{name} ends; its next instance takes its place"
@@ -334,8 +356,11 @@ class ControlOperations:
         return f"{name} {why}: its process ends; its supervisor starts it again"
 
     async def _reacts(self, known: Worker) -> bool:
-        """Return whether a process that was signalled to end has ended in time or is responsive: it accepts a shutdown command,
-        or a frontend is connected to it (then only its broker connection is broken)."""
+        """Return whether a worker's process, which was sent SIGTERM, has ended within OBEYS_WITHIN_S or is responsive.
+
+        A process is responsive if it accepts a shutdown command, or if a frontend is connected to the worker. In the second case
+        only the worker's broker connection is broken.
+        """
         loop, life = asyncio.get_running_loop(), (known.joined.worker, known.joined.instance)
         until = loop.time() + OBEYS_WITHIN_S
         while loop.time() < until:
@@ -361,7 +386,7 @@ class ControlOperations:
         return worker
 
     def _describe_dead(self, known: Worker) -> str:
-        """Describe the state of a worker with a dead instance."""
+        """Return a sentence for an error message: why a worker is dead, and how it can run again."""
         name, reason = known.joined.worker, known.health.reason
         return f"{name} is dead ({reason}) and has no requests; {self._processes.next_life(known)}"
 
@@ -436,14 +461,14 @@ class ControlOperations:
 
 
 def _levels(fleet: Fleet) -> dict[str, int]:
-    """Return every model's degradation level; a model without degradation is at level 0."""
+    """Return each model's degradation level. The level is 0 if the model is not degraded."""
     levels = {worker.joined.model: 0 for worker in fleet.workers.values() if worker.alive}
     levels |= {model: state.level for model, state in fleet.models.items()}
     return dict(sorted(levels.items()))
 
 
 def _similar(one: Worker, other: Worker) -> bool:
-    """Return whether a request of one worker can continue on the other."""
+    """Return whether a request can move between these workers: they have the same model, revision and tokenizer."""
     a, b = one.joined, other.joined
     return (a.model, a.revision, a.tokenizer) == (b.model, b.revision, b.tokenizer)
 

@@ -2,8 +2,8 @@
 
     state store ─▶ Planner ─▶ CapacityReported, ScaleProposed ─▶ hook ─▶ ScaleApplied
 
-Two planners that read the same state decide the same. The journal accepts the proposal that arrives first; the other
-planner reads again.
+Two planners that read the same state make the same proposal. The journal accepts the first one. The other planner drops its
+proposal and reads again.
 """
 
 import asyncio
@@ -52,13 +52,13 @@ class PlannerMetrics(MetricTable):
         self._shown: set[str] = set()  # models
 
     def keep(self, models: Collection[str]) -> None:
-        """Remove the gauges of models that are gone."""
+        """Remove the gauges of all models except `models`, the ones that still exist."""
         of_models = (
             self.provisioned, self.wanted, self.needed, self.expected, self.error, self.held, self.achievable,
         )  # fmt: skip
         for model in self._shown.difference(models):
             for one in of_models:
-                with suppress(KeyError):  # it has no forecast yet
+                with suppress(KeyError):  # a model without a forecast lacks some gauges
                     one.remove(model)
         self._shown = set(models)
 
@@ -72,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class Planning:
-    """One planner."""
+    """Runs one planner: reads the state store and the journal's end, and records what the planner proposes."""
 
     store: PlanningStore
     journal: Journal
@@ -90,11 +90,11 @@ class Planning:
             repeat_s=self.settings.repeat_s,
         )
         self._planner = Planner(self.name, self.settings.policy, duties)
-        self.outlook: PlannerOutlook | None = None  # the result of the last look
-        self.why_not = "the planner has not read the state store yet"  # empty: there is an outlook
+        self.outlook: PlannerOutlook | None = None  # the result of the last look; None: none yet
+        self.why_not = "the planner has not read the state store yet"  # empty: the planner does not wait
 
     async def run(self) -> None:
-        """Plan until cancelled."""
+        """Read and plan every `every_s`, until cancelled. Errors of the store or the journal are logged."""
         while True:
             try:
                 outlook = await self.look()
@@ -105,13 +105,16 @@ class Planning:
             await self.clock.sleep(self.settings.every_s)
 
     def _log_waiting(self, why: str) -> None:
-        """Log what the planner waits for, once; empty: nothing."""
+        """Store what the planner waits for, and log it if it has changed. Empty if the planner does not wait."""
         if why and why != self.why_not:
             log.warning("planner_waits", why=why)
         self.why_not = why
 
     async def look(self) -> PlannerOutlook:
-        """Read once, and record what is due. Raise StoreUnavailable, JournalUnavailable or TimeoutError."""
+        """Read the state store once, record the proposals that are due, and return what the planner has concluded.
+
+        Raise StoreUnavailable, JournalUnavailable or TimeoutError.
+        """
         async with asyncio.timeout(JOURNAL_S):
             last = await self.journal.last_seq()
         planner = self._planner
@@ -119,7 +122,7 @@ class Planning:
         async with asyncio.timeout(READ_S):
             read = await self._read()
         seen = planner.look(read.workers, read.position.seq, self.clock.now(), self.clock.monotonic())
-        # fitting a season takes about a second
+        # in a thread, because fitting a seasonal forecast takes about a second
         seen = replace(seen, proposals=await asyncio.to_thread(planner.decide, seen))
         self.outlook = seen
         self._measure(seen)
@@ -129,12 +132,12 @@ class Planning:
         return seen
 
     async def _read(self) -> PlanningRead:
-        """Read the new events, and pass them to the planner."""
+        """Read all new events, pass them to the planner, and return the last read with the workers and the position."""
         planner = self._planner
         while True:
             since = self.clock.now() - timedelta(days=DAYS)
             read = await self.store.read_planning(planner.read, since, EVENTS_MAX)
-            if read.position.seq < planner.read:  # another journal, or a recreated one
+            if read.position.seq < planner.read:  # the store now projects another, or a recreated, journal
                 planner.forget()
                 continue
             planner.take((*read.events, *read.latest))
@@ -196,7 +199,7 @@ class Planning:
                 metrics.error.labels(model).set(proposal.forecast.error or 0.0)
 
     def report(self) -> Json:
-        """Return the content of /plan, which `holdfast plan` prints."""
+        """Return the content of the HTTP endpoint /plan, which `holdfast plan` prints, as plain JSON values."""
         outlook = self.outlook
         header: Json = {"planner": self.name, "mode": self.settings.mode, "waits": self.why_not}
         if outlook is None:

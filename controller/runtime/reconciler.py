@@ -1,15 +1,15 @@
-"""The controller's main loop: reads the journal, settles, and atomically appends due decisions.
+"""The controller's main loop: reads the journal, settles, and appends the due decisions atomically.
 
     journal ─▶ order ─▶ settle ─▶ append (fenced) ─▶ journal
                   ▲                     │
                   └──── read again ◀────┴── Fenced, or the outcome is unknown
 
-It folds only what it has read from the stream, never what it expects to have appended. So after a refusal, or an append of
-unknown outcome, there is nothing to undo: it reads to the end of the stream and settles again. A standby reads along without
-deciding, so it can take over at once.
+The reconciler folds only events that it has read from the stream, never events that it expects to have appended. So after a
+fenced append, or an append with unknown outcome, nothing must be undone: it reads to the end of the stream and settles again. A
+standby also reads and folds, but does not decide, so it can take over at once.
 
-`settle` is level-triggered: it runs when something new was read, and every `ask_s` for what has become due by time. If nothing
-can be due, the check returns without settling (`SettleCache`).
+The loop settles whenever it has read something new. It also settles every `ask_s`, because decisions can become due by time
+alone. If no decision can be due, `SettleCache` returns without settling.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from events.order import Order
 from events.versions import InForce
 
 ASK_S = 0.2  # maximum delay of a decision that becomes due by time alone
-BUSY_SHARE = 0.5  # share of time that settling may take: facts that arrive meanwhile are settled together
-APPEND_MAX = 1000  # decisions in one atomic batch, the server's limit
+BUSY_SHARE = 0.5  # largest share of time spent on settling, so that facts gather between two runs
+APPEND_MAX = 1000  # decisions appended atomically at once, which is the broker's limit
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.05, 2.0
 
 log = structlog.get_logger(__name__)
@@ -42,16 +42,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class ReconcilerCounters:
-    """Counters of the reconciler. Exported as metrics."""
+    """Totals since the reconciler's start, which are exported as metrics."""
 
     settles: int = 0
     decisions: int = 0
-    settle_s: float = 0.0  # in total
+    settle_s: float = 0.0  # seconds spent on settling
 
 
 @dataclass(eq=False)
 class Reconciler:
-    """Makes decisions while it holds the lease."""
+    """Reads and folds the journal, and decides while this controller holds the lease."""
 
     journal: Journal
     lease: Lease
@@ -61,14 +61,14 @@ class Reconciler:
     store: StateStore | None = None
     ask_s: float = ASK_S
     append_max: int = APPEND_MAX
-    # the kinds and version to put in force now; None: no change
+    # returns the kinds and deciders version to put in force now; None: no change
     force: Callable[[Fleet], InForce | None] = lambda fleet: None
 
     def __post_init__(self) -> None:
         self.counters = ReconcilerCounters()
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._asking = SettleCache(self.policy, force=self.force)
-        # decide only after this sequence has been read; None: ask the journal for its end
+        # decide only once this sequence has been read; None: first query the journal for its last sequence
         self._barrier: int | None = None
         self._backoff_s = BACKOFF_MIN_S
         self._pending_since = self.clock.monotonic()
@@ -77,19 +77,22 @@ class Reconciler:
 
     @property
     def leading(self) -> bool:
-        """Whether our decisions are the fleet's: we hold the lease and have read to the end of the stream."""
+        """Whether this controller decides for the fleet: it holds the lease and has read to the end of the stream."""
         return self.lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
 
     def listen(self, callback: Callable[[Sequence[Decision]], None]) -> None:
-        """Call `callback(decisions)` after each append that is known to have landed."""
+        """Call `callback(decisions)` after each append that the journal has acknowledged."""
         self._listeners.append(callback)
 
     def wake(self) -> None:
-        """Settle now instead of at the next interval."""
+        """Make the loop settle now instead of after `ask_s`."""
         self._news.set()
 
     async def run(self) -> None:
-        """Read and decide until cancelled. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the process must stop."""
+        """Read and decide until cancelled.
+
+        Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged. After such an error the process must stop.
+        """
         order, position = await begin(self.store)
         self.order = await join(self.journal, position, order)
         self.lease.listen(self._lease_changed)
@@ -134,7 +137,10 @@ class Reconciler:
                 await self._back_off()
 
     async def step(self) -> Sequence[Decision]:
-        """Settle once and append what is due. Raise Fenced or JournalUnavailable."""
+        """Settle once, append the due decisions, and return them.
+
+        Return () if none are due, or if the journal has not been read to its end yet. Raise Fenced or JournalUnavailable.
+        """
         if self._barrier is None:
             self._barrier = await self.journal.last_seq()
         if self.order.last_seq < self._barrier:
@@ -161,12 +167,13 @@ class Reconciler:
         return ()
 
     async def _append(self, decisions: Sequence[Decision]) -> None:
-        """Append in atomic batches, then wait until they have been read back.
+        """Append decisions, at most `append_max` at once, and let the loop wait until it has read them back.
 
-        More decisions than the server's limit are split: each batch leaves a state from which the rest is due again.
+        Each part is appended atomically. If a later part fails, the decisions of that part become due again, because each part
+        leaves a consistent state.
         """
         through, after = self.order.last_seq, self.order.position.decided
-        self._barrier = None  # unknown until the append is known to have landed
+        self._barrier = None  # unknown until the journal has acknowledged the append
         for start in range(0, len(decisions), self.append_max):
             part = decisions[start : start + self.append_max]
             after = await self.journal.append(part, through=through, after=after)
@@ -183,7 +190,7 @@ class Reconciler:
             listener(decisions)
 
     async def _back_off(self) -> None:
-        """Wait, with growing and jittered delay, then read to the end before deciding again."""
+        """Wait for a growing time with jitter. The next step reads to the end of the journal before it decides."""
         self._barrier = None
         await self.clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
         self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)

@@ -1,5 +1,6 @@
-"""Settings of the controller process: canaries, liveness, actuator, budgets, policy, endpoints.
-The deciders' policies are used as fields directly: frozen dataclasses of plain numbers and durations.
+"""Settings of the controller, the planner and the projector.
+
+The deciders' policies, which are frozen dataclasses of numbers and durations, are used directly as fields.
 """
 
 from typing import Annotated, Literal, Self

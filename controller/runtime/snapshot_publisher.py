@@ -1,6 +1,6 @@
-"""Publishes snapshots of the settled fleet to the journal while its controller leads.
+"""Publishes snapshots of the settled fleet to the journal while this controller leads.
 
-A process that starts to fold needs one when the journal has dropped older events at its bounds (`events.journal.bounds`).
+If the journal has dropped older events at its bounds, a starting process folds from a snapshot (`events.journal.bounds`).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class SnapshotKeeper:
-    """Checks every few seconds, while its controller leads, whether a snapshot is due."""
+    """Checks every few seconds, while this controller leads, whether a snapshot is due, and publishes it."""
 
     journal: Journal
     order: Callable[[], Order[Fleet]]
@@ -41,11 +41,11 @@ class SnapshotKeeper:
     look_s: float = LOOK_S
 
     def __post_init__(self) -> None:
-        self._kept: SnapshotPosition | None = None  # the newest known snapshot
-        self._looked = False  # whether we have looked for other controllers' snapshots since we lead
+        self._kept: SnapshotPosition | None = None  # position of the newest known snapshot
+        self._looked = False  # whether the journal was searched for snapshots since this controller leads
 
     async def run(self) -> None:
-        """Check until cancelled. A broker that does not answer is asked again."""
+        """Check every `look_s` until cancelled. If the broker does not answer, the next check tries again."""
         while True:
             try:
                 async with asyncio.timeout(ASK_S):
@@ -55,7 +55,7 @@ class SnapshotKeeper:
             await self.clock.sleep(self.look_s)
 
     async def look(self) -> bool:
-        """Publish a snapshot if it is due; return whether it was. Raise JournalUnavailable."""
+        """Publish a snapshot if one is due, and return whether it was published. Raise JournalUnavailable."""
         if not self.leading():
             self._looked = False
             return False
@@ -86,7 +86,7 @@ class SnapshotKeeper:
 
 
 async def newest_kept(journal: Journal) -> SnapshotPosition | None:
-    """Return the position of the newest whole snapshot on the journal. Raise JournalUnavailable."""
+    """Return the position of the newest complete snapshot on the journal; None without one. Raise JournalUnavailable."""
     found = None
     async for event, snapshot in snapshots(journal):
         assert isinstance(event.fact, SnapshotKept)

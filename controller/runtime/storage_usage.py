@@ -1,9 +1,9 @@
-"""Size and remaining room of the journal and the spools, for `holdfast status` and the metrics.
+"""Reports the size and free space of the journal and the spools, for `holdfast status` and metrics.
 
-Covers the journal on the broker, and the spools of the processes on this host, in which facts wait for the broker.
+The journal is on the broker. A spool is a file of a process on this host, in which facts wait for the broker.
 
-A journal at its own bound is not full: its oldest events are dropped, behind a snapshot. It is full if its disk is, or if it was
-created with a bound that makes the broker refuse new messages.
+A journal that has reached its own bound is not full, because its oldest events are dropped once a snapshot covers them. A journal
+is full if its disk is full, or if it was created with a bound at which the broker refuses new messages.
 """
 
 import asyncio
@@ -24,7 +24,10 @@ DAY_S = 86_400.0
 
 
 async def describe(usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> dict[str, dict[str, object]]:
-    """Return `journal` and `spool` as plain JSON values, read from the broker and the disk; None for what is unknown now."""
+    """Return the values `journal` and `spool` of `holdfast status`, read from the broker and the disk, as plain JSON values.
+
+    A value is None if it is unknown now.
+    """
     found: JournalUsage | None = None
     fault = None
     try:
@@ -33,20 +36,20 @@ async def describe(usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> 
     except JournalGone as error:
         fault = str(error)
     except (HoldfastError, TimeoutError):
-        pass  # the broker is unavailable: `last_seq` shows that already
+        pass  # the broker is unavailable, which the status already shows by its `last_seq`
     held, free = await asyncio.to_thread(_disk, data)
     journal = {"fault": fault, **_journal(found, free)}
     return {"journal": journal, "spool": {"bytes": held, "bytes_max_each": BYTES_MAX}}
 
 
 def _disk(data: Path) -> tuple[int, int | None]:
-    """Return the size of the spools, and the free bytes on the broker's disk if it is on this host."""
+    """Return the total bytes of the spools, and the free bytes on the broker's disk (None if it is on another host)."""
     return sum(path.stat().st_size for path in data.glob(f"spool/*/*{SUFFIX}")), free_bytes(data)
 
 
 @dataclass(eq=False)
 class JournalRoom:
-    """Polls the journal's size and room for the metrics, since the query takes longer than a scrape may."""
+    """Polls the journal's size and free space for the metrics, because a query may take longer than a scrape is allowed to."""
 
     usage: Callable[[], Awaitable[JournalUsage]]
     data: Path
@@ -57,7 +60,7 @@ class JournalRoom:
         self.known: Mapping[str, float | None] = room(None, None)
 
     async def run(self) -> None:
-        """Poll until cancelled. While the broker is unavailable, its values are unknown."""
+        """Poll every `look_s` until cancelled. While the broker is unavailable, the values from the broker are None."""
         while True:
             free = await asyncio.to_thread(free_bytes, self.data)
             try:
@@ -69,13 +72,16 @@ class JournalRoom:
 
 
 def free_bytes(data: Path) -> int | None:
-    """Return the free bytes on the broker's disk; None if it is not on this host."""
+    """Return the free bytes on the broker's disk; None if the broker's data is not on this host."""
     broker = data / "nats"
     return shutil.disk_usage(broker).free if broker.is_dir() else None
 
 
 def room(found: JournalUsage | None, free: int | None) -> dict[str, float | None]:
-    """Return a journal's values by metric name; None: unknown, or not applicable. `free`: bytes on its disk."""
+    """Return the values of the journal's metrics by name. `free` is the number of free bytes on the broker's disk.
+
+    A value is None if it is unknown or does not apply.
+    """
     return {
         "journal_bytes": None if found is None else found.bytes,
         "journal_max_bytes": None if found is None else found.bytes_max,
@@ -87,7 +93,7 @@ def room(found: JournalUsage | None, free: int | None) -> dict[str, float | None
 def _full_in_s(found: JournalUsage, free: int | None) -> float | None:
     left = None if found.bytes_max is None else max(0, found.bytes_max - found.bytes)
     if left is not None and not found.refuses and (free is None or left <= free):
-        return None  # never: its oldest events are dropped first
+        return None  # such a journal never gets full, because its oldest events are dropped
     rooms = [one for one in (left if found.refuses else None, free) if one is not None]
     return min(rooms) / found.bytes_a_day * DAY_S if rooms and found.bytes_a_day else None
 

@@ -1,9 +1,9 @@
-"""A process's view of the fleet: a snapshot from the state store, and the journal from there on.
+"""A process's view of the fleet: the fold of a snapshot and of the journal's later events.
 
-All components that need the fleet (the router, the canary loop, liveness, the actuator, metrics) subscribe to a view. While the
-broker is unavailable, it holds its last state, or what the state store's snapshot and events lead to. If the journal turns out to
-be a different one, the view reports that and keeps its state, because requests must be served whatever happens to the control
-plane.
+The snapshot comes from the state store. All components that need the fleet (the router, the canary loop, liveness, the actuator,
+metrics) subscribe to a view. While the broker is unavailable, the view keeps its last state, or uses the state store's snapshot
+and events. If the journal turns out to be a different one, the view reports an error and keeps its state, because requests must
+be served even if the control plane fails.
 """
 
 import asyncio
@@ -30,26 +30,26 @@ from events.order import Order, OutOfOrder, Position
 
 ASK_END_DEADLINE_S = 2.0
 AUDIT_EVERY_S = 5.0
-STORE_SUFFICES_AFTER_S = 3.0  # without the broker, until the store's content is used
+STORE_SUFFICES_AFTER_S = 3.0  # time without the broker after which the store's content is used
 
 Batch = Sequence[Recorded]
 log = structlog.get_logger(__name__)
 
 
 class FleetSource(Protocol):
-    """The part of a view that only shows the fleet."""
+    """The part of a view that gives the fleet's present state."""
 
     @property
     def fleet(self) -> Fleet: ...
 
 
 class View(FleetSource, Protocol):
-    """The interface of a view."""
+    """The interface of a view: the fleet, the number of the last decision, and notifications of new events."""
 
     @property
     def number(self) -> int: ...
     def listen(self, callback: Callable[[object, Batch], None]) -> None:
-        """Call `callback(view, batch)` after each batch."""
+        """Call `callback(view, batch)` after the events in `batch` have been folded."""
 
 
 class ViewNotReady(HoldfastError):
@@ -57,7 +57,7 @@ class ViewNotReady(HoldfastError):
 
 
 class FleetView(FleetFold):
-    """A fold that follows the journal."""
+    """The fold of the fleet in one process. It follows the journal, and notifies listeners of each list of folded events."""
 
     def __init__(
         self,
@@ -68,30 +68,36 @@ class FleetView(FleetFold):
         audit_every_s: float = AUDIT_EVERY_S,
     ) -> None:
         super().__init__(Order(evolve, Fleet()))
-        self.fault: HoldfastError | None = None  # why following has ended
+        self.fault: HoldfastError | None = None  # the error that ended following; None: it follows
         self._journal = journal
         self._store = store
         self._store_suffices_after_s = store_suffices_after_s
         self._audit_every_s = audit_every_s
-        self._began_at: ReadPosition | None = None  # the store's position at our start
-        self._behind: Order[Fleet] | None = None  # the journal's fold until it catches up
+        self._began_at: ReadPosition | None = None  # the store's position when the view started
+        self._behind: Order[Fleet] | None = None  # the journal's fold, while the store's fold is ahead of it
         self._ready = False
-        self._verified = False  # the stream is the one that the store has folded
-        self._outcome_known = asyncio.Event()  # set once it is ready, or can never be
-        self._target: int | None = None  # the end of the stream at our start
+        self._verified = False  # whether the stream is the one that the store has folded
+        self._outcome_known = asyncio.Event()  # set once the view is ready or following has failed
+        self._target: int | None = None  # the last sequence of the stream when the view started
         self._listeners: list[Callable[[FleetView, Batch], None]] = []
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything that the journal held at our start was read (or the store, if the broker is unavailable)."""
+        """Whether the view has read everything that the journal held when the view started.
+
+        If the broker is unavailable, it suffices that the state store was read.
+        """
         return self._ready
 
     def listen(self, callback: Callable[["FleetView", Batch], None]) -> None:
-        """Call `callback(view, batch)` after each absorbed batch, in the order of registration."""
+        """Call `callback(view, batch)` after the events in `batch` have been folded. Callbacks run in the order of registration.
+
+        `batch` is empty if the view's state was replaced.
+        """
         self._listeners.append(callback)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the fleet is known. Raise ViewNotReady, or the error that ended following."""
+        """Wait until the view is ready. Raise ViewNotReady after `deadline_s`, or the error that ended following."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._outcome_known.wait()
@@ -101,8 +107,10 @@ class FleetView(FleetFold):
             raise self.fault
 
     async def run(self) -> None:
-        """Follow until cancelled. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the fleet is kept, and a further
-        call continues from there."""
+        """Follow the journal until cancelled.
+
+        Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged. The state is then kept, and another call continues from it.
+        """
         try:
             if self._began_at is None:
                 self.order, self._began_at = await begin(self._store)
@@ -112,7 +120,7 @@ class FleetView(FleetFold):
                 order = await join(self._journal, self._began_at, self._behind or self.order)
                 if self._behind is not None:
                     self._behind = order
-                elif order is not self.order:  # the journal has dropped what we would have read next
+                elif order is not self.order:  # the journal has dropped the next events of the previous fold
                     log.warning("view_begins_on_the_journal", held=self.seq, begins=order.last_seq)
                     self.order = order
                     self._notify(())
@@ -147,13 +155,16 @@ class FleetView(FleetFold):
                 self.take(batch)
             except OutOfOrder:
                 if folded := [event for event in batch if event.seq <= self.seq]:
-                    self._after_batch(folded)  # these are not read again
+                    self._after_batch(folded)  # a further call does not read these events again
                 raise
             self.fault = None
             self._after_batch(batch)
 
     def _catch_up(self, behind: Order[Fleet], batch: Batch) -> None:
-        """Fold the journal separately until it reaches the shown state, which came from the store; then show that fold."""
+        """Fold journal events separately from the shown state, which came from the store.
+
+        Once this separate fold has reached the shown state's sequence, show it instead.
+        """
         for event in batch:
             behind.take(event)
         if behind.last_seq >= self.seq:
@@ -166,7 +177,10 @@ class FleetView(FleetFold):
         self._check_ready()
 
     async def _find_end(self) -> None:
-        """Find the end of the stream: an empty stream delivers no event that would show it."""
+        """Query the stream's last sequence, up to which the view must read to be ready.
+
+        A query is needed because an empty stream delivers no event. If the broker does not answer in time, show the state store.
+        """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._store_suffices_after_s
         while self._target is None:
@@ -180,7 +194,7 @@ class FleetView(FleetFold):
         self._check_ready()
 
     async def _show_store(self) -> None:
-        """Show the state store's content, if there is any, until the journal can be read."""
+        """Show the fold of the state store's events until the journal can be read. Do nothing without a store."""
         if self._store is not None and self._behind is None:
             try:
                 order = await by_the_store(self._store, self.order)
@@ -195,13 +209,15 @@ class FleetView(FleetFold):
             self._set_ready()
 
     async def _audit(self, store: StateStore) -> None:
-        """Compare the store's settled state with ours every few seconds. At the same position both are the fold of the same
-        facts, so a difference is a bug and is logged."""
+        """Compare the store's settled state with this view's every few seconds.
+
+        At the same position both are folds of the same facts, so a difference is a bug, and is logged.
+        """
         compared = Position()
         while True:
             await asyncio.sleep(self._audit_every_s * random.uniform(0.8, 1.2))
             if self.order.position == compared or self.order.lacks:
-                continue  # no decision since then, or our fold is known to lack something
+                continue  # no decision since the last comparison, or this fold is known to lack events
             try:
                 async with asyncio.timeout(LOAD_DEADLINE_S):
                     kept = await store.load()

@@ -1,1 +1,1 @@
-"""The canary loop: probes workers, records goldens, and reports the outcomes as facts."""
+"""The canary loop: sends canaries to workers, records goldens, and reports the outcomes as facts."""

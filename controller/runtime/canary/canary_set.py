@@ -1,8 +1,8 @@
-"""The canaries of one canary key, and how their answers are judged.
+"""Selects the canaries of one canary key, and judges the answers and latencies of the key's workers.
 
-The goldens themselves are in the fold. A set adds what only the prober needs: the questions in the model's tokens, the ranking
-of the pool from which new goldens are chosen, the calibration of the tolerance, and the usual latencies. All of this may be
-lost: a new leader rebuilds it by probing again.
+The goldens themselves are in the fold. A canary set adds what only the prober needs: the questions in the model's tokens, the
+ranking of the pool from which new canaries are chosen, the calibration of the tolerance, and the usual latencies. A new leader
+does not have this data, and rebuilds it by probing again.
 """
 
 import asyncio
@@ -38,46 +38,48 @@ from controller.runtime.canary.goldens import (
 from controller.runtime.settings import CanarySettings
 from events.observations import WorkerJoined
 
-WINDOW = 20  # samples kept per worker and level
-DRIFT_MAX = 1.5  # limit of a lone worker's baseline, relative to its warm-up
-SPREADS = 5.0  # median absolute deviations above the median that still count as normal
+WINDOW = 20  # latencies kept per worker and load level
+DRIFT_MAX = 1.5  # limit of a baseline from the worker's own latencies, relative to its warm-up
+SPREADS = 5.0  # a latency counts as normal up to this many median absolute deviations above the median
 PEERS_MIN = 2
 
 
 @dataclass(slots=True)
 class _Past:
-    """One worker's samples at one load level, milliseconds."""
+    """The latencies of one worker at one load level, in milliseconds."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    typical: float | None = None  # median of the recent samples, cached: each probe reads every peer's
-    warm: float | None = None  # the median of the warm-up samples
-    first: list[float] = field(default_factory=list)
+    # median of `recent`, cached because each probe reads the medians of all peers
+    typical: float | None = None
+    warm: float | None = None  # median of the warm-up latencies; None: the warm-up has not ended
+    first: list[float] = field(default_factory=list)  # the warm-up latencies
 
 
 @dataclass(slots=True)
 class _Measured:
-    """The measurements of one instance of a worker."""
+    """The latencies of one instance of a worker, by load level."""
 
     instance: str
-    last: float | None = None  # its last latency, slow or not; None: only the cold sample so far
+    last: float | None = None  # the last latency, slow or not; None: only the cold one so far
     levels: dict[int, _Past] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Baseline:
-    """The latencies of comparable workers (one canary key, one answer length), relative to load, own past and peers.
+    """Finds slow answers: compares a worker's canary latencies with those of its peers and with its own earlier ones.
 
-    A latency is compared with others at the same load: a server that decodes 60 sequences takes longer for each step than an
-    idle one, and is not broken. A load level is a power of two of the sequences in the worker's batch. The baseline is, in order:
+    One `Baseline` covers the workers of one canary key and one answer length. A latency is compared only with latencies at the
+    same load, because a server that decodes 60 sequences takes longer for each step than an idle server, without being broken. A
+    load level is a power of two of the sequences in the worker's batch. The baseline is the first of these that exists:
 
         peers        the median of the other workers at the same level, if at least two of them were measured often enough
         own past     the worker's own median, capped at 1.5 times its warm-up, so that a gradual slowdown is detected (B13)
         lower level  the baseline of the nearest lower level, times PER_DOUBLING for each level in between
 
-    A worker is slow only if its latency also exceeds the last latencies of most peers. If most became slow at once, the cause is
-    common (an unseen load, a network), and no worker is to blame.
+    A worker is slow only if its latency also exceeds the last latencies of most peers. If most workers became slow at once, they
+    have a common cause (an unseen load, the network), and no worker is blamed.
 
-    The first sample of an instance is cold (caches, connections, compilation) and is never kept.
+    The first latency of an instance is cold (caches, connections, compilation) and is never kept.
     """
 
     ratio: float = 3.0
@@ -86,7 +88,10 @@ class Baseline:
     _workers: dict[Hashable, _Measured] = field(default_factory=dict)
 
     def judge(self, worker: Hashable, instance: str, latency_ms: float, load: int = 1) -> float | None:
-        """Add one latency at a load of `load` sequences; return the baseline if the latency exceeds it by far, else None."""
+        """Add a latency, measured while the worker had `load` sequences. Return the baseline in ms if the latency is too long.
+
+        None if the latency is normal, no baseline is known, or most peers are equally slow.
+        """
         measured = self._workers.get(worker)
         if measured is None or measured.instance != instance:
             self._workers[worker] = _Measured(instance)
@@ -99,16 +104,19 @@ class Baseline:
         return usual if blamed else None
 
     def of(self, worker: Hashable, load: int = 1) -> float | None:
-        """Return the expected latency of a canary on this worker, in milliseconds; None while that is unknown."""
+        """Return the expected latency of a canary on this worker with `load` sequences, in ms; None while it is unknown."""
         return self._usual(worker, _level(load))[0]
 
     def forget(self, workers: Iterable[Hashable]) -> None:
-        """Drop workers that are gone: their latencies must not affect the baselines of the others."""
+        """Drop the latencies of workers that are gone, so that they do not affect the baselines of the others."""
         for worker in workers:
             self._workers.pop(worker, None)
 
     def _usual(self, worker: Hashable, level: int) -> tuple[float | None, float]:
-        """Return the baseline and its spread, at this level or from the nearest lower one."""
+        """Return the baseline and its median absolute deviation in ms, of this load level or scaled from the nearest lower one.
+
+        (None, 0.0) if no baseline is known.
+        """
         for lower in range(level, -1, -1):
             usual, spread = self._at(worker, lower)
             if usual is not None:
@@ -117,7 +125,10 @@ class Baseline:
         return None, 0.0
 
     def _at(self, worker: Hashable, level: int) -> tuple[float | None, float]:
-        """Return the baseline of one level and its spread: from the peers, or from the worker's own warm-up."""
+        """Return the baseline of exactly this load level and its median absolute deviation, in ms.
+
+        Both come from the peers' latencies or, with too few peers, from the worker's own. (None, 0.0) if neither are known.
+        """
         peers = list(self._peers(worker, level))
         if len(peers) >= PEERS_MIN:
             return median(peers), _deviation(peers)
@@ -146,7 +157,7 @@ class Baseline:
                 yield past.typical
 
     def _common(self, worker: Hashable, latency_ms: float) -> bool:
-        """Return whether the last latencies of most peers were about as long as this one."""
+        """Return whether most peers were last about as slow as `latency_ms`, so that this worker is not to blame."""
         last = [m.last for name, m in self._workers.items() if name != worker and m.last is not None]
         return len(last) >= PEERS_MIN and not self._exceeds(latency_ms, median_low(last), 0.0)
 
@@ -155,26 +166,26 @@ class Baseline:
 
 
 def _level(load: int) -> int:
-    """Return the load level of `load` sequences: 1 for 1, 2 for 2 and 3, 3 for 4 to 7."""
+    """Return the load level of `load` sequences: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, and so on."""
     return max(0, load).bit_length()
 
 
 def _deviation(samples: Sequence[float]) -> float:
-    """Return the median absolute deviation: the median distance of the samples from their median."""
+    """Return the median absolute deviation of the samples: the median of their distances from their median."""
     middle = median(samples)
     return median(abs(sample - middle) for sample in samples)
 
 
-CONTEXT_SHARE = 2  # a covering question must fit this many times into the context
-DEADLINE_SHARE = 4  # and its prefill must fit this many times into a probe's deadline
-FALLBACK_TOKENS = (16, 1_000)  # ids that every language model's vocabulary has
+CONTEXT_SHARE = 2  # a covering question must fit this many times into the model's context
+DEADLINE_SHARE = 4  # a covering question's prefill must fit this many times into a probe's deadline
+FALLBACK_TOKENS = (16, 1_000)  # range of token ids that every language model's vocabulary has
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class CanarySet:
-    """The prober's data about one canary key."""
+    """The canaries of one canary key, with the data for choosing them and judging their answers."""
 
     key: str
     settings: CanarySettings
@@ -182,25 +193,25 @@ class CanarySet:
     pool: tuple[Canary, ...]
     calibration: Calibration
     vocabulary: Vocabulary | None = None
-    covers: bool = False  # each question of the pool is prefixed with a slice of the vocabulary
+    covers: bool = False  # whether each question of the pool is prefixed with a slice of the vocabulary
     ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
-    ranked: dict[str, CanaryAnswer] = field(default_factory=dict)
-    proposed: dict[str, Golden] = field(default_factory=dict)  # not folded yet
-    spoilt: set[str] = field(default_factory=set)  # candidates without a reproducible answer
-    unchecked: set[str] = field(default_factory=set)  # configured ones with an uncheckable range
-    ties: HiddenTies = field(default_factory=HiddenTies)  # of an engine without logprobs
+    ranked: dict[str, CanaryAnswer] = field(default_factory=dict)  # the answers behind the ranking, by id
+    proposed: dict[str, Golden] = field(default_factory=dict)  # goldens that are not folded yet, by canary
+    spoilt: set[str] = field(default_factory=set)  # ids of candidates without a reproducible answer
+    unchecked: set[str] = field(default_factory=set)  # ids with a top_logit_range that cannot be checked
+    ties: HiddenTies = field(default_factory=HiddenTies)  # near ties, for an engine without logprobs
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
-    baselines: dict[int, Baseline] = field(default_factory=dict)  # by length of the answer
+    baselines: dict[int, Baseline] = field(default_factory=dict)  # by the number of tokens of an answer
 
     def canaries(self, fleet: Fleet) -> tuple[Canary, ...]:
-        """Return the set to probe with: configured ones, those with a golden, and the next best of the pool."""
+        """Return the canaries to probe with: the configured ones, those with a golden, and the best of the rest of the pool."""
         found = {canary.id: canary for canary in self.configured if not self._refuted(fleet, canary)}
         given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
         for golden in self.goldens(fleet):
             candidate = by_id.get(golden.canary)
             if candidate is None and golden.approved:
-                candidate = Canary(golden.canary, golden.prompt, 0)  # supplied by an operator
+                candidate = Canary(golden.canary, golden.prompt, 0)  # an operator supplied the question
             if candidate is not None and golden.canary not in self.spoilt:
                 found[golden.canary] = as_agreed(golden, candidate)
         for id in self.ranking or ():
@@ -211,36 +222,45 @@ class CanarySet:
         return tuple(found.values())
 
     def goldens(self, fleet: Fleet) -> list[Golden]:
-        """Return the goldens of this key, ordered by canary name."""
+        """Return the goldens of this canary key, retired ones included, ordered by canary id."""
         return [fleet.goldens[k] for k in sorted(fleet.goldens) if k[0] == self.key]
 
     def golden(self, fleet: Fleet, canary: Canary) -> Golden | None:
-        """Return a canary's golden: the fold's, or one that was just proposed. A retired one does not count."""
+        """Return a canary's golden from the fold, or the golden that was just proposed.
+
+        None if the canary has no golden, a retired golden, or a golden for another prompt.
+        """
         golden = fleet.goldens.get((self.key, canary.id)) or self.proposed.get(canary.id)
         if golden is None or golden.status == "retired" or golden.prompt != canary.prompt:
             return None
         return golden
 
     def comparable(self, fleet: Fleet) -> list[tuple[Canary, Golden]]:
-        """Return the canaries that sampled answers can be compared with: agreed goldens with the probability of each token."""
+        """Return the canaries that sampled answers can be compared with, each with its golden.
+
+        Such a golden is agreed, and has logprobs for each position.
+        """
         found = ((canary, self.golden(fleet, canary)) for canary in self.canaries(fleet))
         return [(c, g) for c, g in found if g is not None and g.status == "agreed" and g.top_k]
 
     def propose(self, golden: Golden) -> None:
-        """Keep a golden until it is folded, so that it is not proposed twice."""
+        """Keep a proposed golden until the proposal is folded, so that it is not proposed twice."""
         self.proposed[golden.canary] = golden
 
     def folded(self, fleet: Fleet) -> None:
-        """Drop proposals that the fold contains by now."""
+        """Drop the proposed goldens that the fold contains."""
         for id in [id for id in self.proposed if (self.key, id) in fleet.goldens]:
             del self.proposed[id]
 
     def wants_ranking(self, fleet: Fleet) -> bool:
-        """Whether there are too few canaries, and the pool has not been ranked yet."""
+        """Whether the pool must be ranked: it has not been ranked yet, and there are too few canaries."""
         return self.ranking is None and len(self.canaries(fleet)) < self.settings.canaries
 
     def rank(self, answers: dict[str, CanaryAnswer]) -> tuple[str, ...]:
-        """Keep one worker's answers to the pool, and return the order of the canaries: best first."""
+        """Rank the pool by one worker's answers, and return the candidates' ids, best first.
+
+        If no answer is usable, the previous ranking is kept and returned; () if there was none.
+        """
         order = rank(answers, tokens=self.settings.tokens)
         if order:
             self.ranking = dealt(order, self.pool) if self.covers else order
@@ -248,14 +268,21 @@ class CanarySet:
         return self.ranking or ()
 
     def answer_before(self, canary: Canary, answer: CanaryAnswer) -> CanaryAnswer | None:
-        """Return the ranking's answer if it equals `answer`. A different one may come from another worker, or from one that
-        was healed since: only a repetition can show whether this answer is reproducible."""
+        """Return the answer that a worker gave to this canary for the ranking, if its tokens equal those of `answer`; else None.
+
+        A ranking answer with other tokens does not count as a repetition. It may come from another worker, or from this worker
+        before it was healed. Then only a repeated question can show whether `answer` is reproducible.
+        """
         before = self.ranked.get(canary.id)
         return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
-        """Whether this worker's answer is informative. A doubtful worker's answer to a question without a golden is not. A worker
-        that has voted in a dispute is probed again."""
+        """Whether this worker's answer to the canary is informative.
+
+        An answer that can be compared with a golden always is. Without a golden, the answer of a `doubtful` worker is not. If the
+        golden was retired for a vote, a worker that has voted is asked again only if it is not convicted. If an operator
+        requested a recording with one worker, only that worker's answer is informative.
+        """
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
@@ -263,18 +290,22 @@ class CanarySet:
         if recorder is not None and recorder.alive:
             return recorder.joined.worker == worker
         if retired is not None and any(vote.worker == worker for vote in retired.votes):
-            return not fleet.workers[worker].health.convicted  # its weights may have changed since it voted
+            # the worker's weights may have changed since its vote
+            return not fleet.workers[worker].health.convicted
         return not doubtful
 
     def voted(self, fleet: Fleet, golden: Golden) -> bool:
-        """Whether the journal already holds this answer of this worker as a vote."""
+        """Whether the fold already has a vote of the golden's proposer with these tokens."""
         known = fleet.goldens.get((self.key, golden.canary))
         votes = known.votes if known is not None else ()
         return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
 
     def contested(self, fleet: Fleet, golden: Golden, worker: str, answer: CanaryAnswer) -> bool:
-        """Whether a configured answer is in doubt when this worker contradicts it: no worker has confirmed it, and another worker
-        has not answered yet, or gave the same answer as this one."""
+        """Whether this worker's contradiction puts a configured golden in doubt, rather than the worker.
+
+        It does if no worker has confirmed the golden, and another healthy worker of the canary key has not voted yet or has given
+        the same answer as this worker.
+        """
         if not golden.configured or confirmations(golden):
             return False
         votes = {vote.worker: vote.tokens for vote in golden.votes}
@@ -290,12 +321,15 @@ class CanarySet:
         return any(votes.get(name, mine) == mine for name in others)
 
     def _refuted(self, fleet: Fleet, canary: Canary) -> bool:
-        """Whether the workers have outvoted this configured answer."""
+        """Whether the workers have outvoted the canary's configured answer."""
         golden = fleet.goldens.get((self.key, canary.id))
         return golden is not None and golden.configured and golden.status == "retired"
 
     def judge(self, canary: Canary, golden: Golden, answer: CanaryAnswer) -> GoldenDifference:
-        """Compare an answer with its golden."""
+        """Compare an answer with its golden, and return the difference.
+
+        Only the tokens before a known near tie are compared, if the canary has one and they are equal.
+        """
         if canary.top_logit_range is not None and not answer.top_k and canary.id not in self.unchecked:
             self.unchecked.add(canary.id)
             log.warning(
@@ -317,44 +351,51 @@ class CanarySet:
         )
 
     def expected(self, golden: Golden) -> ExpectedAnswer:
-        """Return the answer that an arriving answer is compared with."""
+        """Return the golden in the form with which an answer is compared while it arrives."""
         return ExpectedAnswer(golden.tokens, golden.top_k, self.tolerance(golden))
 
     def tie_margin(self, golden: Golden) -> float:
-        """Return the lead that a token must exceed to be evidence; 0.0: near ties are ignored."""
+        """Return the tie margin: a differing token is evidence only if the expected token leads it by more than this logprob.
+
+        0.0 if every differing token is evidence.
+        """
         return max(self.tolerance(golden), self.settings.tie_margin) if self.settings.tie_margin else 0.0
 
     def settled_part(
         self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
     ) -> CanaryAnswer | None:
-        """Return the part of an answer that can be a golden; None if repeating the question gave another answer."""
-        if len(answer.tokens) != canary.max_tokens:  # some upstreams report fewer: positions are unknown
+        """Return the part of an answer that can become a golden; None if the repeated question gave another answer."""
+        # some upstreams report fewer tokens, so positions are unknown
+        if len(answer.tokens) != canary.max_tokens:
             return answer if repeated.tokens == answer.tokens else None
         return settled_part(answer, repeated, self.settings.margin_min)
 
     def note_tie(self, canary: Canary, position: int, worker: str) -> None:
-        """Compare a canary only up to this position from now on: its recording was not reproducible there."""
+        """Compare a canary only up to this position from now on, because a worker's answers varied there during its recording."""
         self.ties.note(canary.id, position, worker, alone=True)
 
     def note_flip(self, fleet: Fleet, canary: Canary, position: int, worker: str) -> bool:
-        """Record that a worker without logprobs answered a canary in two ways; return whether that is a near tie."""
+        """Record that a worker's answers without logprobs varied at `position`, and return whether that is a near tie."""
         others = any(
             name != worker and other.joined.canary_key == self.key and other.alive
             for name, other in fleet.workers.items()
         )
         tie = self.ties.note(canary.id, position, worker, alone=not others)
         if tie and position < TOKENS_MIN:
-            self.spoil(canary)  # the part that can be compared is too short
+            self.spoil(canary)  # too few tokens precede the tie
         return tie
 
     def tolerance(self, golden: Golden) -> float:
-        """Return the current tolerance: a golden without logprobs is compared by its tokens only."""
+        """Return the current logprob tolerance. 0.0 if the golden has no logprobs, so that only tokens are compared."""
         return self.calibration.tolerance if golden.top_k else 0.0
 
     def usual(
         self, worker: Hashable, instance: str, tokens: int, latency_ms: float, load: int
     ) -> float | None:
-        """Add a latency at a load of `load` sequences; return the baseline (ms) if the latency exceeds it by far, else None."""
+        """Add the latency of an answer of `tokens` tokens. Return the baseline in ms if the latency is too long, else None.
+
+        `load` is the number of sequences that the worker had. See `Baseline.judge`.
+        """
         baseline = self.baselines.get(tokens)
         if baseline is None:
             s = self.settings
@@ -368,7 +409,10 @@ class CanarySet:
             baseline.forget(names)
 
     def spoil(self, canary: Canary) -> bool:
-        """Exclude a candidate without a reproducible answer if the pool has a replacement; return whether it was excluded."""
+        """Exclude a candidate without a reproducible answer, and return True.
+
+        Return False if it cannot be excluded, because it is configured or the ranked pool has no replacement.
+        """
         left = [id for id in self.ranking or () if id not in self.spoilt and id != canary.id]
         if len(left) < self.settings.canaries or canary.configured:
             return False
@@ -377,7 +421,7 @@ class CanarySet:
 
 
 def as_agreed(golden: Golden, candidate: Canary) -> Canary:
-    """Return the question in the form of its golden: the same prompt, and as many tokens as were compared."""
+    """Return the candidate's question with the prompt and the number of answer tokens of its golden."""
     prompt = tuple(golden.prompt)
     text = candidate.text if candidate.prompt == prompt else ""
     return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
@@ -386,9 +430,9 @@ def as_agreed(golden: Golden, candidate: Canary) -> Canary:
 def open_canary_set(
     joined: WorkerJoined, vocabulary: Vocabulary | None, calibration: Calibration, settings: CanarySettings
 ) -> CanarySet:
-    """Return a fresh set for workers like `joined`.
+    """Return a new canary set for the canary key of `joined`.
 
-    Without a tokenizer the questions are fixed token ids: a canary need not be text.
+    Without a `vocabulary`, the questions consist of fixed token ids, because a canary does not have to be text.
     """
     s, key = settings, joined.canary_key
     if vocabulary is None:

@@ -1,6 +1,6 @@
-"""Turns an operator's request about goldens into a fact, or refuses it.
+"""Checks an operator's request about goldens, and records it as a fact.
 
-`controller.deciders.golden` decides on the fact.
+The module `controller.deciders.golden` decides what the fact changes.
 """
 
 from controller.deciders.fleet import Fleet, Worker
@@ -18,7 +18,10 @@ NAMED_MAX = 5  # canaries or keys that an error lists
 async def request_goldens(
     fleet: Fleet, journal: Journal, wish: GoldenWish, by: str, command: Command = NO_COMMAND
 ) -> GoldenRequested:
-    """Validate a request against the fleet, and record it. Raise UnknownWorker, or NotPossible if it would change nothing."""
+    """Validate a request against the fleet, record it on the journal, and return its fact.
+
+    Raise UnknownWorker if the named worker does not exist. Raise NotPossible if the request would change nothing.
+    """
     worker = _worker(fleet, wish.worker) if wish.worker else None
     key = _key(fleet, wish, worker)
     fact = GoldenRequested(
@@ -51,7 +54,7 @@ def _worker(fleet: Fleet, name: str) -> Worker:
 
 
 def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
-    """Return the canary key that the request selects. Raise NotPossible."""
+    """Return the canary key that the request selects. Raise NotPossible if it selects no key, or several."""
     if worker is not None:
         return worker.joined.canary_key
     if wish.canary_key:
@@ -70,7 +73,7 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
 
 
 def _named(fleet: Fleet, wish: GoldenWish) -> None:
-    """Raise NotPossible for a canary that the model does not have."""
+    """Raise NotPossible if the request names a canary that the model does not have."""
     known = sorted({canary for key, canary in fleet.goldens if _is_of(key, wish.model)})
     for canary in wish.canaries if known else ():
         if canary not in known:
@@ -79,7 +82,10 @@ def _named(fleet: Fleet, wish: GoldenWish) -> None:
 
 
 def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:
-    """Return the canaries of the goldens that a request changes. Raise NotPossible if it changes none, or not a named one."""
+    """Return the ids of the canaries with goldens that the request changes.
+
+    Raise NotPossible if the request changes no golden, or names a canary with a golden that it cannot change.
+    """
     known = {canary: state for (of, canary), state in fleet.goldens.items() if of == key}
     found = tuple(canary for canary in sorted(known) if _changes(known[canary], wish, worker))
     for canary in wish.canaries:
@@ -94,7 +100,7 @@ def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -
 
 
 def _changes(state: Golden, wish: GoldenWish, worker: Worker | None = None) -> bool:
-    """Return whether a request changes a golden."""
+    """Return whether a request can change this golden. `worker` is the worker named by the request, or None."""
     if wish.act == "record":
         return True
     if wish.act == "retire":
@@ -108,7 +114,7 @@ def _changes(state: Golden, wish: GoldenWish, worker: Worker | None = None) -> b
 
 
 def _lacking(wish: GoldenWish) -> str:
-    """Return a phrase for an error message: what the request needs and what does not exist."""
+    """Return a phrase for an error message that names the missing goldens or answers, such as "no provisional golden"."""
     match wish.act:
         case "approve" if wish.worker:
             return f"no whole answer of {wish.worker} that is not agreed"

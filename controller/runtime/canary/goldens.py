@@ -1,26 +1,27 @@
 """Canary questions, and the comparison of answers with their goldens. Pure functions.
 
-A *canary* is a question with a known answer; a *golden* is that answer. Goldens are recorded from workers, never hard-coded:
-token ids differ between tokenizers and logits between engines (N23). A good canary is one where the model is certain at every
-step, because greedy decoding is not invariant under batching (B15). So those with the largest top-1/top-2 margin are chosen
-from a pool.
+A *canary* is a question with a known answer, the *golden*. Goldens are recorded from workers, never hard-coded, because token ids
+differ between tokenizers and logits between engines (N23). Greedy decoding is not invariant under batching (B15). So a good
+canary is a question for which the model is certain of every token: the pool's questions with the largest logprob difference
+between the best and the second-best token are chosen.
 
-Raw logits are not compared: they are defined only up to a shift, and no API guarantees them. Logprobs of the top k are
-compared (B14). A token missing from a top k ranked below its last entry, which gives a lower bound of the distance.
+Raw logits are not compared, because they are defined only up to a shift, and no API guarantees them. Instead the logprobs of the
+top k tokens are compared (B14). A token that is missing from a top k ranked below the last entry of that top k, which gives a
+lower bound of the distance.
 
-A *near tie* is a position where two tokens are so close that a correct engine may choose either: the last bits of a logit
-depend on the batch. All tokens after a flipped tie differ as well. Such a flip is no evidence of corruption.
+A *near tie* is a position where two tokens are so close that a correct engine may choose either, because the last bits of a logit
+depend on the batch. If an engine chooses the other token, all later tokens differ as well. This does not prove corruption.
 
-- A golden is truncated before its first near tie (`usable`), so most goldens contain none.
-- If a tie remains (an older golden, or a tolerance that grew), a differing token counts only if the margin between it and
-  the expected token is larger than the tie margin (`margin`), and nothing after it is compared.
-- An engine without logprobs shows no margins. There a tie is found by repetition (`HiddenTies`).
+- A golden is truncated before its first near tie (`usable`), so most goldens contain no near tie.
+- Older goldens may contain a near tie, and so may a golden recorded before the tolerance grew. There a differing token counts
+  only if the expected token leads it by more than the tie margin (`margin`), and no later token is compared.
+- An engine without logprobs shows no margins. Its near ties are found by repeating the question (`HiddenTies`).
 
 *Covering* questions are prefixed with a slice of the vocabulary. A fault in one row of the embeddings is visible only to
-requests that use that row. Four questions of thirty-two tokens touch a few hundred rows; users touch them all. With slices of
-512 tokens, four questions read 2,048 rows. That is all of a small vocabulary, and the most used part of a large one, since
-byte-pair tokenizers number tokens by how often they merged. Measured in `docs/concepts/silent-corruption.md`.
-Questions are still ranked by margin, but within their slice, so that the best-ranked questions cover every slice.
+requests that use that row. Four questions of thirty-two tokens use a few hundred rows, while users' requests use all rows. With
+slices of 512 tokens, four questions use 2,048 rows. These are all rows of a small vocabulary, and the most used rows of a large
+one, since byte-pair tokenizers give low ids to frequent tokens. Measurements are in `docs/concepts/silent-corruption.md`.
+Covering questions are ranked by margin within their slice, so that the best-ranked questions cover every slice.
 """
 
 import hashlib
@@ -36,14 +37,15 @@ from controller.runtime.settings import CanarySettings, ConfiguredCanary
 from events.observations import TopK
 from events.wire import Chunk, Logprob
 
-TOKENS_MIN = 8  # a golden is not truncated below this: too few tokens would be compared
+TOKENS_MIN = 8  # a golden is not truncated to fewer tokens, since too few would be compared
 
 
 def margin(golden: TopK, answer: TopK, expected: int, got: int) -> float | None:
-    """Return the lead of the expected token over the one that the answer has; None without logprobs.
+    """Return by how much the logprob of the expected token exceeds the logprob of the token that the worker gave.
 
-    The golden's logprobs decide. A token that they do not list was below the last one listed, so the lead is at least that.
-    Without them (a configured answer) it is the lead that the answer's own logprobs show, in reverse.
+    `golden` and `answer` are the top k at the same position. The golden's logprobs are used. A token that they do not list gets
+    the logprob of the last token listed, so the result is a lower bound. If the golden has no logprobs (a configured answer),
+    return by how much the given token exceeds the expected one in the answer's own logprobs. None if neither has logprobs.
     """
     if golden:
         return _lead(dict(golden), expected, got)
@@ -56,7 +58,10 @@ def _lead(listed: dict[int, float], first: int, second: int) -> float:
 
 
 def usable(top_k: Iterable[TopK], margin_min: float, length: int) -> int:
-    """Return how many of `length` tokens precede the first one with a margin below `margin_min`."""
+    """Return how many of an answer's `length` tokens precede the first near tie.
+
+    A near tie is a position where the logprobs of the two best tokens differ by less than `margin_min`.
+    """
     for place, top in enumerate(top_k):
         if len(top) > 1 and top[0][1] - top[1][1] < margin_min:
             return place
@@ -65,17 +70,20 @@ def usable(top_k: Iterable[TopK], margin_min: float, length: int) -> int:
 
 @dataclass(slots=True)
 class HiddenTies:
-    """Near ties of one canary key with an engine that reports no logprobs, found by answers that vary.
+    """Finds near ties in the answers of engines that report no logprobs, for the workers of one canary key.
 
-    A worker that gives two answers to the same question either met a near tie or is intermittently corrupt. It counts as a tie
-    if another worker varies at the same position, or if there is no other worker to compare with.
+    If a worker gives two answers to one question, either the question has a near tie or the worker is intermittently corrupt. The
+    difference counts as a near tie if another worker's answers differ at the same position, or if there is no other worker.
     """
 
-    _flips: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # by canary and position: workers
-    _ties: dict[str, int] = field(default_factory=dict)  # by canary: the first position that is a tie
+    _flips: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # workers by canary and position
+    _ties: dict[str, int] = field(default_factory=dict)  # position of the first near tie by canary
 
     def note(self, canary: str, position: int, worker: str, *, alone: bool) -> bool:
-        """Record a worker's flip at a position; return whether it counts as a tie."""
+        """Record that a worker's answers to a canary differ at `position`. Return whether that counts as a near tie.
+
+        `alone` means that the canary key has no other live worker.
+        """
         if position >= self._ties.get(canary, position + 1):
             return True
         workers = self._flips.setdefault((canary, position), set())
@@ -86,31 +94,31 @@ class HiddenTies:
         return False
 
     def first(self, canary: str) -> int | None:
-        """Return the first position of a canary that is known to be a tie."""
+        """Return the position of a canary's first known near tie; None if no near tie is known."""
         return self._ties.get(canary)
 
 
 SAMPLES_MAX = 100  # distances kept per worker
-OTHERS_MIN = 2  # other workers needed before one can be an outlier
-OUTLIER = 10.0  # a worker's distance, as a multiple of the median of all workers
+OTHERS_MIN = 2  # number of other workers from which a worker can be an outlier
+OUTLIER = 10.0  # a worker is an outlier if its distance exceeds the median of all workers by this factor
 
 
 @dataclass(slots=True)
 class Calibration:
-    """The logprob tolerance of one canary key: the largest distance of enough healthy samples, times a margin.
+    """Derives the logprob tolerance of one canary key from healthy answers.
 
-    A worker that drifts from the start must not widen the tolerance until its own answers pass. So with three or more workers,
-    one that is far from the others does not count.
+    The tolerance is the largest logprob distance of healthy answers, times a margin. A worker with logprobs that drift from the
+    start must not widen the tolerance until its own answers pass. So with three or more workers, outliers do not count.
     """
 
     settings: CanarySettings
     _distances: dict[str, deque[float]] = field(default_factory=dict)  # by worker
     _worst: dict[str, float] = field(default_factory=dict)  # the largest distance, by worker
-    _samples: int = 0  # in all
-    _cached_noise: float | None = None  # the noise; None: it must be computed again
+    _samples: int = 0  # number of distances kept, over all workers
+    _cached_noise: float | None = None  # result of `_noise`; None: it must be computed again
 
     def add(self, distance: float, worker: str = "") -> None:
-        """Add the distance of one probe that passed on a healthy worker."""
+        """Add the largest logprob distance of one answer that passed, from a healthy worker. An infinite distance is ignored."""
         if not math.isfinite(distance):
             return
         distances = self._distances.setdefault(worker, deque(maxlen=SAMPLES_MAX))
@@ -130,12 +138,12 @@ class Calibration:
 
     @property
     def enough(self) -> bool:
-        """Whether there are enough samples to calibrate."""
+        """Whether there are enough samples to derive the tolerance from them."""
         return self._samples >= self.settings.samples_min
 
     @property
     def tolerance(self) -> float:
-        """The current tolerance; 0.0: compare tokens only."""
+        """The current tolerance of a logprob; 0.0 means that only tokens are compared."""
         s = self.settings
         if s.tolerance is not None:
             return s.tolerance
@@ -146,8 +154,10 @@ class Calibration:
         )
 
     def _noise(self) -> float:
-        """Return the largest healthy distance, cached: each probe needs it twice, and a fleet of a thousand workers sends dozens
-        of probes a second."""
+        """Return the largest distance of a healthy answer, without outliers.
+
+        Cached, because each probe needs the value twice and a fleet of a thousand workers sends dozens of probes a second.
+        """
         if self._cached_noise is None:
             worst = list(self._worst.values())
             if len(worst) > OTHERS_MIN:
@@ -163,7 +173,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's tokenizer: its encoding and the number of its tokens."""
+    """A model's tokenizer: the function that encodes text, and the number of tokens in its vocabulary."""
 
     encode: Encode
     size: int
@@ -195,7 +205,7 @@ _PREAMBLE = (
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One question. `expected` is its configured answer; most have none, and their answer is recorded."""
+    """One canary question. `expected` is a configured answer; for most canaries it is empty, and the answer is recorded."""
 
     id: str
     prompt: tuple[int, ...]
@@ -206,23 +216,26 @@ class Canary:
 
     @property
     def configured(self) -> bool:
-        """Whether its answer comes from the settings."""
+        """Whether the canary's expected answer comes from the settings."""
         return bool(self.expected)
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """A worker's answer to a canary: its tokens, the top k of each position, and whether all values were finite."""
+    """A worker's answer to a canary."""
 
     tokens: tuple[int, ...]
-    top_k: tuple[TopK, ...] = ()
-    finite: bool = True
-    cut: bool = False  # reading stopped early, because the answer was already wrong
-    shortened: bool = False  # truncated by us before its first near tie
+    top_k: tuple[TopK, ...] = ()  # the best tokens of each position with their logprobs; empty: none reported
+    finite: bool = True  # whether no logprob was NaN or infinite
+    cut: bool = False  # whether reading stopped early, because the answer was already wrong
+    shortened: bool = False  # whether the prober has truncated the answer before its first near tie
 
     @property
     def margin(self) -> float:
-        """The smallest top-1/top-2 logprob difference over the answer; 0 if the engine reported no top two."""
+        """The smallest logprob difference between the two best tokens of a position, over all positions.
+
+        0 if the engine did not report two tokens for every position, or if a logprob was not finite.
+        """
         gaps = [top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in self.top_k]
         return min(gaps, default=0.0) if self.finite else 0.0
 
@@ -233,20 +246,23 @@ class CanaryAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GoldenDifference:
-    """The difference between an answer and its golden. `reason` None: they agree."""
+    """The difference between an answer and its golden. A `reason` of None means that the two agree."""
 
     reason: Literal["token_mismatch", "logit_drift", "non_finite"] | None
-    distance: float | None  # the largest logprob difference; None: nothing could be compared
+    distance: float | None  # the largest logprob difference; None: no logprobs could be compared
     detail: str = ""
-    position: int | None = None  # of the first token that differs
-    blind: bool = False  # a token differs, and no logprobs show whether it was a near tie
+    position: int | None = None  # index of the first token that differs
+    blind: bool = False  # a token differs, and there are no logprobs to show whether this is a near tie
 
 
 # --- questions ----------------------------------------------------------------------------------------------
 
 
 def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary, ...]:
-    """Return the candidates in one model's tokens, each prompt at least `prompt_tokens_min` tokens long."""
+    """Return the pool's questions, encoded for one model, with answers of `tokens` tokens.
+
+    Each prompt is extended to at least `prompt_tokens_min` tokens.
+    """
     found = []
     for id, text in POOL.items():
         longer = extended(text, encode, prompt_tokens_min)
@@ -255,9 +271,10 @@ def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary
 
 
 def extended(text: str, encode: Encode, tokens_min: int) -> str:
-    """Prefix `text` with sentences until it has at least `tokens_min` tokens; its end, which is the question, does not change.
+    """Prefix `text` with sentences until it has at least `tokens_min` tokens. The end of the text, the question, is not changed.
 
-    Raise ValueError if the tokenizer yields too few tokens."""
+    Raise ValueError if the tokenizer yields no tokens for added sentences.
+    """
     round = 0
     while len(encode(text)) < tokens_min:
         if round > tokens_min:
@@ -268,7 +285,7 @@ def extended(text: str, encode: Encode, tokens_min: int) -> str:
 
 
 def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode) -> tuple[Canary, ...]:
-    """Return the operator's configured canaries for one model. Their ids change with their content."""
+    """Return the operator's configured canaries for one model. A canary's id contains a hash of its configuration."""
     found = []
     for canary in canaries:
         if canary.model not in (None, model):
@@ -289,16 +306,19 @@ def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode)
 
 
 def rank(answers: Mapping[str, CanaryAnswer], *, tokens: int) -> tuple[str, ...]:
-    """Return the usable candidates, best first: full length before shorter, then by margin, then in pool order."""
+    """Return the ids of the candidates with usable answers, best first.
+
+    Answers of at least `tokens` tokens come before shorter ones. Then the larger margin comes first, then the order of the pool.
+    """
     usable = [id for id, answer in answers.items() if answer.finite and answer.tokens]
     return tuple(sorted(usable, key=lambda id: (len(answers[id].tokens) < tokens, -answers[id].margin)))
 
 
 def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float) -> CanaryAnswer | None:
-    """Return the part of an answer that can be a golden: the tokens before its first near tie.
+    """Return the part of an answer that can become a golden: the tokens before its first near tie.
 
-    The part ends where the margin is below `margin_min`, or where repeating the question gave another token. If fewer than
-    TOKENS_MIN tokens are left, return the whole answer; None if the repetition differed.
+    The part ends where the margin is below `margin_min`, or where the repeated question gave another token. If this part has
+    fewer than TOKENS_MIN tokens, return the whole answer if the repeated answer is equal, and None otherwise.
     """
     agreed = _agreed(answer.tokens, repeated.tokens)
     cut = min(agreed, usable(answer.top_k, margin_min, len(answer.tokens)))
@@ -313,7 +333,7 @@ def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float
 def read(chunks: Iterable[Chunk]) -> CanaryAnswer:
     """Return the answer assembled from a worker's chunks.
 
-    Where an engine returns text and no tokens, the text's bytes stand for tokens, so that they can be compared as well.
+    If an engine returns text without tokens, the bytes of the text are used as tokens, so that answers can still be compared.
     """
     tokens: list[int] = []
     text: list[str] = []
@@ -343,9 +363,11 @@ def compare(
     top_logit_range: tuple[float, float] | None = None,
     tie_margin: float = 0.0,
 ) -> GoldenDifference:
-    """Compare an answer with its golden: finite, the same tokens, logprobs within `tolerance` (0.0: unchecked).
+    """Compare an answer with its golden, given as `tokens` and `top_k`, and return the difference.
 
-    A token that differs at a near tie (a lead of at most `tie_margin`) is no difference; what follows is not compared.
+    The two agree if all logprobs are finite, the tokens are equal, and each logprob differs by at most `tolerance` (0.0: not
+    checked). A token that differs at a near tie, where the expected token leads by at most `tie_margin`, does not count as a
+    difference. The tokens after a near tie are not compared.
     """
     if not answer.finite:
         return GoldenDifference("non_finite", None, "NaN or infinity among the logprobs")
@@ -372,7 +394,10 @@ def _differing(
     tolerance: float,
     tie_margin: float,
 ) -> GoldenDifference:
-    """Judge an answer that differs from the golden at position `agreed`."""
+    """Return the difference of an answer from its golden, if the first differing token is at index `agreed`.
+
+    `far` is the largest logprob difference of the tokens before; None if no logprobs could be compared.
+    """
     lead = None
     if agreed < min(len(tokens), len(answer.tokens)):
         lead = margin(_at(top_k, agreed), _at(answer.top_k, agreed), tokens[agreed], answer.tokens[agreed])
@@ -397,7 +422,7 @@ def _drift(far: float, tolerance: float) -> GoldenDifference:
 
 @dataclass(slots=True)
 class ExpectedAnswer:
-    """The right answer, compared with an answer while it arrives."""
+    """Compares an answer with its golden while the answer arrives, so that reading can stop at the first difference."""
 
     tokens: Sequence[int]
     top_k: Sequence[TopK] = ()
@@ -406,7 +431,7 @@ class ExpectedAnswer:
     _logprobs_read: int = 0
 
     def departs(self, chunk: Chunk) -> bool:
-        """Consume the next chunk; return whether the answer is already known to be wrong."""
+        """Compare the next chunk, and return whether the answer differs from the golden."""
         if self._as_expected(chunk):
             return False
         due = tuple(self.tokens[self._tokens_read : self._tokens_read + len(chunk.tokens)])
@@ -421,7 +446,10 @@ class ExpectedAnswer:
         return far is not None and far > self.tolerance
 
     def _as_expected(self, chunk: Chunk) -> bool:
-        """Consume a chunk that is exactly as expected, and return True; otherwise change nothing. Nearly all chunks are."""
+        """Return True and advance if the chunk equals the golden exactly; otherwise return False without a change.
+
+        This is the fast path, because nearly all chunks equal the golden exactly.
+        """
         said, shown, logprobs = self._tokens_read, self._logprobs_read, chunk.logprobs or ()
         if list(self.tokens[said : said + len(chunk.tokens)]) != chunk.tokens:
             return False
@@ -436,9 +464,9 @@ class ExpectedAnswer:
 
 
 def distance(expected: Sequence[TopK], got: Sequence[TopK], *, positions: int) -> float | None:
-    """Return the largest logprob difference over the first `positions` positions that both have; None if there is none.
+    """Return the largest logprob difference of two answers that have the first `positions` tokens in common.
 
-    One position beyond the agreed tokens is comparable too: the same tokens precede it.
+    The position after these tokens is compared too, because the same tokens precede it. None if no position has logprobs in both.
     """
     worst: float | None = None
     for one, other in zip(expected[: positions + 1], got[: positions + 1], strict=False):
@@ -460,7 +488,7 @@ def _top_k_distance(one: TopK, other: TopK) -> float:
 
 
 def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the number of leading tokens that are equal in both."""
     count = 0
     for one, other in zip(tokens, got, strict=False):
         if one != other:
@@ -470,7 +498,10 @@ def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
 
 
 def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> str:
-    """Describe how the first position's best value leaves its range; "" if it does not, or is unknown."""
+    """Return a description if the best logprob at the first position is outside `bounds`.
+
+    "" if it is within `bounds`, if there are no bounds, or if the answer has no logprobs.
+    """
     if bounds is None or not answer.top_k or not answer.top_k[0]:
         return ""
     values = [value for _, value in answer.top_k[0]]
@@ -484,10 +515,10 @@ FIRST_ID = 3  # most vocabularies have their special tokens before it
 
 
 def covering(pool: Sequence[Canary], vocabulary: int) -> tuple[Canary, ...]:
-    """Return the pool with a slice of the vocabulary before each prompt: the n-th canary gets slice n modulo SLICES.
+    """Return the pool with a slice of the vocabulary before each prompt. The n-th canary gets slice number n modulo SLICES.
 
-    The text, for engines that accept no token ids, is not changed. Do not pass a configured canary: its answer belongs to its
-    exact prompt.
+    `Canary.text`, which is for engines that accept no token ids, is not changed. Do not pass configured canaries, because a
+    configured answer is valid only for its exact prompt.
     """
     rows = list(range(FIRST_ID, min(vocabulary, FIRST_ID + SLICES * SLICE_TOKENS)))
     random.Random(len(rows)).shuffle(rows)
@@ -498,7 +529,7 @@ def covering(pool: Sequence[Canary], vocabulary: int) -> tuple[Canary, ...]:
 
 
 def dealt(order: Sequence[str], pool: Sequence[Canary]) -> tuple[str, ...]:
-    """Return the ids of `order` (best first), reordered: the best of each slice, then the second best of each, and so on."""
+    """Reorder the ids of `order` (best first) so that the best of each slice come first, then the second best of each slice."""
     slice_of = {canary.id: number % SLICES for number, canary in enumerate(pool)}
     taken = [0] * SLICES
     places = {}

@@ -1,13 +1,15 @@
 """The canary loop: schedules the probes of all live workers, which the runner executes.
 
+The kinds of probes (join, scheduled, trial) of one worker, and what leads from one kind to the next:
+
     (no probe) ── joined ──▶ join: at once, one after another until each canary was sent ──▶ scheduled: each interval
     scheduled ── drained ──▶ (no probe) ── resumed ──▶ scheduled, at once
     any of these ── breaker half-open ──▶ trial, at once
 
-If more workers join than can be probed concurrently, each is admitted by its first good answer, and the rest of its round is
-spread over an interval. There is one task per worker, so that a hung worker delays no other one (B11), and so that two
-probes of one worker never overlap. Only the holder of the lease probes. Probes continue while a worker's breaker is open: they
-show whether it recovers, and enough passed probes acquit a convicted worker.
+The first correct answer admits a worker. If more workers join than can be probed concurrently, the remaining join probes of each
+worker are spread over an interval. Each worker has its own task, so that a hung worker does not delay the others (B11) and two
+probes of one worker never overlap. Only the controller that holds the lease probes. Probes continue while a worker's breaker is
+open, because they show whether the worker recovers. Enough passed probes acquit a convicted worker.
 """
 
 import asyncio
@@ -34,30 +36,30 @@ from events.observations import (
     WorkerLeft,
 )
 
-LOOK_S = 1.0  # interval of the comparison of probed workers with those to probe
-JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
-DECLINED_AGAIN_S = 1.0  # after a worker answered that it is leaving, or full
+LOOK_S = 1.0  # longest time between two updates of the set of probed workers
+JOIN_AGAIN_S = 2.0  # wait after a failed join probe; doubles up to the canary interval
+DECLINED_AGAIN_S = 1.0  # wait after a worker answered that it is leaving or full
 
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """The probing state of one instance of one worker."""
+    """The state of probing one instance of one worker: its task, and when its next probe is due."""
 
     worker: str
     instance: str
     next_at: float  # monotonic
     turn: CanaryTurn
     failures: int = 0  # consecutive failed join probes
-    trial_of: int = 0  # number of the decision that opened the trial sent last
-    resumed: bool = False  # a probe was sent after its resumption
-    spread: bool = False  # it has its own offset within the interval
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when its state has changed
+    trial_of: int = 0  # number of the decision that made the breaker half-open for the last trial
+    resumed: bool = False  # whether an operator has resumed the draining worker
+    spread: bool = False  # whether the worker already has its own offset within the interval
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when the worker's state has changed
     task: asyncio.Task[None] | None = None
     unmarked: asyncio.Task[None] | None = None  # sends unmarked questions
 
 
 class CanaryLoop:
-    """Probes every live worker while its controller leads."""
+    """Probes every live worker while this controller leads."""
 
     def __init__(self, view: View, tools: ProberDependencies, settings: CanarySettings) -> None:
         self._view = view
@@ -69,16 +71,19 @@ class CanaryLoop:
         self._runner = CanaryRunner(lambda: (view.fleet, view.number), tools, settings)
         self._watches: dict[str, WorkerWatch] = {}
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._changed = asyncio.Event()  # set when workers came or went, or the lease did
+        self._changed = asyncio.Event()  # set when a worker joins or leaves, or the lease is won or lost
         self.sampling = self._runner.sampling
         view.listen(self._on_batch)
 
     def kick(self) -> None:
-        """Update the set of probed workers: the lease was won or lost."""
+        """Update the set of probed workers soon. Called when the lease is won or lost."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Probe until cancelled. Updates every second too: a lease can be lost for a moment without a notification."""
+        """Probe until cancelled.
+
+        The set of probed workers is also updated every second, because a lease can be lost for a moment without a notification.
+        """
         async with asyncio.TaskGroup() as group:
             while True:
                 self._changed.clear()
@@ -107,7 +112,10 @@ class CanaryLoop:
                     self._changed.set()
 
     def _recheck(self, name: str) -> None:
-        """Probe a worker with all canaries at once: agreed goldens can convict it, and its whole answers are its votes."""
+        """Send a worker all canaries one after another, starting now.
+
+        Agreed goldens can convict the worker, and the worker's complete answers count as votes on other goldens.
+        """
         watch = self._watches.get(name)
         if watch is not None and not watch.turn.recheck:
             watch.turn.ask_all_again()
@@ -115,9 +123,9 @@ class CanaryLoop:
             watch.wake.set()
 
     def _recheck_doubted(self, canary_key: str) -> None:
-        """Probe the convicted workers of a canary key with all canaries at once, since one of its goldens was outvoted.
+        """Recheck the workers of a canary key that one of its goldens, now outvoted, may have convicted wrongly.
 
-        The same applies to a worker from which an operator wants to record goldens.
+        Workers from which an operator wants to record goldens are rechecked too.
         """
         fleet = self._view.fleet
         recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
@@ -127,7 +135,10 @@ class CanaryLoop:
                 self._recheck(name)
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
-        """Pass a fact to the calibration and the sampling check. Probe at once a worker that sent users unlikely tokens."""
+        """Pass a fact to the calibration and the sampling check.
+
+        A worker that sent unlikely tokens to users is probed at once.
+        """
         sampling = self.sampling
         if isinstance(fact, CanaryPassed | CanarySlow):
             self._runner.learn(fact)
@@ -140,7 +151,7 @@ class CanaryLoop:
             watch.wake.set()
 
     def _update_watches(self, group: asyncio.TaskGroup) -> None:
-        """Start and stop watches so that every live instance has exactly one; none without the lease."""
+        """Start and stop watches so that each live instance has exactly one. Without the lease, stop all watches."""
         fleet = self._view.fleet
         living = {name: w for name, w in fleet.workers.items() if w.alive}
         wanted = living if self._leading() else {}
@@ -162,14 +173,18 @@ class CanaryLoop:
                     watch.unmarked = group.create_task(self._unmarked_loop(watch), name=f"unmarked {name}")
 
     def _new_watch(self, worker: Worker) -> WorkerWatch:
-        """Return a fresh watch: due at once if the worker was never probed, otherwise after a random part of the interval."""
+        """Return a new watch of a worker.
+
+        The first probe is due at once if the worker was never probed or is joining, otherwise after a random part of the
+        interval.
+        """
         joining = worker.last_canary is None or worker.health.joining
         wait = 0.0 if joining else self._draw.uniform(0, self._settings.interval_s)
         due = self._clock.monotonic() + wait
         return WorkerWatch(worker.joined.worker, worker.joined.instance, due, CanaryTurn(first_round=joining))
 
     def _worker(self, watch: WorkerWatch) -> Worker | None:
-        """Return the watched worker in its current state; None if this instance has ended or the lease is lost."""
+        """Return the watched worker's current state; None if the watched instance has ended or the lease is lost."""
         fleet = self._view.fleet
         return fleet.living(watch.worker, watch.instance) if self._leading() else None
 
@@ -188,7 +203,7 @@ class CanaryLoop:
             self._schedule_next(watch, began, outcome, joining)
 
     async def _unmarked_loop(self, watch: WorkerWatch) -> None:
-        """Send a worker unmarked questions, in addition to its canaries, at times that it cannot predict."""
+        """Send a worker unmarked questions at random times, which the worker cannot predict, in addition to its canaries."""
         check = self._runner.unmarked
         while True:
             await self._clock.sleep(check.pause_s)
@@ -198,7 +213,10 @@ class CanaryLoop:
                     await self._runner.probe_unmarked(worker)
 
     async def _due(self, watch: WorkerWatch) -> CheckType | None:
-        """Wait until this worker is due and return the check type; None if its instance has ended or the lease is lost."""
+        """Wait until a worker's next probe is due, and return the probe's check type.
+
+        None if the worker's instance has ended or the lease is lost.
+        """
         while True:
             watch.wake.clear()
             worker = self._worker(watch)
@@ -217,7 +235,10 @@ class CanaryLoop:
             await pause(watch.wake, self._clock, wait)
 
     def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
-        """Whether the worker drains and was not resumed, so that it needs no probes. A resumed worker is due at once."""
+        """Whether the worker drains and was not resumed, so that it needs no probes.
+
+        When the worker is resumed, its next probe becomes due at once.
+        """
         if worker.health.status is not HealthStatus.DRAINING:
             return False
         if worker.health.exit.resumed and not watch.resumed:
@@ -226,7 +247,11 @@ class CanaryLoop:
         return not watch.resumed
 
     def _schedule_next(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
-        """Schedule the next probe. `joining`: the worker was still in its first round when this probe began."""
+        """Set the time of the worker's next probe.
+
+        `began` is the monotonic time at which the last probe began. `joining` is true if that probe belonged to the worker's
+        first round, in which each canary is sent once.
+        """
         interval, jitter = self._settings.interval_s, self._settings.jitter
         now = self._clock.monotonic()
         watch.next_at = max(now, began + interval * (1 + self._draw.uniform(-jitter, jitter)))
@@ -240,15 +265,18 @@ class CanaryLoop:
             watch.next_at = min(watch.next_at, now + JOIN_AGAIN_S * 2 ** min(watch.failures - 1, 16))
         elif joining and watch.turn.first_round:
             watch.failures = 0
-            crowd = self._slots.locked()  # other workers wait for the probe that admits them
+            crowd = self._slots.locked()  # other workers wait for their first probe, which admits them
             watch.next_at = now + interval * self._draw.random() if crowd else now
         elif (worker := self._worker(watch)) is not None and self._runner.wants_samples(worker):
             watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
-        elif not watch.spread:  # otherwise workers that joined together would always be probed together
+        elif not watch.spread:  # a random offset, because workers that joined together would stay in step
             watch.spread = True
             watch.next_at = max(now, began + interval * self._draw.random())
 
 
 def _wants_votes(fact: CanaryFailed) -> bool:
-    """Return whether a confirmed failure lacks the whole answer, which is needed as a vote against the golden."""
+    """Return whether the worker must answer again because this confirmed failure lacks the complete answer.
+
+    A complete answer counts as a vote against the golden.
+    """
     return fact.confirmed and fact.golden != "none" and not fact.whole and fact.temperature is None

@@ -1,15 +1,15 @@
-"""One probe of one worker: sends a canary, and repeats it until the verdict is certain.
+"""One probe of one worker: sends a canary, and repeats the canary until the verdict is certain.
 
-The whole probe has one deadline, its confirmations included: a worker that freezes in mid-answer has failed like one that never
-answered. Time in which its engine is known to make progress on other requests (a long prompt, a full batch) does not count, up to
-a bound: a queued request has not failed.
+One deadline applies to the whole probe, including its repetitions. A worker that freezes during an answer has failed, like a
+worker that never answers. The deadline moves, up to a bound, while the engine is known to make progress on other requests (a long
+prompt, a full batch), because a queued request has not failed.
 
-After a wrong answer the canary is repeated at once; a second answer that is wrong beyond the tolerance confirms it (N8).
-Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. Other failures are not
-repeated; the next probe follows anyway.
+After a wrong answer the canary is repeated at once. A second answer that is wrong beyond the tolerance confirms the fault (N8).
+Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. After other failures the
+canary is not repeated, because the next probe follows soon.
 
-A worker that answers that it is leaving, or full until the deadline, has not failed: it is alive and has given no wrong answer.
-Such a probe has no outcome (`ProbeResult.declined`); a full worker is probed again within a second.
+A worker that answers that it is leaving, or that is full until the deadline, has not failed, because it is alive and has given no
+wrong answer. Such a probe has no outcome (`ProbeResult.declined`). A full worker is probed again within a second.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from events import codec
 from events.errors import HoldfastError
 from events.wire import Chunk, Generate, Sampling, without_quotes
 
-CHUNKS_MAX = 10_000  # of one answer
+CHUNKS_MAX = 10_000  # per answer
 LOOK_S = 0.1  # interval of the check whether a question waits for other requests
-LATE_S = 0.02  # delay above which our own loop lags
-BUSY_WAIT_S = 0.2  # before a canary is sent again to an overloaded worker
+LATE_S = 0.02  # delay above which this process's event loop counts as lagging
+BUSY_WAIT_S = 0.2  # wait before a canary is sent again to an overloaded worker
 LEAVING = ("engine_shutdown", "not_serving")
 
 T = TypeVar("T")
@@ -43,38 +43,38 @@ class ProbeResult:
     answer: CanaryAnswer | None = None
     failure: Literal["no_response", "timeout", "exception", "non_finite"] | None = None
     detail: str = ""
-    declined: bool = False  # the worker is leaving, or full
-    waited_ms: float = 0.0  # part before the answer that the engine spent on other requests
-    engine_went_on: bool = False  # timeout: the engine served other requests until the end
+    declined: bool = False  # whether the worker answered that it is leaving or full
+    waited_ms: float = 0.0  # time before the answer began that the engine spent on other requests
+    engine_went_on: bool = False  # after a timeout: whether the engine still served other requests
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of a probe. `first` is the result of the first question; `worst` is the difference that decides the verdict."""
+    """The verdict of a probe."""
 
-    first: ProbeResult
-    worst: GoldenDifference
-    attempts: int
-    confirmed: bool
+    first: ProbeResult  # the result of the first question
+    worst: GoldenDifference  # the difference of the first answer from its golden, which decides the verdict
+    attempts: int  # number of questions sent
+    confirmed: bool  # whether repetitions have confirmed a wrong answer
     both_ways: bool = False  # without logprobs: a right answer followed a wrong one, as at a near tie
 
 
 @dataclass(slots=True)
 class Deadline:
-    """The deadline of a probe. It moves while the worker's engine makes progress on other requests, up to a bound."""
+    """The deadline of a probe, which moves, up to a bound, while the worker's engine makes progress on other requests."""
 
     clock: Clock
     at: float  # monotonic
-    spare_s: float = 0.0  # how far it may still move
-    moved_to: float = 0.0  # time before this is already excluded: questions may run concurrently
+    spare_s: float = 0.0  # seconds by which the deadline may still move
+    moved_to: float = 0.0  # time before this is already excluded; concurrent questions share the deadline
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline; negative after it."""
+        """Seconds until the deadline; negative once the deadline has passed."""
         return self.at - self.clock.monotonic()
 
     def allow(self, since: float) -> None:
-        """Exclude the time from `since` until now."""
+        """Move the deadline by the time from `since` until now, as far as `spare_s` allows and no other question has done so."""
         now = self.clock.monotonic()
         more = min(self.spare_s, max(0.0, now - max(since, self.moved_to)))
         self.at, self.spare_s, self.moved_to = self.at + more, self.spare_s - more, now
@@ -82,18 +82,21 @@ class Deadline:
 
 @dataclass(slots=True)
 class ProbeReader:
-    """The progress of one question."""
+    """Tracks the progress of one question, and how long it waited for other requests."""
 
     worker: str
     prompt_tokens: int
-    open: bool = False  # it was sent to the worker
-    begun: bool = False  # the answer has begun
+    open: bool = False  # whether the question is open at the worker
+    begun: bool = False  # whether the answer has begun
     waited_s: float = 0.0  # time before the answer began that the engine spent on other requests
-    waits_since: float | None = None  # as of the last look: start of its wait for other requests
-    goes_on: bool = False  # as of the last look: the engine serves other requests
+    waits_since: float | None = None  # time of the last look, if the question then waited for other requests
+    goes_on: bool = False  # whether the engine served other requests at the last look
 
     def look(self, prober: Prober, since: float, now: float) -> bool:
-        """Return whether the time since the last look was spent on other requests."""
+        """Return whether the engine works on requests that precede this question.
+
+        The time from `since` to `now` then counts as waiting.
+        """
         others = prober.others_work(self.worker, self.prompt_tokens, begun=self.begun) if self.open else ""
         self.goes_on, waits = bool(others), others == "before"
         if waits and not self.begun:
@@ -102,17 +105,17 @@ class ProbeReader:
         return waits
 
     def begin(self, now: float) -> None:
-        """Mark the start of the answer."""
+        """Record that the answer has begun, and end the wait for other requests."""
         if not self.begun and self.waits_since is not None:
             self.waited_s += now - self.waits_since
         self.begun = True
 
 
 async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callable[[float, float], bool]) -> T:
-    """Await `work` until the deadline. Raise TimeoutError; `work` is cancelled on every exit.
+    """Await `work` and return its result. Raise TimeoutError at the deadline. `work` is cancelled on every exit.
 
-    Every LOOK_S, `look` reports whether the time since the last look was spent on other requests. The lag of our own loop, on
-    an overloaded machine, does not count either: chunks that arrived meanwhile are not read yet.
+    Every LOOK_S, `look` returns whether the time since the last look was spent on other requests. Such time does not count. The
+    lag of this process's event loop does not count either, because chunks may have arrived that are not read yet.
     """
     clock = deadline.clock
     doing = asyncio.ensure_future(work)
@@ -136,7 +139,7 @@ async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callabl
 
 
 async def _wait_briefly(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> None:
-    """Wait until `doing` is done, at most `seconds`."""
+    """Wait until `doing` is done, but at most `seconds`."""
     timer = asyncio.ensure_future(clock.sleep(seconds))
     try:
         await asyncio.wait((doing, timer), return_when=asyncio.FIRST_COMPLETED)
@@ -148,9 +151,10 @@ async def _wait_briefly(doing: "asyncio.Future[T]", clock: Clock, seconds: float
 def question(
     canary: Canary, sampling: Sampling, worker: Worker, *, rank: int = 0, marked: bool = True
 ) -> Generate:
-    """Return the request for a canary: it bypasses the prefix cache, and is marked as a canary.
+    """Return the request that asks a canary's question.
 
-    Not `marked`: it has the form in which a frontend sends a user's request to this worker.
+    A `marked` request bypasses the prefix cache and is marked as a canary. An unmarked request has the form in which a frontend
+    sends a user's request to this worker.
     """
     id, text = codec.new_id(), canary.text if marked or worker.joined.engine == "openai" else ""
     return Generate(
@@ -168,7 +172,7 @@ def question(
 
 
 def greedy(canary: Canary, top_k: int) -> Sampling:
-    """Return the sampling of a canary that is compared token by token."""
+    """Return the sampling settings of a canary that is compared token by token: temperature 0, with `top_k` logprobs."""
     return Sampling(
         max_tokens=canary.max_tokens, temperature=0.0, ignore_eos=not canary.configured, logprobs=top_k
     )
@@ -177,9 +181,10 @@ def greedy(canary: Canary, top_k: int) -> Sampling:
 async def ask(
     prober: Prober, worker: str, request: Generate, deadline: Deadline, expected: ExpectedAnswer | None = None
 ) -> ProbeResult:
-    """Send one question and read the answer to its end, or until it departs from the expected one.
+    """Send one question, and read the answer to its end or until it differs from `expected`.
 
-    After a wrong token the rest would add no information, and a corrupt worker should be detected as soon as possible.
+    Reading stops at the first difference so that a corrupt worker is detected as soon as possible. Errors and timeouts are
+    returned as the result's `failure`, not raised.
     """
     clock = deadline.clock
     began = clock.monotonic()
@@ -208,7 +213,10 @@ async def _whole_answer(
     expected: ExpectedAnswer | None,
     deadline: Deadline,
 ) -> ProbeResult:
-    """Send the canary and return the whole answer. A full worker is retried as long as the deadline allows."""
+    """Send the canary and return the complete answer, or the answer up to its first difference from `expected`.
+
+    An overloaded worker is tried again until the deadline.
+    """
     while True:
         chunks: list[Chunk] = []
         stream = prober.ask(reader.worker, request)
@@ -254,10 +262,11 @@ async def ask_until_sure(
     retries: int,
     blind_repeats: int,
 ) -> Verdict:
-    """Send a canary, and repeat it after a wrong answer: at most `retries` times, or until a second wrong answer confirms it.
+    """Send a canary, and repeat it after a wrong answer until a second wrong answer confirms the first.
 
-    `once` sends it once; its argument is whether this is a repetition. After the deadline it fails at once, so the deadline
-    covers all repetitions.
+    `once` sends the canary once; its argument is whether this is a repetition. After the probe's deadline it fails at once, so
+    the deadline covers all repetitions. `judge` compares an answer with its golden. The canary is repeated at most `retries`
+    times. A wrong answer without logprobs is confirmed if all of `blind_repeats` answers are wrong.
     """
     first = await once(False)
     if first.answer is None:
@@ -283,7 +292,10 @@ async def _confirm_without_logprobs(
     first: ProbeResult,
     found: GoldenDifference,
 ) -> Verdict:
-    """Confirm a wrong answer without logprobs: all of `repeats` answers must be wrong."""
+    """Repeat a canary after a first wrong answer without logprobs.
+
+    The fault is confirmed if all of `repeats` answers, including the first, are wrong.
+    """
     for attempts in range(2, repeats + 1):
         again = await once(True)
         if again.failure == "non_finite":

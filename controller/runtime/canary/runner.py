@@ -1,10 +1,10 @@
-"""Sends one canary to one worker and records the outcome on the journal.
+"""Sends one canary to one worker, and records the outcome on the journal.
 
     golden known ───▶ check: right, slow, wrong (repeated at once), or no answer
     golden unknown ─▶ record: an answer that is reproduced becomes the provisional golden
 
-The canary loop decides which worker is probed, and when. A candidate without a reproducible answer is not used as a canary; the
-next best one of the pool replaces it.
+The canary loop decides when each worker is probed. If a candidate question has no reproducible answer, the next best question of
+the pool replaces it.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from events.errors import HoldfastError
 from events.observations import UNMARKED, CanaryFailed, CanaryPassed, CanarySlow, CheckType, WorkerJoined
 from events.wire import Sampling
 
-VOCABULARY_S = 30.0  # to load a tokenizer; the largest take a few seconds
+VOCABULARY_S = 30.0  # time limit for loading a tokenizer; the largest take a few seconds
 
 Outcome = Literal["passed", "failed", "nothing"]
 """The outcome of a probe; `nothing`: it was cut short, or the worker is leaving, or full."""
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 
 class CanaryRunner:
-    """Runs probes, and keeps the canary sets, calibrations and sampler checks of all kinds of workers."""
+    """Runs probes, and keeps a canary set and a calibration for each canary key."""
 
     def __init__(
         self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
@@ -74,7 +74,7 @@ class CanaryRunner:
         self.unmarked = UnmarkedCheck(lambda: look()[0], tools, settings, self._begin, self._ask_once)
 
     def learn(self, fact: CanaryPassed | CanarySlow) -> None:
-        """Add the distance of a passed probe of any controller as a sample of healthy noise."""
+        """Add the logprob distance of a passed probe, by any controller, to the calibration if the worker is healthy."""
         if fact.temperature is not None or fact.canary.endswith(UNMARKED):
             return
         worker = self._look()[0].workers.get(fact.worker)
@@ -82,7 +82,7 @@ class CanaryRunner:
             self._calibration(fact.canary_key).add(fact.distance, fact.worker)
 
     def wants_samples(self, worker: Worker) -> bool:
-        """Whether the tolerance for workers like this one is still to be calibrated, and this one can contribute."""
+        """Whether the tolerance of the worker's canary key needs more samples, and this worker is healthy and can give them."""
         if self._settings.tolerance is not None or worker.health.status is not HealthStatus.HEALTHY:
             return False
         return not self._calibration(worker.joined.canary_key).enough
@@ -100,7 +100,7 @@ class CanaryRunner:
         self.unmarked.forget(worker)
 
     async def probe(self, worker: Worker, turn: CanaryTurn, check: CheckType) -> Outcome:
-        """Send the next canary to `worker`; record exactly one fact about it unless the outcome is `nothing`."""
+        """Send the next canary to `worker`, and record exactly one fact about the answer unless the outcome is "nothing"."""
         canary_set = await self._canary_set(worker.joined)
         fleet, _ = self._look()
         if canary_set.wants_ranking(fleet) and not (canary_set.lock.locked() and canary_set.canaries(fleet)):
@@ -121,7 +121,7 @@ class CanaryRunner:
         return "failed"
 
     def _next(self, turn: CanaryTurn, canary_set: CanarySet, worker: Worker) -> Canary:
-        """Return the next canary of the round robin. A doubtful worker gets no question without a known answer."""
+        """Return the worker's next canary in the round robin. A doubtful worker gets canaries with a golden, if there are any."""
         fleet, _ = self._look()
         canary_set.folded(fleet)
         canaries = canary_set.canaries(fleet)
@@ -135,7 +135,7 @@ class CanaryRunner:
             turn.first_round, turn.recheck = turn.first_round and left, turn.recheck and left
         else:
             dp = worker.joined.dp
-            shift = turn.number // dp if dp > 1 else 0  # so that each rank gets each canary
+            shift = turn.number // dp if dp > 1 else 0  # so that each DP rank gets each canary
             canary = canaries[(turn.number + shift) % len(canaries)]
             turn.number += 1
         return canary
@@ -181,7 +181,10 @@ class CanaryRunner:
         *,
         marked: bool = True,
     ) -> ProbeResult:
-        """Send one question, and measure the latency and the cost."""
+        """Send one question, return its result, and record its latency and its GPU time.
+
+        The GPU time is the time without waiting, times the worker's GPUs (tensor parallelism), divided by the running sequences.
+        """
         drawn = sampling or greedy(canary, self._settings.top_k)
         request = question(canary, drawn, probing.worker, rank=probing.rank, marked=marked)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
@@ -194,7 +197,7 @@ class CanaryRunner:
     async def _sample(
         self, worker: Worker, turn: CanaryTurn, canary_set: CanarySet, check: CheckType
     ) -> Outcome | None:
-        """Send a sampled canary if one is due and a golden gives the expected answer. Return None otherwise."""
+        """Send a sampled canary, and return the outcome. None if no sampled canary is due, or no golden can judge it."""
         if turn.first_round or turn.recheck or not self.sampling.due(turn.greedy_since, worker):
             return None
         agreed = canary_set.comparable(self._look()[0])
@@ -225,9 +228,12 @@ class CanaryRunner:
         return "passed"
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
-        """Send a worker the whole pool at once, to choose canaries from it. Return None once they are chosen."""
+        """Send a worker the whole pool concurrently, and choose canaries by its answers.
+
+        Return None if canaries are chosen, or if goldens exist already. Otherwise return the outcome of this failed probe.
+        """
         if not canary_set.wants_ranking(self._look()[0]):
-            return None  # another worker's answers have been ranked meanwhile
+            return None  # meanwhile, another worker's answers have been ranked
         probing = self._begin(worker, canary_set, canary_set.pool[0], check)
         asked = await asyncio.gather(*(self._ask_once(probing, canary, check) for canary in canary_set.pool))
         answers = {
@@ -242,7 +248,7 @@ class CanaryRunner:
             )
             return None
         if canary_set.canaries(self._look()[0]):
-            return None  # the existing goldens suffice to find the fault of this worker
+            return None  # the existing goldens suffice to find this worker's fault
         first = next((a for a in asked if a.answer is None), asked[0])
         if first.declined:
             return "nothing"
@@ -252,7 +258,10 @@ class CanaryRunner:
         )
 
     async def _check_or_record(self, probing: Probe) -> Outcome | None:
-        """Check the answer against the golden, or record it. Return None if this canary turned out to be unusable."""
+        """Send a canary, and check the answer against its golden, or record the answer if there is no golden.
+
+        Return the outcome; None if this canary has turned out to be unusable.
+        """
         fleet, _ = self._look()
         golden = probing.canary_set.golden(fleet, probing.canary)
         if golden is None and probing.canary.configured:
@@ -262,13 +271,13 @@ class CanaryRunner:
         return await self._check(probing, golden)
 
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
-        if not golden.configured:  # the golden may be shorter than its candidate
+        if not golden.configured:  # the golden may be shorter than the pool's question asks for
             probing = replace(probing, canary=as_agreed(golden, probing.canary))
 
         async def once(again: bool) -> ProbeResult:
             check = "confirm" if again else probing.check
-            # An answer that contradicts a configured one is read to its end, to be compared with other workers' answers.
-            # So is that of a convicted worker, for its whole answer is its vote. For others, the first wrong token suffices.
+            # An answer that contradicts a configured golden is read to its end, to be compared with other workers' answers.
+            # A convicted worker's answer is read to its end because it is a vote. Otherwise the first wrong token suffices.
             heard_out = golden.configured or probing.worker.health.corrupt
             expected = None if heard_out else probing.canary_set.expected(golden)
             return await self._ask_once(probing, probing.canary, check, expected)
@@ -287,7 +296,11 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _record(self, probing: Probe) -> Outcome | None:
-        """Send a question without a golden twice, or once if this worker has already answered it for the ranking."""
+        """Send a question without a golden until its answer is reproduced, and propose the answer as the golden.
+
+        One question suffices if the answer equals the answer from the ranking. Return the outcome; None if the answer was not
+        reproduced and the question is excluded.
+        """
         first, before, attempts = await self._ask_repeatedly(probing)
         if first.declined or not self._still_valid(probing):
             return "nothing"
@@ -298,14 +311,14 @@ class CanaryRunner:
         found = compare(first.answer, tokens=before.tokens, top_k=before.top_k, tolerance=0.0)
         part = probing.canary_set.settled_part(probing.canary, first.answer, before)
         if found.reason == "token_mismatch" and part is not None:
-            found = replace(found, reason=None)  # the part before the near tie can be compared
+            found = replace(found, reason=None)  # the part before the near tie becomes the golden
         verdict = Verdict(first, found, attempts, found.reason == "token_mismatch")
         if found.reason == "token_mismatch" and probing.canary_set.spoil(probing.canary):
             log.info(
                 "canary_spoilt", canary=probing.canary.id, key=probing.canary_set.key, worker=probing.name
             )
             return None
-        if found.blind and found.position:  # this leader compares only the part before it
+        if found.blind and found.position:  # from now on, only the part before this position is compared
             probing.canary_set.note_tie(probing.canary, found.position, probing.name)
         elif found.reason is not None:
             return self._fail(probing, verdict, None)
@@ -313,14 +326,15 @@ class CanaryRunner:
         golden = probing.canary_set.golden(self._look()[0], probing.canary)
         if golden is None:
             self._propose(probing, part)
-        elif golden.tokens != part.tokens:  # another worker has given another answer meanwhile
+        elif golden.tokens != part.tokens:  # meanwhile, another worker has given another answer
             return await self._check(probing, golden)
         return self._pass(probing, verdict)
 
     async def _ask_repeatedly(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
-        """Send a question repeatedly; return the first result, the answer to compare it with, and the number of questions.
+        """Send a question repeatedly. Return a result, an answer to compare it with, and the number of questions sent.
 
-        Without logprobs a near tie shows only as a difference, so the question is repeated more often, until one differs.
+        Without logprobs a near tie shows only as a difference between answers. So the question is then repeated `blind_repeats`
+        times, or until an answer differs. If the worker does not answer, return that result, and None as the other answer.
         """
         first = await self._ask_once(probing, probing.canary, probing.check)
         if first.answer is None:
@@ -338,14 +352,14 @@ class CanaryRunner:
         return first, before, attempts
 
     def _is_tie(self, probing: Probe, verdict: Verdict) -> bool:
-        """Whether an answer that varied, without logprobs, is a near tie rather than a fault."""
+        """Record that a worker's answers without logprobs varied, and return whether that is a near tie rather than a fault."""
         position = verdict.worst.position
         assert position is not None
         canary_set, fleet = probing.canary_set, self._look()[0]
         return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
     async def probe_unmarked(self, worker: Worker) -> None:
-        """Send a worker unmarked questions, and record the finding. A result without a finding is not recorded."""
+        """Send a worker unmarked questions, and record whether its answers were right, unless there is no conclusion."""
         found = await self.unmarked.examine(worker, await self._canary_set(worker.joined))
         if found is None or not self._still_valid(found.probing):
             return
@@ -358,7 +372,7 @@ class CanaryRunner:
     # --- recording ----------------------------------------------------------------------------------------
 
     def _still_valid(self, probing: Probe) -> bool:
-        """Whether this probe may still be recorded: we hold the lease, and this instance of the worker lives."""
+        """Whether this probe may still be recorded: this controller leads, and the probed instance is alive."""
         fleet, _ = self._look()
         lives = fleet.living(probing.name, probing.worker.joined.instance) is not None
         return lives and self._tools.leading()
@@ -374,7 +388,8 @@ class CanaryRunner:
     def _pass(self, probing: Probe, verdict: Verdict) -> Outcome:
         assert verdict.first.answer is not None
         tokens = len(verdict.first.answer.tokens)
-        latency = verdict.first.latency_ms - verdict.first.waited_ms  # a queue is not the worker's slowness
+        # time in a queue does not make a worker slow
+        latency = verdict.first.latency_ms - verdict.first.waited_ms
         instance, load = probing.worker.joined.instance, self._tools.running(probing.name)
         usual = probing.canary_set.usual(probing.name, instance, tokens, latency, load)
         self._journal.observe(probing.probed.passed(verdict, usual))

@@ -1,12 +1,11 @@
-"""The probability that a correct sampler drew an answer, and statistics of users' requests. Pure.
+"""Statistics of sampled answers: how likely a correct sampler gives them. Pure functions.
 
-A sampled canary is the prompt of a canary, sent with a temperature above 0. The greedy golden of the canary gives the
-probability of each token at each position, as long as the answer follows the golden. The first token that
-departs from it has a p-value: the probability that a correct sampler draws a token at most this likely there. What follows is
-not judged.
+A sampled canary is the prompt of a canary, sent with a temperature above 0. The canary's greedy golden gives the probability of
+each token at each position, as long as the answer equals the golden. The first differing token has a p-value: the probability
+that a correct sampler draws a token there that is at most as likely. Later tokens are not judged.
 
-One small p-value is chance. The canary is repeated with another seed, and the p-values are combined (Fisher's method). Every
-simplification makes p-values larger: see `surprise`.
+One small p-value can be chance. So the canary is repeated with another seed, and the p-values are combined (Fisher's method).
+Every simplification makes p-values larger, which favors the worker: see `surprise`.
 """
 
 import math
@@ -17,8 +16,8 @@ from dataclasses import dataclass, field
 from events.observations import RequestsServed, TopK
 
 SURPRISE_MIN = 1e-6  # lower bound of a p-value
-UNLISTED_MIN = 1e-4  # lower bound of the total probability of the unlisted tokens: logprobs are rounded
-TEMPERATURE_MAX = 1.0  # of a sampled canary: above it, the weight outside the top k cannot be bounded
+UNLISTED_MIN = 1e-4  # lower bound of the unlisted tokens' total probability, because logprobs are rounded
+TEMPERATURE_MAX = 1.0  # above this temperature, the weight of tokens outside the top k cannot be bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +26,16 @@ class SamplingParameters:
 
     temperature: float
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
 
     @property
     def name(self) -> str:
-        """A short name, for the ids of sampled canaries."""
+        """A short name of the parameters, which becomes part of a sampled canary's id."""
         return f"t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
 
     @property
     def bounded(self) -> "SamplingParameters":
-        """The nearest parameters for which draws can be judged."""
+        """The same parameters with a temperature of at most TEMPERATURE_MAX, so that answers can be judged."""
         return SamplingParameters(min(self.temperature, TEMPERATURE_MAX), self.top_p, self.top_k)
 
 
@@ -47,10 +46,11 @@ def surprise(
     drawn: SamplingParameters,
     tolerance: float,
 ) -> float:
-    """Return the p-value of an answer: 1.0 if it follows the golden as far as it goes, or cannot be judged.
+    """Return the p-value of the answer `got`, of which `expected` and `golden` are the golden's tokens and logprobs.
 
-    The first differing position could be any. So the p-value of position i is multiplied by (i + 1)(i + 2). The inverses of
-    these factors sum up to 1, so the smallest p-value of an answer is still a p-value.
+    1.0 if no token differs, or if the golden has no logprobs at the first differing position. Any position can be the first to
+    differ. So the p-value at position i (from 0) is multiplied by (i + 1)(i + 2). The inverses of these factors sum up to 1, so
+    the result is a valid p-value of the whole answer.
     """
     for place, (right, token) in enumerate(zip(expected, got, strict=False)):
         if right == token:
@@ -63,10 +63,11 @@ def surprise(
 
 
 def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) -> float:
-    """Return an upper bound of the probability of drawing a token no likelier than `token`.
+    """Return an upper bound of the probability that a correct sampler draws a token that is at most as likely as `token`.
 
-    Unlisted tokens are below the last one listed; at temperatures up to 1 that bounds their total weight. Cutting by top-p and
-    top-k makes the remaining tokens likelier, at most by the inverse of the share kept. Logprobs may be off by the tolerance.
+    `top` lists the golden's best tokens with their logprobs. A token that is not listed is less likely than the last listed
+    token, which at temperatures up to 1 bounds the total weight of the unlisted tokens. Top-p and top-k make the tokens that they
+    keep likelier, at most by the inverse of the share kept. Each logprob may be wrong by `tolerance`.
     """
     power = 1 / drawn.temperature
     listed = sorted(top, key=lambda pair: -pair[1])
@@ -84,7 +85,7 @@ def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) ->
 
 
 def combined(surprises: Sequence[float]) -> float:
-    """Return the combined p-value of independent p-values (Fisher): the probability of so small a product by chance."""
+    """Combine independent p-values by Fisher's method: return the probability that their product is this small by chance."""
     exponent = -sum(math.log(max(one, SURPRISE_MIN)) for one in surprises)
     term = total = math.exp(-exponent)
     for place in range(1, len(surprises)):
@@ -94,9 +95,10 @@ def combined(surprises: Sequence[float]) -> float:
 
 
 def differ_by_chance(unlikely: int, tokens: int, peers_unlikely: int, peers_tokens: int) -> float:
-    """Return an upper bound of the probability of a worker's unlikely tokens at its peers' share (Chernoff's bound).
+    """Return an upper bound (Chernoff) of the probability that a worker has this many unlikely tokens by chance.
 
-    Unlikely tokens are clustered by request, so ten of them count as one.
+    The bound assumes that a token is unlikely with the probability that it has on the peers. Unlikely tokens occur in clusters,
+    within one request, so CLUSTER tokens count as one independent observation.
     """
     share = unlikely / tokens if tokens else 0.0
     usual = (peers_unlikely + CLUSTER) / (peers_tokens + CLUSTER)
@@ -111,17 +113,19 @@ def differ_by_chance(unlikely: int, tokens: int, peers_unlikely: int, peers_toke
 CLUSTER = 10
 
 
-WINDOWS = 120  # reports kept, per worker and for all parameters: ten minutes of one frontend's reports
-TOKENS_MIN = 200  # minimum of tokens with logprobs, of a worker and of its peers together, to compare them
-REQUESTS_MIN = 20  # minimum of requests with known parameters to determine the usual ones
+# reports kept per worker, and in total for the parameters: ten minutes of one frontend's reports
+WINDOWS = 120
+TOKENS_MIN = 200  # tokens with logprobs that a worker, and its peers together, need for a comparison
+REQUESTS_MIN = 20  # requests with known sampling parameters needed to determine the usual parameters
 
 
 @dataclass(slots=True)
 class UserTokens:
-    """Users' requests, as reported by all frontends with `RequestsServed`: the usual sampling parameters, and unlikely tokens.
+    """Collects the frontends' reports about users' requests (`RequestsServed`): sampling parameters and unlikely tokens.
 
-    Logprobs exist only where clients requested them: requesting more would change what engines compute. A worker with a larger
-    share of unlikely tokens than its peers is not proven faulty, so it gets a sampled canary at once, which can prove a fault.
+    Only requests for which clients wanted logprobs are counted, because asking for more would change what engines compute. If a
+    worker's share of unlikely tokens is larger than its peers' share, this does not prove a fault. The worker then gets a sampled
+    canary at once, which can prove a fault.
     """
 
     _weighed: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)  # by worker: (tokens, unlikely)
@@ -136,12 +140,15 @@ class UserTokens:
             self._drawn.append((SamplingParameters(*fact.sampling), fact.count))
 
     def forget(self, worker: str) -> None:
-        """Drop the reports about a worker that is gone, or was replaced by a new instance."""
+        """Drop the reports about a worker that is gone or has been replaced by a new instance."""
         self._weighed.pop(worker, None)
 
     @property
     def usual(self) -> SamplingParameters | None:
-        """The parameters of most recent sampled requests; None while too few are known."""
+        """The most frequent parameters of users' recent requests at a temperature above 0.
+
+        None while fewer than REQUESTS_MIN such requests are known.
+        """
         counts: Counter[SamplingParameters] = Counter()
         for drawn, count in self._drawn:
             counts[drawn] += count
@@ -150,8 +157,12 @@ class UserTokens:
         return max(counts, key=lambda drawn: (counts[drawn], drawn.name))
 
     def compare(self, worker: str, peers: Iterable[str]) -> tuple[int, int, float, float]:
-        """Return a worker's tokens with logprobs, its unlikely ones, its peers' share of unlikely ones, and the probability of
-        the difference by chance: 1.0 if too few tokens are known."""
+        """Compare a worker's share of unlikely tokens with its peers' share.
+
+        Return the worker's tokens with logprobs, the unlikely tokens among them, the peers' share of unlikely tokens, and an
+        upper bound of the probability that the difference is chance. This probability is 1.0 if fewer than TOKENS_MIN tokens are
+        known.
+        """
         tokens, unlikely = self._sum((worker,))
         others, unlikely_others = self._sum(peers)
         share = unlikely_others / others if others else 0.0

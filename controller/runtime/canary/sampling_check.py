@@ -1,13 +1,15 @@
-"""Checks a worker's sampler: one canary in N uses the sampling parameters that users send most.
+"""Checks workers' samplers: one canary in N uses the sampling parameters that users send most often.
 
-Greedy canaries cannot detect a broken sampler: at temperature 0 it is not used. A sampled answer is compared with the greedy
-golden of the same prompt: see `sampled` for the statistics.
+Greedy canaries cannot detect a broken sampler, because engines do not use the sampler at temperature 0. A sampled answer is
+compared with the greedy golden of the same prompt. The module `sampled` has the statistics.
 
-- The first request has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
-  was ordinary once is ordinary every time. If the engine draws differently with the same seed, no seed is sent any more.
-- After an unlikely answer the canary is repeated with other seeds, until chance is excluded (`sampled_chance`) or explains it.
-- It convicts only if the comparison itself can be trusted: the golden is agreed, and more workers of the model recently drew
-  ordinary tokens than unlikely ones. It never convicts the last worker in service. Otherwise `TokensUnlikely` is recorded.
+- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
+  was once judged ordinary needs no further check. If the same seed gives another answer, no seed is sent any more.
+- After an unlikely answer the canary is repeated with other seeds, until the probability of chance is below `sampled_chance` or
+  chance explains the answers.
+- A sampled canary convicts a worker only if the comparison can be trusted: the golden is agreed, and more workers of the model
+  recently gave ordinary answers than unlikely ones. The last worker in service is never convicted. If a worker is not convicted,
+  `TokensUnlikely` is recorded.
 """
 
 from collections.abc import Awaitable, Callable
@@ -27,15 +29,15 @@ from events.fact import Fact
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow, RequestsServed, TokensUnlikely
 from events.wire import Sampling
 
-SUSPECT = 0.05  # p-value of one answer at or below which the canary is repeated
+SUSPECT = 0.05  # p-value at or below which the canary is repeated
 ATTEMPTS_MAX = 16
-ATTEMPTS_MIN = 3  # before chance may explain an unlikely answer
-SEED = 20_260_101  # of first questions
-NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN: no correct sampler returns one
-CONVICTED_EVERY = 2  # as `sampled_every`, of a convicted worker: greedy canaries alone do not acquit it
-USERS_CHANCE = 1e-6  # probability that a share of unlikely tokens is reported by mistake
-ACCUSED_S = 30.0  # time in which a reported wrong answer is folded and decided on
-USERS_AGAIN_S = 600.0  # before a worker's share is reported again
+ATTEMPTS_MIN = 3  # answers needed before chance may explain an unlikely first one
+SEED = 20_260_101  # seed of each first question
+NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN, which no correct sampler returns
+CONVICTED_EVERY = 2  # `sampled_every` for a convicted worker, because greedy canaries alone do not acquit it
+USERS_CHANCE = 1e-6  # probability that a worker's share of unlikely tokens is reported by mistake
+ACCUSED_S = 30.0  # time within which a reported wrong answer is folded and decided on
+USERS_AGAIN_S = 600.0  # time before a worker's share of unlikely tokens is reported again
 
 log = structlog.get_logger(__name__)
 
@@ -45,14 +47,14 @@ Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
 
 @dataclass(slots=True)
 class KnownAnswers:
-    """Ordinary answers to one question with the fixed seed."""
+    """The ordinary answer to one question with the fixed seed, and whether engines reproduce it."""
 
-    answers: list[tuple[int, ...]] = field(default_factory=list)
-    reproduced: bool = True
+    answers: list[tuple[int, ...]] = field(default_factory=list)  # at most one
+    reproduced: bool = True  # false once the same seed has given two ordinary answers
 
 
 class SamplingCheck:
-    """Judges sampled answers, and tracks which workers recently drew ordinary tokens."""
+    """Sends and judges sampled canaries, and tracks which workers recently gave ordinary answers."""
 
     def __init__(
         self, look: Callable[[], tuple[Fleet, int]], tools: ProberDependencies, settings: CanarySettings
@@ -69,12 +71,12 @@ class SamplingCheck:
         ] = {}  # the same: time of its last reported wrong answer
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
         self._reported_at: dict[str, float] = {}  # by worker: monotonic time of the last report
-        self.wanted: set[str] = set()  # workers to probe next, because users' tokens are unlikely
+        self.wanted: set[str] = set()  # workers to probe next, because they sent users unlikely tokens
 
     # --- when ---------------------------------------------------------------------------------------------
 
     def due(self, since: int, worker: Worker) -> bool:
-        """Return whether a worker's next canary is a sampled one; `since`: greedy ones since the last."""
+        """Return whether a worker's next canary is a sampled one, after `since` greedy canaries."""
         every = self._settings.sampled_every
         if not every:
             return False
@@ -84,14 +86,14 @@ class SamplingCheck:
 
     @property
     def parameters(self) -> SamplingParameters:
-        """The parameters of the next sampled canary: the users', or those of the settings while they are unknown."""
+        """The parameters of the next sampled canary: users' most frequent ones, or the settings' while these are unknown."""
         s = self._settings
         own = SamplingParameters(s.sampled_temperature, s.sampled_top_p, s.sampled_top_k)
         usual = self._users.usual if s.sampled_as_users else None
         return (usual or own).bounded
 
     def hear(self, fact: Fact) -> None:
-        """Record facts from the journal: sampled canaries of any controller, and users' tokens."""
+        """Process a fact from the journal: a frontend's report about users' tokens, or the outcome of a sampled canary."""
         if isinstance(fact, RequestsServed):
             self._users.add(fact)
             if fact.unlikely and self._tools.leading():
@@ -111,7 +113,10 @@ class SamplingCheck:
     # --- users' tokens ------------------------------------------------------------------------------------
 
     def _compare(self, name: str) -> None:
-        """Compare a worker's share of unlikely tokens with its peers', and schedule a check of its sampler if it is too large."""
+        """Compare a worker's share of unlikely tokens with its peers' share.
+
+        If the difference is hardly chance, record TokensUnlikely and have the worker's sampler checked next.
+        """
         worker = self._look()[0].workers.get(name)
         now = self._clock.monotonic()
         if worker is None or now - self._reported_at.get(name, -USERS_AGAIN_S) < USERS_AGAIN_S:
@@ -136,7 +141,7 @@ class SamplingCheck:
         )
 
     def _peers(self, worker: Worker) -> list[Worker]:
-        """Return the other living workers of the same model."""
+        """Return the other live workers of the same model."""
         name, model = worker.joined.worker, worker.joined.model
         workers = self._look()[0].workers.values()
         return [w for w in workers if w.joined.worker != name and w.joined.model == model and w.alive]
@@ -152,7 +157,10 @@ class SamplingCheck:
         tolerance: float,
         ask: Ask,
     ) -> Verdict:
-        """Send a sampled canary, and repeat it while its answers are unlikely. `confirmed`: chance is excluded."""
+        """Send a sampled canary, and repeat it until its answers are clearly ordinary or clearly unlikely.
+
+        The verdict's `confirmed` is true if a correct sampler gives such answers with a probability below `sampled_chance`.
+        """
         known = self._known.setdefault(f"{golden.canary_key}|{canary.id}|{drawn.name}", KnownAnswers())
         first = await ask(self._sampling(canary, drawn, SEED if known.reproduced else None), None, False)
         if first.answer is None and first.failure != "non_finite":
@@ -193,7 +201,7 @@ class SamplingCheck:
         return surprise(golden.top_k, golden.tokens, asked.answer.tokens, drawn, tolerance)
 
     def _learn(self, known: KnownAnswers, tokens: tuple[int, ...]) -> None:
-        """Store an ordinary answer to the fixed seed, and track whether all such answers are equal."""
+        """Store an ordinary answer to the fixed seed. If another one is stored already, note that seeds are not reproduced."""
         if not known.reproduced or not tokens or tokens in known.answers:
             return
         if known.answers:
@@ -216,7 +224,8 @@ class SamplingCheck:
     def accuse(self, worker: str, instance: str) -> None:
         """Record that a wrong answer of this worker was just reported.
 
-        For ACCUSED_S, until the decision on it is folded, the worker does not count as a serving peer in `may_convict`."""
+        For ACCUSED_S, while the decision on the report may not be folded yet, `may_convict` does not count the worker as serving.
+        """
         self._accused_at[worker, instance] = self._clock.monotonic()
 
     def _accused(self, worker: Worker) -> bool:
@@ -224,10 +233,11 @@ class SamplingCheck:
         return at is not None and self._clock.monotonic() - at < ACCUSED_S
 
     def may_convict(self, worker: Worker) -> bool:
-        """Return whether a sampled canary may take this worker out of service."""
+        """Return whether an unlikely sampled answer may convict this worker."""
         joined = worker.joined
         self._ordinary[joined.worker, joined.instance] = False
-        if worker.health.convicted:  # it is out of service already; greedy canaries must not acquit it
+        # already out of service; greedy canaries alone must not acquit the worker
+        if worker.health.convicted:
             return True
         peers = self._peers(worker)
         seen = [self._ordinary.get((peer.joined.worker, peer.joined.instance)) for peer in peers]
@@ -260,12 +270,15 @@ class SamplingCheck:
 
 
 def _undecided(chance: float, surprises: list[float]) -> bool:
-    """Return whether another answer is needed to distinguish chance from a fault."""
+    """Return whether another answer is needed to distinguish chance from a fault.
+
+    `chance` is the combined p-value of all `surprises`, the p-values of the answers so far.
+    """
     if len(surprises) >= ATTEMPTS_MAX:
         return False
     return chance <= SUSPECT or (surprises[0] <= SUSPECT and len(surprises) < ATTEMPTS_MIN)
 
 
 def sampled_id(canary: Canary, drawn: SamplingParameters) -> str:
-    """Return the id under which a sampled canary's outcomes are recorded: no golden has it."""
+    """Return the id under which a sampled canary's outcomes are recorded. No golden has this id."""
     return f"{canary.id}@{drawn.name}"

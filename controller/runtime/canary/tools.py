@@ -1,4 +1,4 @@
-"""Dependencies of the canary loop: ports, clock, random sources, and the meter of its measurements."""
+"""The canary loop's dependencies: ports, clock, random numbers, and the interface for its metrics."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -12,32 +12,32 @@ from events.observations import CheckType
 
 
 class CanaryMeter(Protocol):
-    """Records the prober's own measurements."""
+    """Records the metrics of the canaries that are sent."""
 
     def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
-        """Count one question and the latency of its answer."""
+        """Record that one question was sent to a worker and took `seconds`."""
         ...
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
-        """Count the cost of a canary."""
+        """Add the GPU time that a canary used on a worker."""
         ...
 
     def late(self, seconds: float) -> None:
-        """Record the delay of a probe's start."""
+        """Record by how many seconds a probe started later than scheduled."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProberDependencies:
-    """The dependencies of the prober."""
+    """The dependencies of the canary loop, passed as one object."""
 
     journal: Journal
     prober: Prober
     clock: Clock
     meter: CanaryMeter
-    vocabulary: Callable[[str], Awaitable[Vocabulary]]  # by a worker's `tokenizer`; raises HoldfastError
+    vocabulary: Callable[[str], Awaitable[Vocabulary]]  # loads a worker's `tokenizer`; raises HoldfastError
     leading: Callable[[], bool]
-    running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary included
+    running: Callable[[str], int] = lambda worker: 1  # sequences in a worker's batch, the canary included
     draw: random.Random = field(default_factory=random.Random)
-    # for what workers must not predict: unmarked questions
+    # for unmarked questions, which workers must not predict
     secret: random.Random = field(default_factory=random.SystemRandom)

@@ -1,4 +1,4 @@
-"""A worker's turn in the round robin of its canaries, one probe of it, and the facts of its verdict."""
+"""The data of one probe, the facts of its verdict, and a worker's position in its round of canaries."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ NO_REASON: CanaryReason = "no_response"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The context of a probe: worker, canary, time, and the last decision when it was sent."""
+    """The fields that all facts about a probe share: worker, canary, time, and the last decision before it was sent."""
 
     worker: str
     instance: str
@@ -36,15 +36,15 @@ class Probed:
     check_type: CheckType
     sent_under: int
     sent_at: datetime
-    rank: int | None = None  # the DP rank probed, if the worker has several
-    temperature: float | None = None  # set only for a sampled canary
+    rank: int | None = None  # the DP rank that was probed; None: the worker has only one
+    temperature: float | None = None  # None: not a sampled canary
 
     def _common(self, verdict: Verdict) -> dict[str, Any]:
         latency_ms = round(verdict.first.latency_ms, 3)
         return {**asdict(self), "latency_ms": latency_ms, "attempts": verdict.attempts}
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
-        """Return the fact of a right answer: passed, or slow if a baseline is given."""
+        """Return the fact of a right answer: CanaryPassed, or CanarySlow if a baseline that the latency exceeded is given."""
         distance = verdict.worst.distance or 0.0
         if baseline_ms is None:
             return CanaryPassed(**self._common(verdict), distance=distance)
@@ -53,10 +53,11 @@ class Probed:
     def failed(
         self, verdict: Verdict, golden: Golden | None, *, contested: bool = False
     ) -> CanaryFailed | GoldenDisputed:
-        """Return the fact of a wrong answer.
+        """Return the fact of a wrong or missing answer.
 
-        A confirmed wrong answer to another worker's provisional golden disputes the golden instead. So does one to a configured
-        answer that is `contested`."""
+        It is CanaryFailed, except if a confirmed wrong answer puts the golden in doubt rather than the worker. Then it is
+        GoldenDisputed: the golden is another worker's provisional one, or a configured one that is `contested`.
+        """
         answer, reason = verdict.first.answer, verdict.worst.reason or verdict.first.failure or NO_REASON
         wrong = reason in ("token_mismatch", "logit_drift")
         if wrong and verdict.confirmed and answer is not None and golden is not None:
@@ -92,7 +93,7 @@ class Probed:
         )
 
     def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
-        """Return the proposal of this worker's answer as the golden; a configured canary supplies its own answer."""
+        """Return the proposal of this worker's answer as a golden. For a configured canary, its configured answer is proposed."""
         return GoldenProposed(
             worker=self.worker,
             instance=self.instance,
@@ -110,24 +111,24 @@ class Probed:
 
 @dataclass(slots=True)
 class CanaryTurn:
-    """The position of one instance in the round robin of its canaries."""
+    """The position of one worker instance in the round robin of its canaries."""
 
-    number: int = 0
-    rank: int = 0  # probes passed so far: selects the DP rank; a failed rank is probed again
-    asked: set[str] = field(default_factory=set)  # canaries sent since it joined or the last recheck
-    first_round: bool = False  # not every canary has been sent yet
-    recheck: bool = False  # all canaries are sent again at once: the answers are votes on their goldens
-    greedy_since: int = 0  # greedy canaries since the last sampled one
-    sampled: int = 0  # sampled canaries so far
+    number: int = 0  # number of canaries sent in the round robin
+    rank: int = 0  # number of passed probes, which selects the DP rank; a failed rank is probed again
+    asked: set[str] = field(default_factory=set)  # ids of canaries sent since the join or the last recheck
+    first_round: bool = False  # whether some canary has not been sent since the join
+    recheck: bool = False  # whether all canaries are being sent again at once, as votes on their goldens
+    greedy_since: int = 0  # number of greedy canaries since the last sampled one
+    sampled: int = 0  # number of sampled canaries sent
 
     def ask_all_again(self) -> None:
-        """Schedule all canaries again at once."""
+        """Start a recheck: the next probes send all canaries again, without waiting between them."""
         self.recheck, self.asked = True, set()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The fixed data of one probe of one worker."""
+    """The data of one probe of one worker, which does not change during the probe."""
 
     worker: Worker
     canary_set: CanarySet
@@ -143,7 +144,7 @@ class Probe:
 
 
 def golden_of(proposal: GoldenProposed) -> Golden:
-    """Return the golden that a proposal becomes once it is folded."""
+    """Return the golden that a proposal becomes when it is folded."""
     return Golden(
         canary_key=proposal.canary_key,
         canary=proposal.canary,

@@ -1,16 +1,19 @@
-"""Compares a worker's answers to users with its answers to canaries, by questions without a mark.
+"""Checks whether a worker answers users as it answers canaries.
+
+The worker gets fresh questions that look like a user's requests:
 
     a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (the worker itself if it has none)
         same answer ──▶ passed
-        another one ──▶ also sent to the worker and its other peers, marked
+        another answer ──▶ the question is also sent to the worker and its other peers, marked
             most agree with the user's answer, or there is no majority ──▶ nothing is recorded
             most contradict the user's answer ──▶ another fresh question; the second such answer confirms it
 
-A compromised worker can answer marked canaries correctly and users wrongly. It cannot know a fresh question, so each one is sent
-to it once without a mark. The marked answers are as trustworthy as canaries: goldens check these workers continuously.
+A compromised worker can answer marked canaries correctly and users wrongly. It cannot recognize a fresh question, so each fresh
+question is sent to the worker once without a mark. The marked answers can be trusted, because goldens check the workers that give
+them continuously.
 
-The questions use no canary's slot and have their own random times, so that a worker cannot recognize them by their timing. A
-missing or late answer is no evidence: the question waited among users' requests.
+The questions do not replace canaries, and are sent at their own random times, so that a worker cannot recognize them by their
+timing. A missing or late answer is no evidence, because the question may have waited behind users' requests.
 """
 
 import asyncio
@@ -72,11 +75,14 @@ WORKS = ("works", "is made", "is paid for", "has changed", "is measured", "can f
 
 
 def fresh_question(draw: random.Random, vocabulary: Vocabulary | None, tokens: int) -> Canary:
-    """Return a question of one to three requests, with an answer of about `tokens` tokens. Without a vocabulary: token ids."""
+    """Return a random question of one to three sentences, with an answer of half to twice `tokens` tokens.
+
+    Without a vocabulary, the question consists of random token ids.
+    """
     length = draw.randrange(max(1, tokens // 2), 2 * tokens + 1)
     id = f"{draw.getrandbits(64):016x}"
     if vocabulary is None:
-        ids = range(16, 1_000)  # which every language model's vocabulary has
+        ids = range(16, 1_000)  # every language model's vocabulary has these ids
         return Canary(id, tuple(draw.choices(ids, k=draw.randrange(16, 128))), length)
     text = "\n\n".join(_request(draw) for _ in range(draw.randrange(1, 4)))
     return Canary(id, tuple(vocabulary.encode(text)), length, text=text)
@@ -94,8 +100,8 @@ def _request(draw: random.Random) -> str:
     )
 
 
-PEERS_MAX = 8  # peers that receive the question
-VOTERS_MIN = 2  # marked answers that must agree, if the worker has peers
+PEERS_MAX = 8  # number of peers that receive the question
+VOTERS_MIN = 2  # marked answers that must agree for a majority, if the worker has peers
 
 log = structlog.get_logger(__name__)
 
@@ -120,24 +126,25 @@ Begin = Callable[[Worker, CanarySet, Canary, CheckType, int], Probe]
 
 @dataclass(frozen=True, slots=True)
 class UserAnswer:
-    """A worker's answer to an unmarked question. `right`: the marked answer, if it differs."""
+    """A worker's answer to an unmarked question, and the right answer if it differs."""
 
     result: ProbeResult
+    # the majority of the marked answers; None: the worker's answer is right
     right: CanaryAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The result of sending a worker unmarked questions."""
+    """The conclusion about a worker after unmarked questions."""
 
     probing: Probe
     verdict: Verdict
-    golden: Golden | None = None  # the right answer, as an agreed golden; None: the answer was right
+    golden: Golden | None = None  # the right answer, as an agreed golden; None: the worker's answer was right
 
 
 @dataclass(eq=False)
 class UnmarkedCheck:
-    """Sends workers unmarked questions, and judges the answers."""
+    """Sends workers unmarked questions, and compares the answers with those to the same questions as canaries."""
 
     look: Callable[[], Fleet]
     tools: ProberDependencies
@@ -147,7 +154,7 @@ class UnmarkedCheck:
 
     def __post_init__(self) -> None:
         self._draw = self.tools.secret
-        # by worker and instance: an unconfirmed wrong answer of its last questions
+        # unconfirmed wrong answers, by worker and instance
         self._doubts: dict[tuple[str, str], UserAnswer] = {}
 
     def forget(self, worker: str) -> None:
@@ -156,25 +163,29 @@ class UnmarkedCheck:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next check whether to probe a worker: a canary interval, randomised."""
+        """Seconds until the next call of `due` for a worker: 0.5 to 1.5 canary intervals, at random."""
         return self.settings.interval_s * self._draw.uniform(0.5, 1.5)
 
     def due(self, worker: Worker) -> bool:
-        """Return whether to probe a worker now: at random, once in `unmarked_every` checks. A convicted one more often."""
+        """Return whether to send a worker an unmarked question now: at random, in one of `unmarked_every` calls.
+
+        A convicted worker gets more of them. Draining and joining workers get none, nor do engines with inexact answers.
+        """
         every, health = self.settings.unmarked_every, worker.health
         if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
             return False
         return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
 
     async def examine(self, worker: Worker, canary_set: CanarySet) -> Examination | None:
-        """Send unmarked questions to a worker until it has given one right answer, or two wrong ones; None: no conclusion.
+        """Send unmarked questions to a worker until it has given one right answer or two wrong ones.
 
-        An unconfirmed wrong answer is kept: one more wrong answer in the next examination confirms it. Otherwise a compromised
-        worker could evade conviction by answering correctly for a while after each wrong answer.
+        Return the conclusion; None if there is none. An unconfirmed wrong answer is kept, so that one more wrong answer in the
+        next examination confirms it. Otherwise a compromised worker could evade conviction by answering correctly for a while
+        after each wrong answer.
         """
         known = [golden for golden in canary_set.goldens(self.look()) if golden.status != "retired"]
         if not known:
-            return None  # marked answers cannot be trusted yet
+            return None  # without goldens, the marked answers cannot be trusted
         rank = self._draw.randrange(max(1, worker.joined.dp))
         probing = self.begin(worker, canary_set, Canary("", (), 0), "scheduled", rank)
         probed = replace(probing.probed, canary=f"{known[0].canary}{UNMARKED}")
@@ -207,7 +218,10 @@ class UnmarkedCheck:
         return Examination(probing, verdict, Golden(key, id, status="agreed", tokens=first.right.tokens))
 
     async def _ask_unmarked(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
-        """Send one fresh question without a mark, and compare the answer; None: no conclusion is possible."""
+        """Send a worker one fresh question without a mark, and compare the answer with marked answers to the same question.
+
+        None if no conclusion is possible: no answer, or no majority of the marked answers.
+        """
         joined = worker.joined
         question = fresh_question(self._draw, canary_set.vocabulary, self.settings.tokens)
         if len(question.prompt) + question.max_tokens > joined.context_tokens:
@@ -232,8 +246,10 @@ class UnmarkedCheck:
     async def _ask_marked(
         self, workers: Sequence[Worker], canary_set: CanarySet, question: Canary
     ) -> list[CanaryAnswer | None]:
-        """Send these workers a question as a canary; None for a missing answer, or one without logprobs: without them a near tie
-        looks like a wrong answer."""
+        """Send these workers a question marked as a canary, and return their answers in the same order.
+
+        A missing answer is None. An answer without logprobs is None too, because a near tie would look like a wrong answer.
+        """
         sampling = Sampling(max_tokens=question.max_tokens, logprobs=self.settings.top_k)
 
         async def ask(worker: Worker) -> CanaryAnswer | None:
@@ -245,7 +261,7 @@ class UnmarkedCheck:
         return list(await asyncio.gather(*map(ask, workers)))
 
     def _peers(self, worker: Worker) -> list[Worker]:
-        """Return comparable workers, in random order."""
+        """Return up to PEERS_MAX other healthy workers of the same canary key, in random order."""
         name, key = worker.joined.worker, worker.joined.canary_key
         peers = [
             other
@@ -260,7 +276,10 @@ class UnmarkedCheck:
     def _majority(
         self, canary_set: CanarySet, answers: Sequence[CanaryAnswer], *, alone: bool
     ) -> CanaryAnswer | None:
-        """Return the marked answer of the largest group of workers; None if there is no single one. `alone`: no peers."""
+        """Return the answer that the largest group of workers gave; None if two groups are largest or the largest is too small.
+
+        `alone` means that the worker has no peers, so that its own marked answer decides.
+        """
         if alone:
             return answers[0] if answers else None
         votes = [Vote(str(n), "", one.tokens, one.top_k) for n, one in enumerate(answers)]
@@ -270,7 +289,7 @@ class UnmarkedCheck:
         return answers[int(found[0][0].worker)]
 
     def _contradicts(self, canary_set: CanarySet, answer: CanaryAnswer, right: CanaryAnswer) -> bool:
-        """Return whether two answers differ other than by a near tie. Only their common length is compared."""
+        """Return whether two answers differ, other than by a near tie. Only as many tokens as both have are compared."""
         length = min(len(answer.tokens), len(right.tokens))
         found = compare(
             answer.begin(length),

@@ -1,13 +1,13 @@
-"""The projector: folds the journal into the state store, each event exactly once.
+"""The projector: folds the journal and writes the result to the state store, each event exactly once.
 
     journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
 
-Reading and folding continue while the last batch is written; the events gathered meanwhile form the next batch. So batches
-grow with the load, and a single event is written without delay. The projector keeps no state outside the store: after any
-failure it reads its position there and restarts from it. That makes a kill at any step harmless.
+Reading and folding continue during a transaction, and the events that are folded meanwhile are written by the next transaction.
+So transactions grow with the load, and a single event is written without delay. The projector keeps no state outside the store.
+After any failure it reads its position from the store and restarts there. So the process can be killed at any step.
 
-Failures that a retry cannot fix are raised: a store that is ahead of the stream or has lost rows, a recreated stream, an event
-of an unknown kind. Lost rows are checked before each start and every 30 s.
+Failures that a retry cannot fix are raised: a store that is ahead of the stream or has lost rows, a recreated stream, or an event
+of an unknown kind. The projector checks for lost rows before each start and every 30 s.
 """
 
 import asyncio
@@ -63,36 +63,36 @@ class ProjectorMetrics(MetricTable):
         self.registry = registry
 
     def written(self, seq: int, events: int) -> None:
-        """Record one committed batch."""
+        """Record a committed transaction of `events` events that ends with stream sequence `seq`."""
         self.position.set(seq)
         self.events.inc(events)
         self.batch.observe(events)
 
 
 GATHER_MAX = 8_192  # events folded but not yet written; at this number the reader waits
-GATHER_HISTORY = 4_096  # events of a batch while catching up, where latency does not matter
-CHECK_S = 10.0  # deadline of the comparison of store and stream
-LOOK_EVERY_S = 30.0  # between two checks of the store for lost rows
-WRITE_S = 120.0
-WAIT_MIN_S = 0.05  # after a failure; doubles
+GATHER_HISTORY = 4_096  # events of a transaction while catching up, where latency does not matter
+CHECK_S = 10.0  # time limit of the comparison of store and stream
+LOOK_EVERY_S = 30.0  # interval of the check of the store for lost rows
+WRITE_S = 120.0  # time limit of a transaction
+WAIT_MIN_S = 0.05  # first wait after a failure; doubles with each further failure
 WAIT_MAX_S = 2.0
-YIELD_S = 1.0  # pause for another projector to proceed
+YIELD_S = 1.0  # pause after which another projector should have proceeded
 
 Step = Callable[[str], Awaitable[None]]
 log = structlog.get_logger()
 
 
 async def _no_step(name: str) -> None:
-    """Do nothing between two steps. Tests interrupt the projector here."""
+    """Do nothing. Tests pass another function, with which they interrupt the projector between two steps."""
 
 
 @dataclass
 class Gathered:
-    """Events that have been folded and are written next."""
+    """The queue from the reader to the writer: events that are folded and not written yet."""
 
     events: list[Recorded] = field(default_factory=list)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)  # set when events can be written
+    taken: asyncio.Event = field(default_factory=asyncio.Event)  # set when the writer has taken the events
 
 
 @dataclass
@@ -100,15 +100,15 @@ class Progress:
     """The projector's progress, for metrics and readiness."""
 
     projected: int = 0  # the sequence of the last event in the rows
-    batches: int = 0
-    events: int = 0
+    batches: int = 0  # number of transactions
+    events: int = 0  # number of events written
     restarts: int = 0
-    connected: bool = False  # to store and journal, at the last access
+    connected: bool = False  # whether store and journal answered since the last failure
 
 
 @dataclass(eq=False)
 class Projector:
-    """Follows a journal and projects it into a store."""
+    """Follows a journal, and projects its events into a state store."""
 
     journal: Journal
     store: StateStore
@@ -121,7 +121,10 @@ class Projector:
         self.progress = Progress()
 
     async def run(self) -> None:
-        """Project until cancelled. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind or OutOfOrder: operators must act."""
+        """Project until cancelled, and restart after failures that a retry can fix.
+
+        Raise StoreAhead, StoreLost, JournalChanged, UnknownKind or OutOfOrder. After such an error an operator must act.
+        """
         wait_s = WAIT_MIN_S
         while True:
             before = self.progress.batches
@@ -129,7 +132,9 @@ class Projector:
                 await self.catch_up(None)
             except StoreForbidden:
                 raise
-            except StoreRefused as error:  # a lost table: all existed when this process started
+            except (
+                StoreRefused
+            ) as error:  # a table was lost, because all tables existed when this process started
                 raise StoreLost(
                     f"tables are missing: {error.__cause__ or error}. {StoreLost.__doc__}"
                 ) from error
@@ -144,7 +149,10 @@ class Projector:
             self.progress.restarts += 1
 
     async def catch_up(self, until: int | None) -> None:
-        """Project everything up to stream sequence `until`, and return; None: follow forever. Raise any failure."""
+        """Project all events up to stream sequence `until`, and return. If `until` is None, follow the journal without end.
+
+        Every failure is raised.
+        """
         position = await self._begin()
         if until is not None and position.seq >= until:
             return
@@ -157,7 +165,7 @@ class Projector:
         await _run_all(*works, *([self._check_losses()] if until is None else []))
 
     async def _begin(self) -> ReadPosition:
-        """Read the store's position and check that it lies on this stream."""
+        """Read the store's position, and check that the store has folded this stream and has lost no rows."""
         await self.step("begin")
         async with asyncio.timeout(CHECK_S):
             position = await self.store.position()
@@ -168,16 +176,18 @@ class Projector:
         return position
 
     async def _check_losses(self) -> None:
-        """Check periodically that the store still holds what was projected."""
+        """Check periodically that the store still has the projected rows. Raise StoreLost if rows are missing."""
         while True:
             await asyncio.sleep(self.look_every_s)
             async with asyncio.timeout(CHECK_S):
                 await refuse_lost_rows(self.journal, self.store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
-        """Return the fold to continue: the store's, or one from the journal if that has dropped the next event after it.
+        """Return the fold to continue from: the store's snapshot, or a snapshot on the journal.
 
-        Raise StoreLost if the journal has dropped events that the store has not projected."""
+        The journal's snapshot is used if the journal has dropped the next event after the store's. Raise StoreLost if the journal
+        has dropped events that the store has not projected.
+        """
         snapshot = await self.store.load()
         await self.step("loaded")
         order = order_from(snapshot if snapshot is not None and _reach(snapshot) <= position.seq else None)
@@ -242,12 +252,13 @@ def _reach(snapshot: Snapshot) -> int:
 
 
 async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or all end. The first failure cancels the others and is raised. If several fail, a permanent
-    failure is raised before one that can be retried.
+    """Run all coroutines until one fails or all have ended. The first failure cancels the others and is raised.
 
-    Not a TaskGroup. In Python 3.11, if a group is cancelled in the moment in which one of its tasks fails, it raises only the
-    failure, so a caller that retries never ends. And a group that fails while it waits leaves its caller marked as cancelled,
-    so the caller cannot distinguish the two.
+    If several fail, a failure that a retry cannot fix is raised in preference to one that a retry can fix.
+
+    An asyncio TaskGroup is not used, for two reasons, in Python 3.11. If a group is cancelled at the moment in which one of its
+    tasks fails, it raises only the failure, so that a caller that retries is never cancelled. And a group that fails while it
+    waits leaves its caller marked as cancelled, so the caller cannot distinguish a failure from a cancellation.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -262,11 +273,11 @@ async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
         raise next((e for e in failures if not isinstance(e, retried)), failures[0])
 
 
-READ_MAX = 1_000  # events of the journal to check, at either end
+READ_MAX = 1_000  # number of journal events to check, at the start and at the end of the store's rows
 
 
 async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
-    """Raise StoreLost if the store lacks rows that it must hold; StoreUnavailable or JournalUnavailable."""
+    """Raise StoreLost if the store lacks rows that it must have. Raise StoreUnavailable or JournalUnavailable."""
     position, look = await store.position(), await store.look()
     lost = list(look.lost)
     last = max(look.last, position.seq - READ_MAX)
@@ -280,13 +291,15 @@ async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
 
 
 async def _lacks(journal: Journal, store: StateStore, after: int, until: int) -> bool:
-    """Return whether the store lacks one of these events that it must hold. An event published twice is stored under
-    its first sequence."""
+    """Return whether the store lacks any event after `after` up to `until` that it must have.
+
+    Events are looked up by id, because an event that was published twice is stored under its first sequence.
+    """
     try:
         async for batch in history(journal, after, until):
             for event in batch:
                 if audited(event.fact) and await store.locate(event.id) is None:
                     return True
-    except JournalChanged:  # the journal has dropped these events meanwhile
+    except JournalChanged:  # the journal has just dropped these events
         return False
     return False

@@ -1,10 +1,10 @@
 """Checks that the rows of the state store equal this process's fold.
 
-A view and the projector fold the same journal, so at the same position they must agree. A difference is a bug, or a manual
-change in the database: it is reported, and the fold stays authoritative.
+A view and the projector fold the same journal, so at the same position the view and the rows must be equal. A difference is a
+bug, or a manual change in the database. It is reported, and this process continues with its own fold.
 
-The rows are nearly always slightly behind the view. So the view's last states are kept (successive states share unchanged parts),
-and the rows are compared with the state of their own position.
+The rows are nearly always slightly behind the view. So the view's last states are kept, and the rows are compared with the state
+at the rows' position. Keeping states is cheap, because successive states share their unchanged parts.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from events.fact import Recorded
 
 EVERY_S = 5.0
 READ_S = 3.0
-KEPT_MAX = 512  # states kept
+KEPT_MAX = 512  # number of states kept
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class RowWatch:
-    """Compares a view with the rows every few seconds."""
+    """Compares a view with the rows of the state store every few seconds."""
 
     view: FleetView
     store: StateStore
@@ -51,17 +51,20 @@ class RowWatch:
             await asyncio.sleep(self.every_s)
             try:
                 await self.compare()
-            except (HoldfastError, TimeoutError) as error:  # a check must not fail the process
+            except (HoldfastError, TimeoutError) as error:  # a failed check must not stop the process
                 log.debug("rows_not_compared", why=str(error))
 
     async def compare(self) -> list[RowDifference] | None:
-        """Read the rows and return the differences; None if the view was never at exactly their position."""
+        """Read the rows, and return and report their differences from the view.
+
+        None if they cannot be compared: the view has no state at exactly their position, or another deciders version wrote them.
+        """
         async with asyncio.timeout(READ_S):
             reading = await self.store.read_status()
         fleet = next((fleet for seq, fleet in self._kept if seq == reading.position.seq), None)
         if fleet is None or reading.position.deciders_version not in (0, DECIDERS_VERSION):
-            return None  # another version of the deciders folds to other rows: the fleet is being upgraded
-        # in a thread: the rows of a thousand workers would block the loop
+            return None  # during an upgrade, another deciders version folds the same events to other rows
+        # in a thread, because the rows of a thousand workers would block the event loop
         found = await asyncio.to_thread(lambda: list(differs_from(fleet, reading.rows)))
         for difference in found:
             log.error("rows_differ_from_the_fold", seq=reading.position.seq, difference=str(difference))
