@@ -1,1 +1,1 @@
-"""Webhooks: deliver a fleet's events to URLs that operators configure."""
+"""Webhooks: delivers a fleet's events to URLs that operators configure."""

@@ -1,7 +1,8 @@
 """Encodes events as CloudEvents 1.0 in structured mode (one JSON object), and decodes them.
 
-Besides CloudEvents' own attributes: `sequence` (its position on the journal), `recordedtime` (when the journal recorded it),
-and, if present, `correlation` (its incident) and `causation`.
+An encoded event has CloudEvents' own attributes and these: `sequence` (the event's position on the journal), `recordedtime` (when
+the journal recorded the event) and, if the event has them, `correlation` (the incident's id) and `causation` (the id of the event
+that caused it).
 """
 
 import json
@@ -16,11 +17,11 @@ from events.fact import Fact
 from events.follow import FollowedEvent
 
 TYPE = "application/cloudevents+json"
-SCHEMA = "urn:holdfast:event:v1:"  # followed by the kind: docs/reference/schemas/v1
+SCHEMA = "urn:holdfast:event:v1:"  # followed by the event's kind; see docs/reference/schemas/v1
 
 
 def attributes(event: FollowedEvent) -> dict[str, object]:
-    """Return an event as a JSON object."""
+    """Return the attributes of an event's CloudEvent, as plain JSON values."""
     also = {"correlation": event.correlation, "causation": event.causation}
     return {
         "specversion": "1.0",
@@ -39,12 +40,15 @@ def attributes(event: FollowedEvent) -> dict[str, object]:
 
 
 def written(event: FollowedEvent) -> bytes:
-    """Return an event as the body of a request."""
+    """Return an event's CloudEvent, encoded as JSON for the body of a request."""
     return json.dumps(attributes(event), ensure_ascii=False).encode()
 
 
 def event_of(attributes: Mapping[str, Any]) -> FollowedEvent:
-    """Return the event of a JSON object. Raise ValueError if it is not an event, or of a kind unknown to this version."""
+    """Decode a CloudEvent's attributes to an event.
+
+    Raise ValueError if they are not those of an event, or if the event's kind is unknown to this release.
+    """
     try:
         kind = str(attributes["type"]).removeprefix(codec.TYPE_PREFIX)
         fact: Fact = msgspec.convert(attributes["data"], codec.KINDS[kind])

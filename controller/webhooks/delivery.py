@@ -1,4 +1,4 @@
-"""Delivery to one webhook: every event of its kinds, in order, at least once.
+"""Delivers events to one webhook: every event of the configured kinds, in order, at least once.
 
     journal ─▶ request ─▶ try ─┬─▶ delivered ───────────────▶ the next one
                   ▲            ├─▶ wait ─┐
@@ -6,8 +6,8 @@
                                ├─▶ given up ─▶ dead letter ─▶ the next one
                                └─▶ 410 ─▶ stopped
 
-The broker stores the position: an event counts as delivered when the next one is requested. So an event that was delivered just
-before a crash is delivered again, with the same id.
+The broker stores the webhook's position. An event counts as delivered once the next event is requested from the broker. So an
+event that was delivered just before a crash is delivered again, with the same id.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class NotifierMetrics(MetricTable):
     stopped = gauge("holdfast_webhook_stopped", "1: it answered 410 Gone and gets no more events", "webhook")
 
     def begin(self, webhook: str) -> None:
-        """Create all series of a webhook, at 0."""
+        """Create all metrics of a webhook with the value 0, so that they exist before the first event."""
         for outcome in OUTCOMES:
             self.deliveries.labels(webhook, outcome)
         for one in (self.pending, self.lag, self.in_a_row, self.last_success, self.stopped):
@@ -70,14 +70,14 @@ FOLLOW_AGAIN_S = 2.0
 SETTLED_S = 30.0  # following the journal this long without an error counts as healthy
 BURY_AGAIN_S = 2.0
 LAST_S = 5.0  # seconds for the current try to finish when the process stops
-TAKEN_S = 1.0  # seconds to acknowledge that event to the broker afterwards
+TAKEN_S = 1.0  # seconds to acknowledge the last event to the broker when the process stops
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class Delivery:
-    """Delivers to one webhook, until it is stopped or cancelled."""
+    """Delivers events to one webhook, until the webhook's receiver is gone or the task is cancelled."""
 
     webhook: Webhook
     settings: NotifierSettings
@@ -87,12 +87,12 @@ class Delivery:
     clock: Clock
     metrics: NotifierMetrics
     chance: Callable[[], float] = random.random
-    stopped: str = ""  # why nothing more is sent
-    _reason: str = ""  # why the journal could last not be followed
-    _began_s: float = 0.0  # when following it last began
-    _at: datetime | None = None  # time of the current event
+    stopped: str = ""  # why nothing more is sent; empty while events are sent
+    _reason: str = ""  # the last error of following the journal
+    _began_s: float = 0.0  # monotonic time when following the journal last began
+    _at: datetime | None = None  # time of the event being delivered
     _last: str = ""  # id of the last delivered event
-    _answered: bool = False  # the last try before the end was accepted
+    _answered: bool = False  # whether the try in progress at the end was accepted
 
     def __post_init__(self) -> None:
         self._policy = self.settings.policy()
@@ -100,7 +100,7 @@ class Delivery:
         self.metrics.begin(self.webhook.called)
 
     async def run(self) -> None:
-        """Deliver until the webhook is stopped, then wait until cancelled. Raise UsageError."""
+        """Follow the journal and deliver events until the webhook is stopped, then wait until cancelled. Raise UsageError."""
         while not self.stopped:
             following, self._began_s = self.follow(self._since), self.clock.monotonic()
             try:
@@ -125,7 +125,8 @@ class Delivery:
         async for event in following:
             self._reason, self._at = "", event.at
             self.metrics.pending.labels(name).set(event.pending + 1)
-            if event.id != self._last:  # else a redelivery: the broker missed the acknowledgement
+            # equal if the broker missed the acknowledgement and delivers the event again
+            if event.id != self._last:
                 await self._deliver(event)
             if self.stopped:
                 return
@@ -134,12 +135,12 @@ class Delivery:
 
     @property
     def why_not(self) -> str:
-        """Why nothing is delivered; empty while it delivers, or waits for its receiver or the next event."""
+        """Why nothing can be delivered. Empty while events are delivered, retried, or awaited from the journal."""
         follows = self.clock.monotonic() - self._began_s > SETTLED_S
         return self.stopped or ("" if follows else self._reason)
 
     def measure(self) -> None:
-        """Update the metrics that change with time."""
+        """Update the age of the event being delivered in the metrics."""
         age_s = 0.0 if self._at is None else max(0.0, (self.clock.now() - self._at).total_seconds())
         self.metrics.lag.labels(self.webhook.called).set(age_s)
 
@@ -166,12 +167,13 @@ class Delivery:
                     return self._succeeded()
 
     async def _try(self, event: FollowedEvent) -> Answer | None:
-        """Return the response to one try; None if the template has no message for this event."""
+        """Send an event once, and return the response; None if the template has no message for this event."""
         now = int(self.clock.now().timestamp())
         try:
             secret = ""
             if self.webhook.secret_file:
-                secret = await asyncio.to_thread(self.webhook.secret)  # it may have been rotated
+                # read for each try, because secrets are rotated
+                secret = await asyncio.to_thread(self.webhook.secret)
             request = templates.request(self.webhook.template, event, self.settings, secret, now)
         except ValueError as error:
             return Answer(None, f"its secret cannot be read: {error}")

@@ -1,7 +1,7 @@
 """Severity, thread and runbook of an event, shared by the templates of messages for people.
 
-A `Thread` groups events that belong together: a trigger opens it, a resolve ends it. Events of an incident belong to the
-incident's thread, and only the end of the incident resolves it.
+A `Thread` groups events that belong together. An event with the action "trigger" opens its thread, and one with the action
+"resolve" ends it. All events of an incident belong to one thread, which only the end of the incident resolves.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ _UNWELL = (d.HealthStatus.SUSPICIOUS, d.HealthStatus.UNHEALTHY, d.HealthStatus.D
 
 
 def runbook(event: FollowedEvent, settings: NotifierSettings) -> str:
-    """Return the URL of an event's runbook; empty if there is none."""
+    """Return the URL of an event's runbook; empty if its kind has no runbook or no URL of runbooks is configured."""
     page = RUNBOOKS.get(event.fact.kind())
     return f"{settings.runbooks_url.rstrip('/')}/{page}.md" if page and settings.runbooks_url else ""
 
@@ -74,11 +74,11 @@ class Thread:
     """The group that an event belongs to, and the event's effect on the group."""
 
     key: str
-    action: Literal["trigger", "resolve"] | None  # None: it neither begins nor ends the thread
+    action: Literal["trigger", "resolve"] | None  # None: the event neither opens nor ends the thread
 
 
 def severity(event: FollowedEvent) -> Severity:
-    """Return the severity of an event."""
+    """Return how severe an event is, in PagerDuty's terms."""
     match event.fact:
         case d.DegradationChanged(after=after):
             return "critical" if after > 2 else "warning" if after else "info"
@@ -96,7 +96,7 @@ def severity(event: FollowedEvent) -> Severity:
 
 
 def thread(event: FollowedEvent) -> Thread:
-    """Return the thread of an event. An event that belongs to no other thread has its own."""
+    """Return the thread that an event belongs to. An event without related events has a thread of its own."""
     fact = event.fact
     incident = event.correlation or (fact.incident if isinstance(fact, Decision) else "")
     if incident:

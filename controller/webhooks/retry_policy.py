@@ -1,16 +1,16 @@
 """The retry policy of a webhook: what to do after each response of its receiver.
 
-    2xx                            delivered: the next event
+    2xx                            delivered: the next event is sent
     410                            the webhook stops: its receiver accepts no more events
     none, 3xx, 401, 403, 404 …     away (`is_away`): the event is retried until it is `hold_s` old
-    everything else: 400, 500 …    refused: tried `tries_max` times, because the cause may be this event alone
+    everything else: 400, 500 …    refused: the event is tried `tries_max` times, because only this event may be the cause
 
-An event that is given up goes to the dead letters, and the webhook continues with the next one. There are two limits for two
-causes. A receiver that is away, or does not accept our credentials, accepts no event: continuing would turn all events of that
-time into dead letters. A receiver that answers with an error may fail on this event only: without continuing it would never get
-another.
+An event that is given up goes to the dead letters, and the webhook continues with the next event. There are two limits, for two
+causes. A receiver that is away, or does not accept our credentials, accepts no event at all. Giving up early would turn all
+events of that time into dead letters. A receiver that answers with an error may fail on this event only. Retrying for long would
+keep all later events from it.
 
-Waits double, with jitter. A receiver that sends Retry-After is not contacted before then.
+The wait between tries doubles, with jitter. If a receiver sends Retry-After, it is not contacted before that time.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ DOUBLINGS_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Limits of retries."""
+    """The limits of retries: number of tries, age of the event, and the waits between tries."""
 
-    tries_max: int = 8  # tries of one refused event
+    tries_max: int = 8  # maximum tries of an event that the receiver refuses
     hold_s: float = 86_400.0  # age at which an event is given up while its receiver is away
     wait_min_s: float = 1.0
     wait_max_s: float = 60.0
@@ -43,35 +43,35 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The response to one try."""
+    """A receiver's response to one try."""
 
     status: int | None  # None: no answer
-    says: str = ""  # one line: the error, or the beginning of the response body
+    says: str = ""  # the error, or the beginning of the response body, as one line
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The event was accepted."""
+    """The receiver accepted the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLater:
-    """The event is tried again after `wait_s` seconds."""
+    """The event is to be sent again after `wait_s` seconds."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Undeliverable:
-    """The event goes to the dead letters."""
+    """The event is given up and goes to the dead letters."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGone:
-    """Nothing more is sent to this webhook."""
+    """The receiver accepts no more events, so the webhook stops."""
 
     reason: str
 
@@ -80,7 +80,10 @@ Step = Delivered | RetryLater | Undeliverable | ReceiverGone
 
 
 def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: float) -> Step:
-    """Return what to do after try number `tries` of an event that is `age_s` old. `chance`: random, from 0 to 1."""
+    """Return what to do after the `tries`-th try of an event that is `age_s` seconds old.
+
+    `chance` is a random number from 0 to 1, which gives the wait its jitter.
+    """
     status = answer.status
     if status is not None and 200 <= status < 300:
         return Delivered()
@@ -95,7 +98,10 @@ def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: 
 
 
 def is_away(status: int | None) -> bool:
-    """Return whether the receiver would accept no event now: unreachable, redirected, or it rejects us or the URL."""
+    """Return whether this status means that the receiver accepts no event now, whatever the event.
+
+    It is unreachable (None), redirects, is overloaded, or rejects our credentials or the URL.
+    """
     return status is None or 300 <= status < 400 or status in AWAY
 
 
@@ -110,7 +116,7 @@ def _summary(answer: Answer) -> str:
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return the seconds of a Retry-After header, which has seconds or an HTTP date; None without a valid one."""
+    """Return the seconds until the time of a Retry-After header, which holds seconds or an HTTP date; None if it is not valid."""
     value = headers.get("Retry-After", "").strip()
     if value.isdigit() and len(value) < 10:
         return float(value)

@@ -18,14 +18,14 @@ from controller.webhooks.settings import LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
 from events.errors import os_reason
 
-BODY_MAX = 4_096  # bytes of a response that are read
-KEPT_S = 3.0  # keep-alive of idle connections, shorter than that of servers
+BODY_MAX = 4_096  # bytes of a response body that are read
+KEPT_S = 3.0  # time for which idle connections are kept, shorter than servers keep them
 SAYS_S = 1.0  # time limit for reading the body after the status
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookSender:
-    """Posts webhook requests."""
+    """Posts webhook requests over one HTTP client session."""
 
     session: aiohttp.ClientSession
     clock: Clock
@@ -35,10 +35,10 @@ class WebhookSender:
 
     @classmethod
     async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
-        """Return a sender.
+        """Open the HTTP client session, and return the sender.
 
-        The sender creates its own TLS context: aiohttp's is created at import, possibly without any trusted certificates. Without
-        `allow_link_local` the sender rejects link-local and metadata addresses.
+        The sender has its own TLS context, because aiohttp's is created at import, possibly without any trusted certificates.
+        Unless `allow_link_local` is set, the sender rejects link-local addresses and those of clouds' metadata services.
         """
         resolver: AbstractResolver = aiohttp.DefaultResolver()
         trust: ssl.SSLContext = await asyncio.to_thread(ssl.create_default_context)
@@ -49,14 +49,14 @@ class WebhookSender:
                 resolver=resolver if allow_link_local else GuardedResolver(resolver),
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # our timeout covers everything
+            timeout=aiohttp.ClientTimeout(total=None),  # the timeout in `send` covers the whole request
             auto_decompress=False,
             trust_env=True,  # HTTPS_PROXY
         )
         return cls(session, clock, timeout_s, allow_link_local=allow_link_local)
 
     async def send(self, url: str, request: WebhookRequest) -> Answer:
-        """Post once, within the timeout. Raises only if cancelled."""
+        """Post a request once, and return the response. Errors and timeouts are returned as an Answer without a status."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self._posted(url, request)
@@ -72,7 +72,7 @@ class WebhookSender:
 
     async def _posted(self, url: str, request: WebhookRequest) -> aiohttp.ClientResponse:
         why = "" if self.allow_link_local else refusal(urlsplit(url).hostname or "")
-        if why:  # aiohttp does not resolve literal addresses, so the resolver does not see them
+        if why:  # aiohttp does not pass literal addresses to the resolver, so they are checked here
             raise LinkLocalRefused(why)
         own = {"User-Agent": f"Holdfast/{version('holdfast')}", "Accept-Encoding": "identity"}
         headers = {**own, **request.headers}
@@ -84,8 +84,10 @@ class WebhookSender:
 
 
 class GuardedResolver(AbstractResolver):
-    """Rejects names that resolve to a link-local or metadata address. A URL is checked once, but its name may later resolve
-    differently."""
+    """Rejects host names that resolve to a link-local or metadata address.
+
+    This is checked on each resolution, because a name in a webhook's URL may later resolve to another address.
+    """
 
     def __init__(self, resolver: AbstractResolver) -> None:
         self._resolver = resolver
@@ -93,7 +95,7 @@ class GuardedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the addresses of a name. Raise LinkLocalRefused if one is forbidden."""
+        """Return the addresses of a host name. Raise LinkLocalRefused if any of them is forbidden."""
         found = await self._resolver.resolve(host, port, family)
         for one in found:
             if why := refusal(one["host"]):
@@ -106,7 +108,7 @@ class GuardedResolver(AbstractResolver):
 
 
 async def _beginning(answer: aiohttp.ClientResponse) -> str:
-    """Return the beginning of a response body. The status counts even if reading it fails."""
+    """Return the beginning of a response body. Return "" if it cannot be read, because the status alone suffices."""
     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with asyncio.timeout(SAYS_S):
             return (await answer.content.read(BODY_MAX)).decode(errors="replace")
@@ -114,7 +116,7 @@ async def _beginning(answer: aiohttp.ClientResponse) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why there was no response. TLS errors carry an unrelated errno, so their own text is kept."""
+    """Return why there was no response. For TLS errors this is their own text, because their errno is unrelated."""
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
         error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError
     ):

@@ -44,7 +44,7 @@ def read_secret(file: Path) -> str:
 
 
 def keys_of(text: str) -> list[bytes]:
-    """Return the keys in a file's text. Raise ValueError for an invalid line."""
+    """Return the signing keys in a secret file's text, one per line. Raise ValueError for an invalid line."""
     found = [_key(line.strip(), number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 0 < len(found) <= KEYS_MAX:
         raise ValueError(f"it has {len(found)} keys: it must have 1 to {KEYS_MAX}, one per line")
@@ -64,7 +64,7 @@ def _key(line: str, number: int) -> bytes:
 
 
 def routing_key(text: str) -> str:
-    """Return the routing key in a file's text. Raise ValueError if it is not one."""
+    """Return the PagerDuty routing key in a secret file's text. Raise ValueError if the text is not a routing key."""
     if not ROUTING_KEY.fullmatch(text):
         raise ValueError(
             "it is not a PagerDuty routing key: the file must hold only its 32 letters and digits"
@@ -88,7 +88,7 @@ class LinkLocalRefused(OSError):
 
 
 def refusal(host: str) -> str:
-    """Return why a webhook may not be sent to a host (an address or a name); empty if it may."""
+    """Return why no webhook may be sent to a host, given as an address or a name; "" if it is allowed."""
     name = host.rstrip(".").lower()
     if name in METADATA_HOSTS:
         return f"{host} is a cloud's metadata service"
@@ -99,7 +99,10 @@ def refusal(host: str) -> str:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that a host denotes, including one written as a number or as an IPv4-mapped IPv6 address."""
+    """Return the IP address that a host string denotes; None if the string is a name.
+
+    An address may be written as a number, and an IPv4 address may be embedded in an IPv6 address.
+    """
     try:
         found = ip_address(host.partition("%")[0])
     except ValueError:
@@ -133,7 +136,10 @@ ALL = "all"
 
 
 def checked(kinds: Iterable[str]) -> tuple[str, ...]:
-    """Return validated kinds; the default kinds if none are given. Raise ValueError for an unknown one."""
+    """Return the validated event kinds. Raise ValueError for an unknown kind.
+
+    No kinds stand for the default kinds, and "all" stands for every kind.
+    """
     wanted = tuple(dict.fromkeys(kinds))
     if wanted == (ALL,):
         return tuple(sorted(codec.KINDS))
@@ -169,7 +175,10 @@ class Webhook(Strict):
 
     @cached_property
     def address(self) -> str:
-        """The URL itself. Raise ValueError if it is invalid, or its file cannot be read."""
+        """The webhook's URL, read from its file if `url` is `@FILE`.
+
+        Raise ValueError if the URL is invalid, or if its file cannot be read.
+        """
         url = read_secret(Path(self.url[1:])) if self.url.startswith("@") else self.url
         try:
             parts = urlsplit(url)
@@ -183,7 +192,7 @@ class Webhook(Strict):
 
     @cached_property
     def called(self) -> str:
-        """The webhook's name in metrics, logs and the broker's consumer: as configured, or its host and a digest of its URL."""
+        """The webhook's name in metrics, logs and the broker's consumer: the configured name, or host and digest of the URL."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", urlsplit(self.address).hostname or "")[:30]
         return self.name or f"{host}-{hashlib.sha256(self.address.encode()).hexdigest()[:8]}"
 
@@ -193,7 +202,10 @@ class Webhook(Strict):
         return f"webhook-{self.called}"
 
     def secret(self) -> str:
-        """Return the content of the secret file, empty without one. Raise ValueError if it is invalid for the template."""
+        """Return the content of the secret file; "" if none is configured.
+
+        Raise ValueError if the file cannot be read, or if its content is not valid for the template.
+        """
         text = read_secret(Path(self.secret_file)) if self.secret_file else ""
         if text:
             try:
@@ -253,7 +265,10 @@ class NotifierSettings(Strict):
         return self
 
     def check(self) -> None:
-        """Raise BadSetting if there is no webhook, or a secret cannot be read. At run time the notifier would only wait."""
+        """Raise BadSetting if no webhook is configured, or if a secret cannot be read.
+
+        Called at the start, because at run time an unreadable secret only makes the notifier retry.
+        """
         if not self.webhooks:
             raise BadSetting(
                 "the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS, or --webhooks: see docs/guides/webhooks.md"
@@ -265,7 +280,7 @@ class NotifierSettings(Strict):
                 raise BadSetting(f"the secret of the webhook {webhook.called}: {error}") from error
 
     def policy(self) -> RetryPolicy:
-        """Return the retry policy."""
+        """Return the retry policy with these settings. Raise ValueError if they contradict one another."""
         return RetryPolicy(
             tries_max=self.tries_max,
             hold_s=self.hold_s,
@@ -275,6 +290,6 @@ class NotifierSettings(Strict):
 
 
 def named(text: str) -> tuple[str, str]:
-    """Split `NAME=URL` into name and URL; the name is empty for a URL alone."""
+    """Split `NAME=URL` into name and URL. The name is empty if the text is only a URL."""
     found = _NAMED.fullmatch(text)
     return (found[1], found[2]) if found else ("", text)

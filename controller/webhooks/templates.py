@@ -1,14 +1,15 @@
-"""Builds a webhook's request by its template, signed unless the template is a vendor's own.
+"""Builds a webhook's request in the format of its template, and signs it if there is a signing key.
 
-    cloudevents  the event itself: see `cloud_event`
+    cloudevents  the event itself, see `cloud_event`
     slack        {"text": SENTENCE, "blocks": [section, context]}: one sentence, and blocks with links and details
                  https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks
     pagerduty    Events API v2: an event triggers an alert, or resolves one
                  POST https://events.pagerduty.com/v2/enqueue    https://developer.pagerduty.com/docs/send-alert-event
 
-Signed by Standard Webhooks (standardwebhooks.com), HMAC-SHA256 in three headers:
+Requests with a signing key are signed as Standard Webhooks (standardwebhooks.com) specifies, by HMAC-SHA256. Requests to
+PagerDuty are not signed, because their secret is PagerDuty's routing key. The headers:
 
-    webhook-id         the event's id: the same for every try and redelivery
+    webhook-id         the event's id, which is the same for every try and redelivery
     webhook-timestamp  Unix seconds of this try
     webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one per key, separated by spaces
 """
@@ -31,7 +32,7 @@ PAGERDUTY_SUMMARY_MAX, PAGERDUTY_KEY_MAX = 1_024, 255  # characters
 
 @dataclass(frozen=True, slots=True)
 class WebhookRequest:
-    """A request to post."""
+    """The headers and the body of a webhook's request."""
 
     headers: dict[str, str]
     body: bytes
@@ -40,9 +41,13 @@ class WebhookRequest:
 def request(
     template: TemplateName, event: FollowedEvent, settings: NotifierSettings, secret: str, timestamp: int
 ) -> WebhookRequest | None:
-    """Return the request for an event; None if the template has no message for it. Raise ValueError for an invalid secret.
+    """Return the request for an event; None if the template has no message for the event.
 
-    `secret`: the text of the secret file, empty without one; `timestamp`: Unix seconds.
+    Args:
+        secret: the text of the secret file; empty if there is none.
+        timestamp: the time of this try, in Unix seconds.
+
+    Raise ValueError if the secret is not valid for the template.
     """
     match template:
         case "pagerduty":
@@ -62,7 +67,7 @@ def request(
 
 
 def slack(event: FollowedEvent, settings: NotifierSettings) -> bytes:
-    """Return the request body for Slack."""
+    """Return the request body of an event for a Slack incoming webhook."""
     summary, fleet = _escaped(sentence(event.fact)), _escaped(settings.fleet)
     linked = {"runbook": runbook(event, settings), "console": settings.console_url}
     links = [f"<{_escaped(url).replace('|', '%7C')}|{name}>" for name, url in linked.items() if url]
@@ -88,14 +93,14 @@ def _short(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text without Slack markup: names in it may come from a third party."""
+    """Escape Slack markup in a text, because names in it may come from a third party."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def pagerduty(event: FollowedEvent, settings: NotifierSettings, key: str) -> bytes | None:
-    """Return the request body for PagerDuty. Its `dedup_key` is the fleet's name and the event's thread.
+    """Return the request body of an event for PagerDuty. The body's `dedup_key` is the fleet's name and the event's thread.
 
-    None if the event neither begins nor ends a thread, such as a breaker that closes while its incident is open.
+    None if the event neither opens nor ends a thread. For example, a breaker may close while its incident is open.
     """
     belongs = thread(event)
     if belongs.action is None:
