@@ -1,1 +1,1 @@
-"""`holdfast profile`: measures the speed of a running engine and writes a profile for simulated ones."""
+"""`holdfast profile`: measures a running engine's speed, and writes a profile for simulated engines."""

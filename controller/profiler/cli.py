@@ -1,4 +1,4 @@
-"""`holdfast profile`: measures a running engine and writes the profile for simulated engines."""
+"""The command `holdfast profile`: runs the measurements, shows progress, and writes the profile."""
 
 import argparse
 import asyncio
@@ -28,9 +28,9 @@ class ProfileUnwritable(HoldfastError):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the engine, write and print the profile; return the exit code.
+    """Measure the engine, write the profile, print the measurements, and return the exit code.
 
-    Raise UsageError if the file cannot be written there, CannotMeasure if too little of the engine could be measured.
+    Raise UsageError if the URL or the output path is invalid. Raise CannotMeasure if too few points could be measured.
     """
     target = _target(args)
     if args.output.suffix != ".npz":
@@ -94,7 +94,10 @@ async def _measure(target: ProfiledEngine, args: argparse.Namespace) -> Measurin
 
 @contextmanager
 def _progress(what: str, steps: int) -> Iterator[OnMeasurement]:
-    """Show the progress of the sweep as a bar on a terminal, otherwise as one line per kind of measurement."""
+    """Show the progress of the sweep, as a bar on a terminal and otherwise as one line per measured point.
+
+    Yields the function that is called before each measurement.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"measuring {what}: at most {steps} measurements", file=sys.stderr, flush=True)
@@ -123,7 +126,7 @@ def _lines() -> Callable[[str], None]:
 
 
 def _write(path: Path, made: dict[str, Array]) -> None:
-    """Write a profile atomically."""
+    """Write a profile to a file atomically. Raise ProfileUnwritable."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -135,7 +138,7 @@ def _write(path: Path, made: dict[str, Array]) -> None:
 
 
 def _show(model: str, measured: Measuring, console: Console) -> None:
-    """Print what was measured."""
+    """Print the measured times of prompts and batches as tables, and what was left out."""
     table = Table(title=f"{model}: first token of a prompt")
     for name in ("prompt tokens", "ms", "tokens/s"):
         table.add_column(name, justify="right")

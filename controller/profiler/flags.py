@@ -7,12 +7,12 @@ from pathlib import Path
 
 KEY = "OPENAI_API_KEY"
 NUMBER_MAX = 1_000_000
-BESIDE = 3  # times as many measurements as at other points: these are short, and are differences of times
+BESIDE = 3  # factor on the repeats of the "beside" measurement, which is short and a difference of times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What to measure."""
+    """The points that are measured: prompt lengths, batch sizes and context lengths, and the repeats of each."""
 
     lengths: Sequence[int] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
@@ -21,7 +21,10 @@ class Sweep:
     tokens: int = 48  # length of each answer in a batch
 
     def within(self, context_tokens: int | None) -> "Sweep":
-        """Return the part that fits into an engine's context."""
+        """Return the sweep without the lengths that do not fit into an engine's context of `context_tokens` tokens.
+
+        If `context_tokens` is None, the context is unknown and nothing is left out.
+        """
         if context_tokens is None:
             return self
         lengths = [n for n in self.lengths if n < context_tokens]
@@ -30,7 +33,7 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """Maximum number of measurements."""
+        """Number of measurements, if none is left out."""
         return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
 
 
@@ -38,7 +41,7 @@ DEFAULTS = Sweep()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `holdfast profile`."""
     add = parser.add_argument
     add("url", metavar="URL", help="OpenAI-compatible server (http://…), or a worker (tcp://host:port)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")

@@ -1,8 +1,8 @@
-"""Measures an OpenAI-compatible server or a Holdfast frontend: streamed completions over HTTP.
+"""Measures an OpenAI-compatible server or a Holdfast frontend, by streamed completions over HTTP.
 
-Prompts are token ids if the server accepts them. Otherwise they are words, about as many as make
-the number of tokens; the server's own count is the exact number. A token that leaves a character incomplete causes no event. So
-the number of tokens is the `usage` at the end, and events only give their times.
+Prompts are token ids if the server accepts them. Otherwise they are words, about as many as give the wanted number of tokens, and
+the server's own count gives the exact number. A token that leaves a character incomplete causes no event. So the number of an
+answer's tokens comes from the `usage` at its end, and events only give their times.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from controller.trace.replay.connection import now
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
 from controller.trace.replay.response import Now
 
-ANSWER_S_MAX = 3600.0  # callers limit the time between two events themselves
+ANSWER_S_MAX = 3600.0  # of a whole answer; callers limit the time between two events
 CLOSE_S_MAX = 10.0
 TOO_MUCH = (400, 413, 422, 429, 503, 529)
-EVENTS_MAX = 4  # per token: stops reading a server that does not stop sending
+EVENTS_MAX = 4  # events per requested token; an answer with more events is ended
 PROBE_WORDS = 200
 TOKENS_MAX = 1 << 30  # of a prompt or an answer; a larger number is an error
 WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon")
 
 
 class OpenAITarget:
-    """One server under measurement. Times are read from the clock `now`."""
+    """Connects to one OpenAI-compatible server that is measured. Times are read from the clock `now`."""
 
     def __init__(self, url: str, key: str = "", model: str = "", now: Now = now) -> None:
         self.name = model
@@ -38,7 +38,7 @@ class OpenAITarget:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Detect whether the server accepts token ids or words. Raise CannotMeasure."""
+        """Select the model, and detect whether the server accepts token ids or only text. Raise CannotMeasure."""
         try:
             about = await self._target.model(self.name)
         except BadEndpoint as error:
@@ -69,7 +69,7 @@ class OpenAITarget:
         return True
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens for this prompt, or for words of about the same length."""
+        """Request a completion of `tokens` tokens, and return its stream. A text-only server gets words of similar length."""
         stream = ProfiledStream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
@@ -87,7 +87,7 @@ class OpenAITarget:
         return stream
 
     def _text(self, prompt: Sequence[int]) -> str:
-        """Return words for these tokens: different tokens give different words."""
+        """Return a text for these token ids, of about as many tokens. Each id selects one of ten words."""
         count = max(1, round(len(prompt) * self._words_per_token))
         return " ".join(WORDS[prompt[n % len(prompt)] % len(WORDS)] for n in range(count))
 
@@ -128,7 +128,7 @@ class OpenAITarget:
 
 
 def _take(stream: ProfiledStream, reported: dict[str, Any], at: float) -> None:
-    """Process one event."""
+    """Record one event of an answer: a token's time, the token counts, or an error."""
     if "error" in reported:
         stream.end(
             CannotMeasure(f"the server ended an answer with an error: {words(json.dumps(reported).encode())}")
@@ -144,5 +144,5 @@ def _take(stream: ProfiledStream, reported: dict[str, Any], at: float) -> None:
 
 
 def _count(reported: object) -> int | None:
-    """Return a number of tokens reported by a server; None if it is not plausible."""
+    """Return a number of tokens that a server reported; None if it is missing or not plausible."""
     return reported if isinstance(reported, int) and 0 < reported <= TOKENS_MAX else None

@@ -1,16 +1,18 @@
-"""The sweep of `holdfast profile`: which prompts and batches are measured, and how.
+"""Measures an engine's prefill and decode times for `holdfast profile`.
 
-    prefill   one prompt at a time, of each length: its time to the first token, the median of a few
-    decode    a batch of answers at once behind prompts of one length: the time between two tokens
-    beside    a short prompt while one answer is generated: the gap between that answer's tokens in which it is computed
+There are three kinds of measurements:
 
-Every prefill prompt differs from its first token on, so that no prefix cache helps. The batches of a context have the same
-prompts, which are computed once before they are requested together. With a prefix cache they then start at the same time;
-without one they start one after another. Only the time in which all of them are answered counts. A batch is left out, together
-with larger ones, if the engine runs only a part of it at once or has no room for it.
+    prefill   one prompt at a time, of each length: the time to the first token
+    decode    a batch of answers at once, after prompts of one length: the time between two tokens
+    beside    a short prompt while one answer is generated: the time between the two tokens of the answer around the prompt
 
-Each round measures every point of all three kinds once. So a temporary load on the machine spoils one measurement of many
-points, and never all measurements of one point.
+Prefill prompts differ from their first token on, so that no prefix cache helps. All batches of one context length use the same
+prompts. These are computed once before they are requested together, so that with a prefix cache all answers start at the same
+time. Without a prefix cache they start one after another. Only the time in which all of them are being generated counts. A batch
+is left out, together with larger batches, if the engine runs only a part of it at once or refuses it.
+
+Each round measures every point once. So a temporary load on the machine affects one measurement of many points, and never all
+measurements of one point.
 """
 
 import asyncio
@@ -27,11 +29,11 @@ from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledSt
 TOKEN_IDS = (10, 1000)  # valid in any vocabulary
 WARM_UPS = 2
 TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while the whole batch is running
-LONGER = 4  # times as many tokens if the answers overlapped too briefly
+LONGER = 4  # factor on the requested tokens, if the answers overlapped too briefly
 TOKENS_MAX = 2048
-ROW = 4  # events measured together
-BURSTS = 0.25  # below this share of the mean, the median only measures events within a burst
-APART_S = 0.0005  # maximum time between events of one step
+ROW = 4  # number of consecutive gaps between events that are measured together
+BURSTS = 0.25  # if the median is below this share of the mean, tokens arrive in bursts
+APART_S = 0.0005  # maximum time between events of one engine step
 
 
 class NotTogether(TargetRefused):
@@ -43,7 +45,7 @@ OnMeasurement = Callable[[str], None]
 
 
 class Measuring:
-    """One sweep over one target, and its results. `skipped` lists what was left out, and why."""
+    """Runs one sweep on one engine, and holds its results. `skipped` lists what was left out, with the reasons."""
 
     def __init__(
         self, target: ProfiledEngine, sweep: Sweep, report: OnMeasurement, seed: int | None = None
@@ -57,16 +59,17 @@ class Measuring:
         self._random = random.Random(seed)
         self._alone: dict[int, list[ProfiledStream]] = {length: [] for length in sweep.lengths}
         self._batches = {context: list(sweep.batches) for context in sweep.contexts}
-        self._serial = False  # the engine runs one request at a time
-        self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}  # prompts
+        self._serial = False  # whether the engine refuses a second request beside a running one
+        # by context length: the prompts of its batches
+        self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}
 
     @property
     def prefill(self) -> list[PrefillPoint]:
-        """The measured prefill points."""
+        """One point per prompt length, the median of its measurements."""
         return [_prefill_point(length, streams) for length, streams in self._alone.items()]
 
     async def run(self) -> None:
-        """Measure all points, `repeats` times. Raise CannotMeasure."""
+        """Measure all points of the sweep, `Sweep.repeats` times. Raise CannotMeasure."""
         for _ in range(WARM_UPS):
             await self._target.ask(self._prompt(min(self._sweep.lengths, default=1)), 1).whole()
         for _ in range(self._sweep.repeats):
@@ -146,17 +149,17 @@ class Measuring:
 
 
 async def _whole(*streams: ProfiledStream) -> None:
-    """Wait until all streams have ended. Raise the error of the first stream in the list that failed."""
+    """Wait until all streams have ended. If any have failed, raise the error of the first of them in the list."""
     for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
         if end is not None:
             raise end
 
 
 def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodePoint:
-    """Return the decode point of a batch of complete answers. Raise NotTogether.
+    """Return the decode point of a batch of complete answers, each of at least `tokens` tokens.
 
-    The time is the median over a few consecutive steps, which a delayed step hardly changes; if tokens arrive in bursts, it is
-    the mean.
+    `asked` is the context length as listed in the sweep. The time between tokens is a median, which a delayed step hardly
+    changes. If tokens arrive in bursts, it is the mean. Raise NotTogether if the answers overlapped too briefly.
     """
     begin = max(stream.event_times[0] for stream in streams)
     end = min(stream.event_times[-1] for stream in streams)
@@ -174,7 +177,7 @@ def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodeP
 
 
 def _step_s(at: npt.NDArray[np.float64]) -> float:
-    """Return the typical time between two events. Raise NotTogether if all events came at the same time."""
+    """Return the typical seconds between two events, from their times. Raise NotTogether if all times are equal."""
     row = min(ROW, len(at) - 1)
     usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
     if not mean:
@@ -190,7 +193,10 @@ def _prefill_point(length: int, streams: Sequence[ProfiledStream]) -> PrefillPoi
 
 
 def beside_point(answer: ProfiledStream, prompt: ProfiledStream, length: int) -> BesidePoint | None:
-    """Return the step in which a prompt was computed while `answer` ran; None if the answer had ended by then."""
+    """Return the duration of the step in which a prompt of `length` tokens was computed while `answer` was generated.
+
+    None if `answer` was not being generated then, or has too few tokens.
+    """
     at, said = prompt.event_times[0], answer.event_times
     gaps = np.diff(said) * 1e3
     if len(gaps) < 3 or not said[0] < at <= said[-1] + APART_S:

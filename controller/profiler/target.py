@@ -1,4 +1,4 @@
-"""The interface of a measured engine: continues prompts and records the time of each token."""
+"""The interface of an engine that is measured, and the recorded times of one answer's tokens."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from events.errors import HoldfastError
 
-SILENCE_S_MAX = 120.0  # between two tokens, and before the first token
+SILENCE_S_MAX = 120.0  # longest wait for the first token, and between two tokens
 
 
 class CannotMeasure(HoldfastError):
@@ -19,30 +19,30 @@ class TargetRefused(CannotMeasure):
 
 @dataclass
 class ProfiledStream:
-    """One answer. `record` is called for every event with output; `tokens` is their total."""
+    """One answer as it arrives: the times of its events, its number of tokens, and any error."""
 
     asked_at: float
     event_times: list[float] = field(default_factory=list)
     tokens: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # 0: not known yet
     error: CannotMeasure | None = None
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or none will
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first token or the end
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end of the answer
 
     def record(self, at: float, tokens: int = 1) -> None:
-        """Record an event with this many tokens."""
+        """Record that an event with this many tokens arrived at time `at`."""
         self.event_times.append(at)
         self.tokens += tokens
         self.begun.set()
 
     def end(self, error: CannotMeasure | None = None) -> None:
-        """Record that the answer has ended; `error`: why it failed. The first error is kept."""
+        """Record that the answer has ended, with an error if it failed. If there are several errors, the first is kept."""
         self.error = self.error or error
         self.begun.set()
         self.over.set()
 
     async def begins(self) -> None:
-        """Wait for the first token or the end of the answer. Raise CannotMeasure if neither arrives in time."""
+        """Wait for the first token or the end of the answer. Raise CannotMeasure after SILENCE_S_MAX."""
         try:
             async with asyncio.timeout(SILENCE_S_MAX):
                 await self.begun.wait()
@@ -50,7 +50,10 @@ class ProfiledStream:
             raise CannotMeasure(f"no token came for {SILENCE_S_MAX:g} s") from None
 
     async def whole(self) -> None:
-        """Wait for the end of the answer. Raise CannotMeasure if no event arrives in time, or if it ended with an error."""
+        """Wait for the end of the answer.
+
+        Raise CannotMeasure if no event arrives for SILENCE_S_MAX, or if the answer ended with an error or without a token.
+        """
         while not self.over.is_set():
             heard = len(self.event_times)
             try:
@@ -71,17 +74,17 @@ class ProfiledStream:
 
 
 class ProfiledEngine(Protocol):
-    """The interface of an engine, or of the connection to one."""
+    """The connection to an engine that is measured."""
 
-    context_tokens: int | None  # if known
+    context_tokens: int | None  # the model's context length; None: unknown
     name: str  # of the engine's model
 
     async def open(self) -> None:
-        """Connect and detect which requests the server accepts. Raise CannotMeasure."""
+        """Connect, and detect which forms of requests the engine accepts. Raise CannotMeasure."""
         ...
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens for this prompt, or for one of the same length."""
+        """Request a completion of `tokens` tokens, and return its stream. The prompt may be replaced by another of its length."""
         ...
 
     async def close(self) -> None:

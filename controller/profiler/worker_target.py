@@ -16,7 +16,7 @@ READ_BYTES = 256 * 1024
 
 
 class WorkerTarget:
-    """One worker under measurement. Times are read from the clock `now`."""
+    """Connects to one worker that is measured. Times are read from the clock `now`."""
 
     def __init__(self, url: str, now: Now = now) -> None:
         self.name = ""
@@ -31,7 +31,7 @@ class WorkerTarget:
         self._broken: CannotMeasure | None = None
 
     async def open(self) -> None:
-        """Connect like a frontend. Raise CannotMeasure if no worker answers there."""
+        """Connect to the worker as a frontend does. Raise CannotMeasure if no worker answers at the URL."""
         where = urlsplit(self._url)
         self._welcome = asyncio.get_running_loop().create_future()
         try:
@@ -82,7 +82,7 @@ class WorkerTarget:
         return kind(f"the worker answers: {error}")
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Request a completion of `tokens` tokens for this prompt."""
+        """Request a completion of `tokens` tokens for this prompt, and return its stream."""
         assert self._writer is not None
         number, stream = next(self._numbers), ProfiledStream(self._now(), prompt_tokens=len(prompt))
         if self._broken is not None:
