@@ -1,1 +1,1 @@
-"""Recorded requests: statistics, profiles, and synthesis of new requests like them."""
+"""Traces of recorded requests: statistics, profiles, synthesis of similar requests, and replay."""

@@ -1,10 +1,10 @@
-"""Statistics of a trace: lengths of prompts and answers, and how much prompts share.
+"""Computes statistics of a trace: lengths of prompts and answers, and how much of them prompts share.
 
-Definitions:
+Definitions, for one prompt:
 
-    context      the blocks of a prompt that another prompt has too; the whole prompt, if all are shared
-    unique       the rest of the prompt, behind the context
-    hit rate     the share of a prompt's blocks that an unbounded cache has when the prompt arrives
+    context      the leading blocks of the prompt that another prompt has too; the whole prompt, if all its blocks are shared
+    unique       the rest of the prompt, after the context
+    hit rate     the share of the prompt's blocks that an unbounded prefix cache has when the prompt arrives
 """
 
 from array import array
@@ -23,7 +23,7 @@ _PERCENTILES = [0, 25, 50, 75, 95, 100]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution."""
+    """The mean, the standard deviation and percentiles of one measured value."""
 
     mean: float
     std: float
@@ -37,14 +37,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """The statistics of a trace: lengths in tokens, hit rate as a fraction. Values that need hash ids may be None."""
+    """The statistics of a trace. Lengths are in tokens, and the hit rate is a fraction.
+
+    Values that need hash ids are None if no request has them.
+    """
 
     requests: int
     seconds: float  # from the first request to the last
-    rate: float | None  # requests a second; None if all arrived at once
+    rate: float | None  # requests per second; None if all requests arrived at the same time
     block_tokens: int
-    blocks: int  # distinct blocks
-    shared_blocks: int  # blocks of more than one prompt
+    blocks: int  # number of distinct blocks
+    shared_blocks: int  # number of distinct blocks that more than one prompt has
     input_length: Spread
     context_length: Spread | None
     unique_length: Spread | None
@@ -54,7 +57,10 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class TraceMeasures:
-    """The measured values of a trace, one per request. Values that need hash ids cover only the requests that have them."""
+    """The measured values of a trace, one array item per request.
+
+    Arrays of values that need hash ids contain only the requests that have them.
+    """
 
     block_tokens: int
     blocks: int
@@ -67,7 +73,7 @@ class TraceMeasures:
     hit_rate: Numbers
 
     def analysis(self) -> Analysis:
-        """Return the statistics."""
+        """Return the statistics of these values."""
         seconds = float(self.arrivals_s[-1] - self.arrivals_s[0])
         known = len(self.hit_rate) > 0
         return Analysis(
@@ -88,9 +94,10 @@ class TraceMeasures:
 def measure(
     rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS, *, refuse: Refuse | None = None
 ) -> TraceMeasures:
-    """Measure a trace. If a request's prefixes contradict the tree, `refuse` is called.
+    """Measure all requests of a trace. Needs about 170 bytes of memory for each distinct block.
 
-    Raise BadTrace for such a request without `refuse`, and for an empty trace. Needs about 170 bytes for each distinct block.
+    A request with hash ids that contradict those of earlier requests is passed to `refuse`. Raise BadTrace for such a request
+    if `refuse` is None, and for an empty trace.
     """
     tree = Tree(block_tokens)
     times, inputs, outputs, blocks, hits = array("d"), array("q"), array("q"), array("q"), array("q")
@@ -122,7 +129,7 @@ def measure(
 
 
 def analyze(rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS) -> Analysis:
-    """Return a trace's statistics. Raise BadTrace if it is empty or no tree."""
+    """Return a trace's statistics. Raise BadTrace if the trace is empty or its prefixes do not form a tree."""
     return measure(rows, block_tokens).analysis()
 
 

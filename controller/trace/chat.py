@@ -1,15 +1,16 @@
-"""Synthetic chat traffic with the lengths and the sharing that were published for a real service.
+"""Generates chat traffic with the lengths and the prefix sharing published for a real service.
 
 Source: the two hours of "Trace A", a chat service for consumers, of J. Wang et al., "KVCache Cache in the Wild: Characterizing
 and Optimizing KVCache Cache at a Large Cloud Provider", USENIX ATC 2025 (arXiv 2506.02634). The paper reports a hit rate of 62
 % for an unbounded cache. The other figures, PUBLISHED, were computed by third parties from the trace that the paper's authors
-released (github.com/alibaba-edu/qwen-bailian-usagetraces-anon). None of its requests are included: conversations are drawn from
-distributions with these figures, and a test compares the two. The demo's profile is learned from this traffic:
+released (github.com/alibaba-edu/qwen-bailian-usagetraces-anon). No request of that trace is included. Conversations are drawn
+from distributions with these figures, and a test compares the generated traffic with the figures. The demo's profile is learned
+from this traffic:
 
     python -m controller.trace.chat controller/demo/profile.json.gz
 
-    a prompt    one of a few system prompts, then the whole conversation so far, then the user's message
-    a block     16 tokens, as in the trace
+    prompt      one of a few system prompts, then the whole conversation so far, then the user's message
+    block       16 tokens, as in the published trace
 """
 
 import sys
@@ -29,7 +30,7 @@ PUBLISHES = (
     "chat traffic of our own making, its lengths and sharing as published: see controller/trace/chat.py"
 )
 SECONDS = 7200.0
-RATE = 1.2  # requests a second, a fifth of the published 5.98: enough for the profile
+RATE = 1.2  # requests per second, a fifth of the published 5.98, which suffices for the profile
 PUBLISHED = {
     "input mean": 2331, "input median": 1046, "input p99": 14_359,
     "output mean": 430, "output median": 375, "output p99": 1641,
@@ -38,16 +39,17 @@ PUBLISHED = {
     "gap median s": 110.6, "gap p90 s": 718.5,
 }  # fmt: skip
 
-ONE_TURN = 0.545  # share of conversations; some of the others continue only after the two hours
-MORE_TURNS = 0.55  # for conversations with a second turn: the probability of each further turn
-SYSTEM_PROMPTS = ((0.59, 30), (0.20, 320), (0.13, 900), (0.08, 2000))  # shares of conversations, tokens
-FIRST_MESSAGE = (135.0, 2.25)  # tokens: median, and sigma of the logarithm
+ONE_TURN = 0.545  # share of conversations with a single request
+MORE_TURNS = 0.55  # probability that a conversation continues after its second or a later request
+SYSTEM_PROMPTS = ((0.59, 30), (0.20, 320), (0.13, 900), (0.08, 2000))  # share of conversations, tokens
+FIRST_MESSAGE = (135.0, 2.25)  # tokens: median, and standard deviation of the logarithm
 NEXT_MESSAGE = (85.0, 1.9)
 MESSAGE_MAX = 13_000
 OUTPUT = (362.0, 0.62)
 OUTPUT_MAX = 2000
 PROMPT_MAX = 30_000
-GAP_S = (120.0, 1.6)  # long conversations end after the two hours
+# seconds between two requests of a conversation; long conversations end after the two hours
+GAP_S = (120.0, 1.6)
 
 
 class _Conversation(msgspec.Struct):
@@ -58,7 +60,7 @@ class _Conversation(msgspec.Struct):
 
 
 def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Iterator[TraceRow]:
-    """Yield the requests of `seconds` seconds, about `rate` per second."""
+    """Yield the requests of `seconds` seconds in order of time, about `rate` per second."""
     chance, fresh, order = Random(seed), count(), count()
     systems = [[next(fresh) for _ in range(tokens // BLOCK_TOKENS)] for _, tokens in SYSTEM_PROMPTS]
     begin_rate = rate * (1 - PUBLISHED["requests that follow another"])
@@ -86,7 +88,7 @@ def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Ite
 
 
 def learned() -> TraceProfile:
-    """Return the profile of this traffic."""
+    """Return the profile that is learned from this traffic with the default arguments."""
     return learn(requests(), BLOCK_TOKENS, says=PUBLISHES)
 
 

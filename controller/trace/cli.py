@@ -1,4 +1,4 @@
-"""`holdfast trace analyze | synthesize | fit | replay`: statistics, synthesis, profiles and load."""
+"""The commands `holdfast trace analyze`, `synthesize`, `fit` and `replay`, with their flags."""
 
 import argparse
 import json
@@ -83,7 +83,7 @@ def _synthesize_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace) -> int:
-    """Print a trace's statistics, and optionally draw them."""
+    """Print a trace's statistics and, with --plot, write a chart of them. Return the exit code."""
     from controller.trace import analysis, plot
 
     if args.plot:
@@ -103,7 +103,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Write a trace's profile."""
+    """Learn a trace's profile and write it to a file. Return the exit code."""
     from controller.trace import profile
 
     reading = _reading(args)
@@ -119,9 +119,9 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def synthesize(args: argparse.Namespace) -> int:
-    """Write requests like those of a trace or a profile.
+    """Generate requests like those of a trace or a profile, write them, and return the exit code.
 
-    Raise UsageError for an invalid number of requests or block size.
+    Raise UsageError if the number of requests or the block size is invalid.
     """
     from controller.trace import profile, rows, synthesis
 
@@ -147,7 +147,7 @@ def synthesize(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Send a trace or a profile's requests to a server, and report the results."""
+    """Send the requests of a trace or a profile to a server, report the measurements, and return the exit code."""
     from controller.trace.replay import cli
 
     code, skipped = cli.run(args, _block_tokens(args) if args.block_size is not None else None, _writing)
@@ -183,7 +183,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[IO[bytes]]:
-    """Open the output of requests: a file, compressed if its name says so, or the standard output."""
+    """Open the file for generated requests, compressed if its name ends in .gz. None is the standard output."""
     import gzip
 
     if path is None:

@@ -1,6 +1,7 @@
-"""Draws a trace's statistics: lengths, hit rates and arrivals, as PNG or SVG.
+"""Draws a trace's statistics (lengths, hit rates and arrivals) as a PNG or SVG file.
 
-matplotlib is in the optional extra `plots`: only this needs it, and it is larger than all other dependencies together.
+Drawing needs matplotlib, which is in the optional extra `plots`, because matplotlib is larger than all other dependencies
+together.
 """
 
 from importlib import import_module
@@ -16,7 +17,7 @@ SUFFIXES = (".png", ".svg")
 BINS = 60
 COLOR = "#33658a"
 
-Axes: TypeAlias = Any  # of matplotlib, which is an optional dependency
+Axes: TypeAlias = Any  # matplotlib's Axes, which may not be installed
 
 
 class NoPlots(HoldfastError):
@@ -24,14 +25,17 @@ class NoPlots(HoldfastError):
 
 
 def check(path: Path) -> None:
-    """Check the file name and matplotlib before the work. Raise UsageError for another suffix, NoPlots."""
+    """Check, before the work begins, that a chart can be drawn.
+
+    Raise UsageError if the file name has another suffix, and NoPlots if matplotlib is not installed.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
     blank()
 
 
 def draw(name: str, measures: TraceMeasures, path: Path) -> None:
-    """Write the chart of a trace. Raise OSError if it cannot be written."""
+    """Write the chart of a trace to `path`. Raise OSError if the file cannot be written."""
     figure = blank()
     figure.suptitle(f"{name}: {len(measures.arrivals_s):,} requests")
     panels = figure.subplots(2, 3).flat
@@ -51,9 +55,10 @@ def draw(name: str, measures: TraceMeasures, path: Path) -> None:
 
 
 def blank() -> Any:
-    """Return an empty figure of the usual size. Raise NoPlots."""
+    """Return an empty matplotlib figure. Raise NoPlots if matplotlib is not installed."""
     try:
-        figure = import_module("matplotlib.figure").Figure  # pyplot needs a display, and has state
+        # not pyplot, which needs a display and keeps state
+        figure = import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise NoPlots from error
     return figure(figsize=(13, 7.5), layout="constrained")

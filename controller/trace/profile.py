@@ -1,15 +1,17 @@
 """The profile of a trace: the statistics from which any number of similar requests can be generated.
 
-A profile contains none of the trace's requests.
+A profile contains no request of the trace. Its parts:
 
-    shared prefixes   a tree: each prefix's length, and how many prompts continued from it, ended there, or continued alone
-    returns           the number of prompts until one continued to the same prefix again, by the numbers of visits
-    own parts         their lengths in blocks, by the length of the shared prefix before them (in powers of two)
-    rests             tokens in a prompt's last block
-    outputs, arrivals output lengths; how many requests arrived at once, and the gaps in between
+    shared prefixes   a tree: each prefix's length, and how many prompts continued to a longer shared prefix, ended at the
+                      prefix, or continued with a part that no other prompt has (their own part)
+    returns           the number of prompts at a prefix until one continued to the same longer prefix again, by the visits of both
+    own parts         lengths of own parts in blocks, by the length of the shared prefix before them (in powers of two)
+    rests             number of tokens in a prompt's last block
+    outputs, arrivals output lengths; how many requests arrived at the same time, and the times between such groups
 
-Everything is a count of observations. The profile does not contain which time, output length and prompt belonged to one
-request, nor the order of requests. docs/guides/traces.md describes what this loses, and what can still be guessed.
+Each value is stored with the number of its observations. The profile does not contain which time, output length and prompt
+belonged to one request, nor the order of requests. docs/guides/traces.md describes what this loses, and what can still be
+guessed.
 """
 
 import gzip
@@ -38,7 +40,7 @@ from controller.trace.tree import (
 )
 
 VERSION = 1
-BYTES_MAX = 1 << 30  # of a profile, uncompressed
+BYTES_MAX = 1 << 30  # largest profile that is read, uncompressed
 REQUESTS_MAX = 100_000_000
 MARK = '"holdfast_profile"'
 
@@ -46,11 +48,11 @@ MARK = '"holdfast_profile"'
 class TraceProfile(msgspec.Struct):
     """The learned statistics of a trace."""
 
-    holdfast_profile: int  # the version of the format
-    says: str  # its origin
+    holdfast_profile: int  # version of the format
+    says: str  # origin of the profile
     block_tokens: int
     core: Core
-    outputs: dict[int, int]  # output lengths, and how many requests had each
+    outputs: dict[int, int]  # output length in tokens -> number of requests
     groups: dict[int, int]  # number of requests that arrived at the same time -> how often this occurred
     gaps: list[tuple[float, int]]  # ms from one arrival time to the next, and how often this gap occurred
 
@@ -61,7 +63,7 @@ class TraceProfile(msgspec.Struct):
 
     @property
     def rate(self) -> float:
-        """Requests per second; infinity if all arrived at once."""
+        """Requests per second of the trace; infinity if all requests arrived at the same time."""
         ms = sum(gap * count for gap, count in self.gaps)
         return self.requests * 1e3 / ms if ms else inf
 
@@ -73,9 +75,10 @@ def learn(
     says: str = "",
     refuse: Refuse | None = None,
 ) -> TraceProfile:
-    """Learn a trace's profile.
+    """Learn the profile of a trace. `says` states its origin.
 
-    Raise BadTrace if it is empty, or if its hash ids are not a tree and `refuse` is None.
+    A request with hash ids that contradict those of earlier requests is passed to `refuse`. Raise BadTrace for such a request if
+    `refuse` is None, and for an empty trace.
     """
     tree = Tree(block_tokens)
     outputs, groups, gaps = dict[int, int](), dict[int, int](), dict[float, int]()
@@ -100,12 +103,12 @@ def learn(
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return the tree of prefixes, ordered by content: the original order would reveal single requests."""
+    """Return the nodes of the prefix tree, ordered by content, because the original order would reveal single requests."""
     children: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         if place:
             children[node.parent].append(place)
-    marks = [b""] * len(nodes)  # each key covers a prefix and everything below it
+    marks = [b""] * len(nodes)  # by node: a digest of the prefix and of everything below it
     for place in reversed(range(len(nodes))):
         node = nodes[place]
         first = marks[node.first] if node.first > ROOT else node.first
@@ -113,7 +116,7 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
         told = repr((node.blocks, node.visits, node.alone, node.rests, node.lasting, first, below))
         marks[place] = blake2b(told.encode(), digest_size=16).digest()
     order = [ROOT]
-    for place in order:  # grows in the loop
+    for place in order:  # the list grows in the loop
         order += sorted(children[place], key=lambda one: (-nodes[one].visits, nodes[one].blocks, marks[one]))
     moved = {place: number for number, place in enumerate(order)} | {END: END, ALONE: ALONE}
     return [
@@ -125,12 +128,12 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
 
 
 def save(profile: TraceProfile) -> bytes:
-    """Return a profile as the content of a compressed file. The same trace gives the same bytes."""
+    """Encode a profile as the content of a compressed file. The same profile always gives the same bytes."""
     return gzip.compress(msgspec.json.encode(profile), mtime=0)
 
 
 def load(path: Path) -> TraceProfile:
-    """Return a saved profile. Raise BadTrace if the file is not a profile, or if its counts contradict one another."""
+    """Read a saved profile. Raise BadTrace if the file is not a profile, or if its counts contradict one another."""
     try:
         with opened(path) as text:
             profile = msgspec.json.decode(text.read(BYTES_MAX), type=TraceProfile)
@@ -148,7 +151,10 @@ def load(path: Path) -> TraceProfile:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether the first bytes of a file are those of a profile; False if it cannot be read. Raise BadTrace for a pipe."""
+    """Return whether a file begins like a profile. False if the file cannot be read.
+
+    Raise BadTrace for a pipe, because its content cannot be read a second time.
+    """
     if path.is_fifo():
         raise BadTrace(f"{path} is a pipe, which can only be read once: write it to a file first")
     try:
@@ -159,7 +165,7 @@ def is_profile(path: Path) -> bool:
 
 
 def _fault(profile: TraceProfile) -> str:
-    """Return the first contradiction in a profile; empty if there is none."""
+    """Return a description of the first contradiction in a profile; "" if it has none."""
     core = profile.core
     if profile.block_tokens < 1 or not core.nodes or core.nodes[ROOT].blocks:
         return "it has no blocks, or blocks before the first node"

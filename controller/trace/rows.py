@@ -1,11 +1,11 @@
-"""Reads and writes recorded requests (trace files).
+"""Reads and writes trace files, which contain recorded requests, in two formats.
 
     Mooncake  one JSON object per line: timestamp (ms), input_length, output_length (tokens), hash_ids. There is one hash id for
-              each block of the prompt; the last block may be partial. Equal first ids are a shared prefix. Other fields are
-              ignored
-    Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; without prefixes
+              each block of the prompt; the last block may be partial. Prompts with equal first ids share that prefix. Other
+              fields are ignored
+    Azure     CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens; it has no information about shared prefixes
 
-Plain or gzip. Rows are not kept: a file of any length is read in bounded memory.
+Files may be compressed with gzip. Rows are not kept, so a file of any length is read in bounded memory.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from events.errors import HoldfastError, UsageError
 BLOCK_TOKENS = 512
 LINE_MAX = 16 << 20  # maximum characters of a line
 HASH_MAX = 2**64 - 1
-TOKENS_MAX = 1 << 24  # of a prompt or an answer; a larger number is an error, and might not fit into memory
+TOKENS_MAX = 1 << 24  # longest prompt or answer; a larger number is an error, and might not fit into memory
 MS_MAX = 1e15  # 30,000 years: rejects timestamps in nanoseconds
 GZIP = b"\x1f\x8b"
 _MOONCAKE = "a line is a JSON object of timestamp (ms), input_length, output_length and hash_ids"
@@ -39,19 +39,19 @@ class BadTrace(HoldfastError):
 
 
 class TraceRow(msgspec.Struct, gc=False):
-    """One recorded request. `hash_ids` is empty if the recording has no prefixes."""
+    """One recorded request. `hash_ids` is empty if the trace has no information about shared prefixes."""
 
-    timestamp: float  # ms, from the beginning of the recording
+    timestamp: float  # ms since the beginning of the trace
     input_length: int  # tokens
     output_length: int  # tokens
     hash_ids: list[int] = []
 
 
 class TraceReader:
-    """Reads a trace file once, from its beginning, and counts rows and errors.
+    """Yields the requests of a trace file, from its beginning, and counts the invalid lines.
 
-    An invalid line raises BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times must not decrease;
-    equal ones are valid. Without `block_tokens`, hash ids are not checked against the length.
+    An invalid line raises BadTrace, which names the line. With `skip_bad`, the line is skipped and counted instead. Times must
+    not decrease from line to line. If `block_tokens` is None, the number of hash ids is not compared with the prompt's length.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TraceReader:
             )
 
     def refuse(self, fault: str) -> None:
-        """Reject the line that was read last: raise BadTrace, or skip and count it."""
+        """Reject the last line read: raise BadTrace, or with `skip_bad` count the line as skipped."""
         error = BadTrace(f"{self.path}, line {self._line}: {fault}")
         if not self._skip_bad:
             raise error
@@ -100,7 +100,7 @@ class TraceReader:
 
 
 def bounded(tokens: int) -> int:
-    """Return a scaled length. Raise UsageError if it is too large for a trace."""
+    """Return a scaled length in tokens unchanged. Raise UsageError if it is above TOKENS_MAX."""
     if tokens > TOKENS_MAX:
         raise UsageError(
             f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: use a smaller factor"
@@ -109,10 +109,10 @@ def bounded(tokens: int) -> int:
 
 
 def encode(row: TraceRow) -> bytes:
-    """Return a request as a line of a Mooncake trace. Times are rounded to microseconds."""
+    """Encode a request as a line of a Mooncake trace. Times are rounded to microseconds."""
     at = round(row.timestamp, 3)
     line: dict[str, object] = {
-        "timestamp": int(at) if at == int(at) else at,  # whole times have no fraction
+        "timestamp": int(at) if at == int(at) else at,  # whole milliseconds are written without a fraction
         "input_length": row.input_length,
         "output_length": row.output_length,
     }
@@ -123,7 +123,7 @@ def encode(row: TraceRow) -> bytes:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[str]]:
-    """Open a text file that may be compressed."""
+    """Open a text file for reading. A gzip file is decompressed."""
     with path.open("rb") as raw:
         plain = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == GZIP else raw
         with plain, io.TextIOWrapper(cast(IO[bytes], plain), encoding="utf-8-sig", errors="replace") as text:
@@ -131,7 +131,7 @@ def opened(path: Path) -> Iterator[IO[str]]:
 
 
 def _rows(lines: IO[str]) -> Iterator[tuple[int, TraceRow | str]]:
-    """Yield each line's number, and its request or its error."""
+    """Yield the number of each line that is not blank or a header, with the line's request or a description of its error."""
     azure = _Azure()
     is_azure = False
     for number, line in _numbered(lines):
@@ -169,7 +169,7 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 
 class _Azure:
-    """Reads the lines of an Azure trace, with times relative to its first line."""
+    """Parses the lines of an Azure trace. Times are relative to the trace's first request."""
 
     def __init__(self) -> None:
         self._began: datetime | None = None
@@ -191,7 +191,7 @@ class _Azure:
 
 
 def _fault(row: TraceRow, last: float, block_tokens: int | None) -> str:
-    """Return the error of a request; empty if it is valid."""
+    """Return a description of the error of a request; "" if it is valid. `last` is the previous request's time in ms."""
     if not 0 <= row.timestamp <= MS_MAX:
         return f"a timestamp of {row.timestamp:g} ms, outside 0 to {MS_MAX:g}"
     if row.timestamp < last:

@@ -1,11 +1,12 @@
 """The tree of prefixes that a trace's requests share.
 
-Blocks are a tree: the parent of a block is the block before it in the prompt. Chains of blocks visited by the same requests are
-one node. Blocks of a single request are its own part (a leaf), of which only the length is kept. The rest is the *core*: the
-shared prefixes, and how many requests continued from each, ended there, or continued with an own part.
+The blocks of all prompts form a tree, in which the parent of a block is the block before it in the prompt. A chain of blocks that
+the same requests visit is one node. Blocks that only one request has are the request's own part (a leaf), of which only the
+length is kept. The rest of the tree is the *core*: the shared prefixes, and how many requests continued from each of them, ended
+there, or continued with an own part.
 
-This is not a networkx graph: a node there takes kilobytes, a block here about 170 bytes, and every computation on the tree is
-one pass over the blocks in their order of arrival.
+The tree is stored in arrays, with about 170 bytes for each block. A networkx graph would need kilobytes for each node. Every
+computation is one pass over the blocks in their order of arrival.
 """
 
 from array import array
@@ -16,7 +17,7 @@ import msgspec
 
 from controller.trace.rows import BadTrace, TraceRow
 
-END, ALONE = -1, -2  # instead of a node: the prompt ends, or continues with an own part
+END, ALONE = -1, -2  # stand for no node: the prompt ends, or continues with an own part
 ROOT = 0  # the node at which all prompts begin; it has no blocks
 QUARTERS = 4
 
@@ -24,39 +25,38 @@ Refuse = Callable[[str], None]
 
 
 class Node(msgspec.Struct, array_like=True):
-    """A shared prefix: `blocks` blocks right after those of its parent."""
+    """A shared prefix: its parent's blocks, and then `blocks` blocks of its own."""
 
-    parent: int  # the index of its parent in the core; of the first node: END
+    parent: int  # index of the parent in the core; END for the first node
     blocks: int
-    visits: int = 0
-    alone: int = 0  # number of prompts that continued from here with an own part
-    first: int = END  # where the first prompt that arrived here continued: a node, END or ALONE
-    # Of prompts that ended here: tokens in the last block -> number of prompts
+    visits: int = 0  # number of prompts with this prefix
+    alone: int = 0  # number of prompts that continued from this prefix with an own part
+    first: int = END  # outcome of the first prompt at this prefix: the next node, END or ALONE
+    # of the prompts that ended with this prefix: tokens in the last block -> number of prompts
     rests: dict[int, int] = {}
-    # Whether prompts arrived here in every quarter of the trace, as at a system prompt, not a conversation
+    # whether prompts had this prefix in every quarter of the trace: typical of system prompts, not of conversations
     lasting: bool = False
 
     @property
     def ends(self) -> int:
-        """Number of prompts that ended here."""
+        """Number of prompts that ended with this prefix."""
         return sum(self.rests.values())
 
 
 class Core(msgspec.Struct):
-    """The shared prefixes. The first node is where all prompts begin; parents come before children."""
+    """The shared prefixes of a trace. The first node is the root, where all prompts begin. Parents come before children."""
 
     nodes: list[Node]
-    # Blocks of own parts -> number of prompts, by `depth_class` of the prefix before them:
-    first_leaves: dict[int, dict[int, int]]  # of the first prompt at each prefix
-    # of all later prompts; they are longer
-    later_leaves: dict[int, dict[int, int]]
+    # number of blocks of an own part -> number of prompts, by `depth_class` of the prefix before the own part:
+    first_leaves: dict[int, dict[int, int]]  # for the first prompt at each prefix
+    later_leaves: dict[int, dict[int, int]]  # for all later prompts, with longer own parts
     leaf_rests: dict[int, int]  # of prompts with an own part: tokens in the last block -> number of prompts
-    # Number of prompts until one continued from a node to the same child again, by `size_class` of the visits of node and
-    # child:
+    # Number of prompts at a node from one that continued to a child until the next one that continued to the same child ->
+    # how often this occurred, by `size_class` of the node's visits and of the child's visits:
     returns: dict[int, dict[int, dict[int, int]]]
 
     def outcomes(self) -> list[dict[int, int]]:
-        """Return, for each node, the number of prompts per outcome: children, END or ALONE."""
+        """Return, for each node, the number of prompts by outcome: the index of a child, END or ALONE."""
         found: list[dict[int, int]] = [{} for _ in self.nodes]
         for place, node in enumerate(self.nodes):
             if place:
@@ -66,7 +66,7 @@ class Core(msgspec.Struct):
         return found
 
     def depths(self) -> list[int]:
-        """Return, for each node, how many blocks a prompt has up to its end."""
+        """Return, for each node, the length of its prefix in blocks, its parents' blocks included."""
         depths: list[int] = []
         for node in self.nodes:
             depths.append(node.blocks + (depths[node.parent] if depths else 0))
@@ -74,7 +74,7 @@ class Core(msgspec.Struct):
 
 
 class Tree:
-    """All blocks of a trace, built as its requests arrive. Blocks are numbered in order of arrival, from 1."""
+    """The tree of all blocks of a trace, to which requests are added one by one. Blocks are numbered from 1, as they arrive."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -83,10 +83,10 @@ class Tree:
         self._parents = array("q", [-1])
         self._depths = array("q", [0])
         self._visits = array("q", [0])
-        # Of each block: the number of the first block that followed it; 0: a prompt ended there, -1: none yet
+        # by block: the number of the block that followed it in its first prompt; 0: that prompt ended, -1: not known yet
         self._first = array("q", [-1])
-        self._lasts = array("q")  # of each prompt: the number of its last block
-        self._rests = array("q")  # of each prompt: the tokens in its last block
+        self._lasts = array("q")  # by prompt: the number of its last block
+        self._rests = array("q")  # by prompt: the number of tokens in its last block
 
     @property
     def blocks(self) -> int:
@@ -94,7 +94,10 @@ class Tree:
         return len(self._ids) - 1
 
     def add(self, row: TraceRow) -> int:
-        """Add a request; return how many of its leading blocks were known. Raise BadTrace if it contradicts the tree."""
+        """Add a request, and return how many of its leading blocks earlier requests had.
+
+        Raise BadTrace if a hash id of the request had another block before it in an earlier request.
+        """
         path = self._known(row.hash_ids)
         known, fresh = len(path), row.hash_ids[len(path) :]
         self._check_fresh(fresh, path)
@@ -112,7 +115,7 @@ class Tree:
         return known
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        """Return the numbers of a prompt's leading blocks that are known in this order."""
+        """Return the numbers of a prompt's leading blocks that the tree has. Raise BadTrace if they are not a path in it."""
         path: list[int] = []
         before = ROOT
         for block in ids:
@@ -157,7 +160,7 @@ class Tree:
         self._lasts.append(before)
 
     def shared(self) -> tuple[int, list[int]]:
-        """Return the number of blocks in several prompts, and for each prompt the number of its shared blocks."""
+        """Return the number of blocks that several prompts have, and for each prompt the number of its shared blocks."""
         shared = [0] * len(self._ids)
         count = 0
         for number in range(1, len(self._ids)):
@@ -169,9 +172,9 @@ class Tree:
         return count, [shared[last] for last in self._lasts]
 
     def core(self) -> Core:
-        """Return the shared prefixes so far."""
+        """Return the shared prefixes of the requests added so far."""
         nodes = [Node(END, 0, self._visits[ROOT])]
-        places = [ROOT] * len(self._ids)  # of each block: its node, or the node where its own part began
+        places = [ROOT] * len(self._ids)  # by block: its node or, in an own part, the node before that part
         for number in range(1, len(self._ids)):
             parent, visits = places[self._parents[number]], self._visits[number]
             if visits == 1:
@@ -185,7 +188,10 @@ class Tree:
         return self._counted(nodes, places)
 
     def _counted(self, nodes: list[Node], places: Sequence[int]) -> Core:
-        """Count where prompts ended, and their own parts."""
+        """Return the core with these nodes, with counts of where prompts ended and how long their own parts are.
+
+        `places` has the index of the node of each block.
+        """
         depths = Core(nodes, {}, {}, {}, {}).depths()
         leaves: tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]] = {}, {}
         rests: list[dict[int, int]] = [{} for _ in nodes]
@@ -216,7 +222,10 @@ class Tree:
         return Core(nodes, ordered[False], ordered[True], in_order(leaf_rests), self._returns(nodes, places))
 
     def _returns(self, nodes: list[Node], places: Sequence[int]) -> dict[int, dict[int, dict[int, int]]]:
-        """Iterate over all prompts: count how soon they returned to the same child, and mark lasting prefixes."""
+        """Count after how many prompts at a node the same child was visited again, and set `lasting` of each node.
+
+        Return the counts in the form of `Core.returns`.
+        """
         found: dict[int, dict[int, dict[int, int]]] = {}
         visits, before = [0] * len(nodes), [0] * len(nodes)
         quarters = [0] * len(nodes)
@@ -245,7 +254,10 @@ class Tree:
 
 
 def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | None:
-    """Add a request; return how many of its leading blocks were known; None if it was refused."""
+    """Add a request to a tree, and return how many of its leading blocks earlier requests had.
+
+    If the request contradicts the tree, call `refuse` with the reason and return None. Without `refuse`, raise BadTrace.
+    """
     try:
         return tree.add(row)
     except BadTrace as error:
@@ -256,23 +268,23 @@ def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | Non
 
 
 def depth_class(blocks: int) -> int:
-    """Return the class of a shared prefix by its length, on which its continuation depends."""
+    """Return the class of a shared prefix by its length in blocks, in powers of two. Own parts are counted by this class."""
     return blocks.bit_length()
 
 
 def size_class(visits: int) -> int:
-    """Return the class of a prefix by its visits, on which the return gaps depend."""
+    """Return the class of a prefix by its number of visits, in powers of two. Return gaps are counted by this class."""
     return visits.bit_length()
 
 
 def coarse(gap: int) -> int:
-    """Return a gap reduced to its first four binary digits."""
+    """Return a number of prompts with all but its four leading binary digits set to 0, so that fewer values are counted."""
     dropped = max(0, gap.bit_length() - 4)
     return gap >> dropped << dropped
 
 
 def in_order(counts: dict[int, int]) -> dict[int, int]:
-    """Return counts sorted by value: the original order would reveal single requests."""
+    """Return counts sorted by the counted value, because the original order would reveal single requests."""
     return dict(sorted(counts.items()))
 
 

@@ -1,4 +1,4 @@
-"""The outcome of one request: the number and times of its tokens, and any failure."""
+"""The outcome of one replayed request: the number and times of its answer's tokens, and any failure."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -44,14 +44,15 @@ Count = Callable[[float], None]
 
 
 def _ignore(seconds: float) -> None:
-    """Discard the value."""
+    """Do nothing. The default of a callback."""
 
 
 class ReplayedAnswer:
-    """One answer as it arrives. Times are read from the connection's clock.
+    """Measures one answer as it arrives. All times are from the connection's clock.
 
-    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens is the
-    `usage` at the end. `first_token` is called with the time to the first token, `gap` with each time between events.
+    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens comes from the
+    `usage` at the end. The callback `first_token` gets the seconds from the request to the first token. The callback `gap` gets
+    the seconds between two events.
     """
 
     __slots__ = (
@@ -64,17 +65,17 @@ class ReplayedAnswer:
         self._first_token, self._gap = first_token, gap
         self.first = self.last = self.gap_max = 0.0
         self.events = self.prompt_tokens = self.reported_tokens = 0
-        self.cached: int | None = None  # tokens of the prompt, if the server reports them
-        self.done = False
-        self.fault = ("", "")  # the error's kind, and the server's text
+        self.cached: int | None = None  # cached tokens of the prompt; None: the server does not report them
+        self.done = False  # whether the final event has arrived
+        self.fault = ("", "")  # kind of the error and the server's text; both are empty without an error
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the answer."""
+        """Number of tokens in the answer by the server's `usage`; the number of events while that is unknown."""
         return self.reported_tokens or self.events
 
     def take(self, event: bytes, at: float) -> None:
-        """Process an event."""
+        """Process an event that arrived at time `at`."""
         if event == b"[DONE]":
             self.done = True
             return
@@ -90,7 +91,7 @@ class ReplayedAnswer:
             text = choice.text or (
                 delta is not None and (delta.content or delta.reasoning_content or delta.reasoning)
             )
-            if text or (choice.finish_reason and not self.events):  # an only token may have no text
+            if text or (choice.finish_reason and not self.events):  # an answer's only token may have no text
                 self._token(at)
         if said.error and bytes(said.error) != b"null":
             self.fault = (f"error event{_code(event)}", words(event))
@@ -115,7 +116,7 @@ class ReplayedAnswer:
 
 
 def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
-    """Return the kind of a request's failure and its description; both are empty if the answer is complete."""
+    """Return the kind and a description of a request's failure. Both are empty if the answer is complete."""
     if reply.status not in (0, 200):
         return f"HTTP {reply.status}{_code(reply.body)}", words(reply.body)
     if answer.fault[0]:
@@ -129,7 +130,7 @@ def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
 
 
 def _code(body: bytes) -> str:
-    """Return an error's code with a leading space; empty if it has none."""
+    """Return the code in an error's body with a leading space; "" if the body has none."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.MsgspecError, LookupError, TypeError):

@@ -47,16 +47,16 @@ Writing = Callable[[Path], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class ExpectedDuration:
-    """The expected number of requests and duration of a replay, as far as known."""
+    """The expected number of requests and duration of a replay, for its progress bar. None means unknown."""
 
     requests: int | None
     seconds: float | None
 
 
 class TraceSource:
-    """The planned requests of a file: a recorded trace, or a profile, which never ends.
+    """Yields the planned requests of a trace, or of a profile, from which any number of requests can be generated.
 
-    A trace is read completely first, to find invalid lines before anything is sent.
+    A trace is first read completely, so that invalid lines are found before any request is sent.
     """
 
     def __init__(self, args: argparse.Namespace, block_tokens: int | None, shape: ReplayShape) -> None:
@@ -76,11 +76,11 @@ class TraceSource:
 
     @property
     def skipped(self) -> TraceReader | None:
-        """The trace reader, if it skipped lines."""
+        """The trace reader if it has skipped lines, else None."""
         return self._reading if self._reading is not None and self._reading.skipped else None
 
     def expected(self) -> ExpectedDuration:
-        """Return how much will be sent. Raise BadTrace, naming the line, if a trace is invalid."""
+        """Return how many requests will be sent, or for how long. Raise BadTrace, which names the line, if a trace is invalid."""
         if self._profile is not None:
             return ExpectedDuration(self._args.max_requests, self._args.seconds)
         until_s = self._args.seconds or math.inf
@@ -89,7 +89,7 @@ class TraceSource:
         )
 
     def planned(self) -> Iterator[PlannedRequest]:
-        """Yield the requests to send, from the beginning."""
+        """Yield the requests to send, from the first one."""
         rows: Iterator[TraceRow]
         if self._profile is not None:
             rows = synthesize(self._profile, ENDLESS, seed=self._args.seed)
@@ -102,9 +102,9 @@ class TraceSource:
 def run(
     args: argparse.Namespace, block_tokens: int | None, writing: Writing
 ) -> tuple[int, TraceReader | None]:
-    """Replay and report. Return the exit code, and the trace reader if it skipped lines.
+    """Run a replay, and print and write its report. Return the exit code, and the trace reader if it has skipped lines.
 
-    Raise UsageError if an output file has no folder.
+    Raise UsageError if the folder of an output file does not exist.
     """
     if args.plot:
         plot.check(args.plot)
@@ -130,7 +130,7 @@ def run(
 
 
 class ReplayRun:
-    """One replay, from its flags to its report. Raise UsageError if they are invalid, BadTrace if the trace is."""
+    """Runs one replay with the given flags. Raise UsageError if a flag is invalid, and BadTrace if the trace is invalid."""
 
     def __init__(self, args: argparse.Namespace, block_tokens: int | None) -> None:
         self.interrupted = False
@@ -144,7 +144,7 @@ class ReplayRun:
         self._model, self._form = "", ""
 
     async def replay(self) -> None:
-        """Run the replay. Raise BadEndpoint if the endpoint cannot be reached, or is not OpenAI-compatible."""
+        """Run the replay. Raise BadEndpoint if the server cannot be reached or is not OpenAI-compatible."""
         try:
             self._model = str((await self._target.model(self._args.model))["id"])
             worded = await request_bodies.find(self._target, self._model, chat=self._args.chat)
@@ -158,7 +158,7 @@ class ReplayRun:
             self._target.close()
 
     def found(self) -> report.Report:
-        """Return the report of the replay as plain JSON types."""
+        """Return the report of the replay as plain JSON values."""
         skipped = self.source.skipped
         about = {
             "trace": str(self._args.file),
@@ -175,10 +175,10 @@ class ReplayRun:
 
 @contextmanager
 def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends the process at once.
+    """Yield an event that is set at the first Ctrl-C or SIGTERM. A second Ctrl-C ends the process at once.
 
-    asyncio's own signal handlers run only after the loop's current iteration, which may still read arrived data. `hush` is
-    called during the iteration, so that no more data is processed.
+    asyncio's own signal handlers run only after the current iteration of the event loop, which may still read arrived data.
+    `hush` is called during the iteration, so that no more data is processed.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -209,7 +209,10 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 
 def _connections(wanted: int | None) -> int:
-    """Return the maximum number of connections, and raise the limit of open files accordingly."""
+    """Return the maximum number of connections, and raise this process's limit of open files so that it suffices.
+
+    Raise UsageError if the system does not allow the wanted number.
+    """
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = sys.maxsize if most == resource.RLIM_INFINITY else max(1, most - FILES_SPARE)
     if wanted is not None and wanted < 1:
@@ -238,9 +241,9 @@ def _slo(args: argparse.Namespace) -> AnswerSlo:
 
 
 def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
-    """Return the completed share of a replay, from 0 to 1: by requests or by time, whichever is larger.
+    """Return the completed share of a replay, from 0 to 1: the larger of the shares by requests and by time.
 
-    None if neither total is known.
+    None if neither the number of requests nor the duration is known.
     """
     if expected.requests is None and expected.seconds is None:
         return None
@@ -252,7 +255,7 @@ def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | No
 
 @asynccontextmanager
 async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIterator[None]:
-    """Show the progress until the end of the block."""
+    """Show the progress on standard error until the end of the block: live on a terminal, otherwise one line every LINE_S."""
     console = Console(stderr=True)
     task = asyncio.ensure_future(
         _draw(measures, expected, console) if console.is_terminal else _print_lines(measures, expected)
@@ -271,7 +274,7 @@ async def _print_lines(measures: ReplayMeasures, expected: ExpectedDuration) -> 
 
 
 def line(measures: ReplayMeasures, expected: ExpectedDuration) -> str:
-    """Return the progress as one line."""
+    """Return the progress of a replay as one line of text."""
     share = share_of(measures, expected)
     ttft, itl = (_ms(one, 0.5, 0.99) for one in (measures.ttft, measures.itl))
     return (
@@ -292,7 +295,7 @@ async def _draw(measures: ReplayMeasures, expected: ExpectedDuration, console: C
                 before, events = at, measures.tokens.events
                 live.update(_picture(measures, expected, rate), refresh=True)
         finally:
-            live.update("", refresh=True)  # the last frame would stay on a small terminal
+            live.update("", refresh=True)  # clears the last frame, which would stay on a small terminal
 
 
 def _picture(measures: ReplayMeasures, expected: ExpectedDuration, rate: float) -> RenderableType:

@@ -1,9 +1,9 @@
-"""Sends the planned requests at their times and measures the answers (an open-loop load generator).
+"""An open-loop load generator: sends the planned requests at their times, and measures the answers.
 
-    plan ── bodies, encoded in advance ──▶ at the request's time, if there is room ──▶ one task for each request
+    plan ── bodies, encoded in advance ──▶ at the request's time, if fewer than the maximum are in flight ──▶ one task per request
 
-Lateness is the generator's own delay: from when a request was due and could be sent, until it was sent. If
-the maximum number of requests is in flight, the next one is held back until one has ended; that time is counted separately.
+If the maximum number of requests is in flight, the next request is held back until another has ended. This time is counted as
+`held`. Lateness (`late`) is the generator's own delay, from when a request was due and could be sent until it was sent.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from controller.trace.replay.measures import ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest
 from controller.trace.replay.request_bodies import Wording
 
-AHEAD = 64  # bodies encoded in advance
-SOON_S = 0.005  # nothing is encoded in this time before a request is due
-TURN_S = 0.002  # maximum time of sending and encoding before streams are processed
+AHEAD = 64  # number of bodies encoded in advance
+SOON_S = 0.005  # time before a request is due in which no body is encoded
+TURN_S = 0.002  # longest time of sending and encoding before the event loop processes arrived data
 TICK_S = 0.05
 SAMPLE_TICKS = 5
 CUT_S_MAX = 5.0
@@ -30,7 +30,7 @@ CUT_S_MAX = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a replay."""
+    """The limits of a replay: requests in flight, time of one request, and duration."""
 
     concurrency: int = 4096  # requests in flight
     timeout_s: float = 300.0  # time limit of one request
@@ -38,7 +38,7 @@ class Limits:
 
 
 class Replay:
-    """One replay. `measures` shows its progress at any time."""
+    """Runs one replay. `measures` has the counts and times so far."""
 
     def __init__(
         self,
@@ -54,11 +54,14 @@ class Replay:
         self._ahead = deque[tuple[PlannedRequest, bytes]]()
         self._room = asyncio.Semaphore(limits.concurrency)
         self._requests = set[asyncio.Task[None]]()
-        self._turn = 0.0  # start of the loop's current turn
+        self._turn = 0.0  # time at which this module last yielded to the event loop
         self._name = f"replay-{uuid.uuid4().hex[:8]}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send all requests and wait until they have ended. Once `stop` is set, send no more, and cancel those in flight."""
+        """Send all requests, and wait until they have ended.
+
+        If `stop` is set, send no more requests, and cancel the requests in flight.
+        """
         await self._write(until=None)
         self.measures.began = self.measures.ended = now()
         cpu_s = time.process_time()
@@ -94,7 +97,7 @@ class Replay:
                 free_at = now()
             else:
                 await self._room.acquire()
-            if free_at > due:  # including requests that waited behind a held one
+            if free_at > due:  # also if the request waited behind another request that was held back
                 self._times.held.add(free_at - due)
             task = asyncio.ensure_future(self._request(planned.tokens, body, max(due, free_at)))
             self._requests.add(task)
@@ -103,7 +106,10 @@ class Replay:
             await asyncio.wait(self._requests)
 
     async def _next(self) -> tuple[PlannedRequest, bytes] | None:
-        """Return the next request. Encode more ahead until it is nearly due, so that a burst does not wait for encoding."""
+        """Return the next request and its encoded body; None if there are no more.
+
+        Until the request is nearly due, encode further bodies in advance, so that a burst does not wait for encoding.
+        """
         if not self._ahead:
             await self._write(until=now())
         if not self._ahead:
@@ -113,7 +119,10 @@ class Replay:
         return one
 
     async def _write(self, *, until: float | None) -> None:
-        """Encode bodies ahead until `until`, at least one if there is none."""
+        """Encode bodies in advance until the time `until` or until AHEAD bodies are ready. None means no time limit.
+
+        If no body is ready, encode at least one.
+        """
         while len(self._ahead) < AHEAD:
             if self._ahead and until is not None and now() >= until:
                 break
@@ -123,14 +132,17 @@ class Replay:
             await self._until(0.0)
 
     async def _until(self, due: float) -> None:
-        """Wait until a request is due. For late requests, yield rarely: a busy loop takes many milliseconds to return."""
+        """Wait until the time `due`.
+
+        If `due` has passed, yield to the event loop only after TURN_S, because a busy loop takes many milliseconds to return.
+        """
         at = now()
         if due > at or at - self._turn > TURN_S:
             await asyncio.sleep(max(0.0, due - at))
             self._turn = now()
 
     async def _held(self, until: float | None) -> bool:
-        """Wait until fewer than the maximum of requests are in flight. Return False if that did not happen in time."""
+        """Wait until fewer than the maximum of requests are in flight, and return True; return False at the time `until`."""
         try:
             async with asyncio.timeout(None if until is None else max(0.0, until - now())):
                 await self._room.acquire()
@@ -164,7 +176,7 @@ class Replay:
             task.result()  # raises a bug of this module, for the loop's exception handler
 
     async def _tick(self) -> None:
-        """Record the delay of this loop or of its reading: measured times may be late by as much."""
+        """Record, every TICK_S, by how much this event loop or its reading lags. Measured times may be late by as much."""
         ticks = 0
         while True:
             at = now()

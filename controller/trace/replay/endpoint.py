@@ -1,4 +1,4 @@
-"""HTTP client of an OpenAI-compatible server: kept connections, requests, and streamed answers."""
+"""HTTP client for an OpenAI-compatible server, with reused connections and streamed answers."""
 
 import asyncio
 import json
@@ -14,17 +14,17 @@ from controller.trace.replay.connection import ClientConnection, How, now
 from controller.trace.replay.response import Now, Take
 from events.errors import HoldfastError, UsageError
 
-TURN_S = 0.05  # maximum time of reading in one iteration
+TURN_S = 0.05  # longest time of reading in one iteration of the event loop
 
 
 class LoopTurn:
-    """Limits how long one event-loop iteration reads, over all connections of an endpoint.
+    """Limits how long one iteration of the event loop reads from all connections of a server.
 
         read ── TURN_S over ──▶ cut: all reading is paused ── next iteration ──▶ read
 
-    Timers, due requests and signals wait for the end of an iteration. Paused data waits in the kernel, and in the server if the
-    kernel's buffers are full. Its time is that of the late read. `behind_s` reports how late that may be, like the lag of an
-    iteration that reads everything.
+    The limit is needed because timers, due requests and signals wait for the end of an iteration. While reading is paused,
+    arrived data waits in the kernel, or in the server if the kernel's buffers are full. Such data gets the time at which it is
+    finally read. `behind_s` reports how late this time may be.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LoopTurn:
         self._behind_since = 0.0  # 0: everything that had arrived was read in the last iteration
 
     def read(self) -> None:
-        """Record that a connection has read its arrived data; pause all reading after the time limit."""
+        """Record that a connection has read its arrived data. After the time limit, pause reading on all connections."""
         at = self._now()
         if not self._began:
             self._begin(at)
@@ -49,7 +49,7 @@ class LoopTurn:
                 connection.pause()
 
     def behind_s(self) -> float:
-        """Return for how many seconds arrived data may have waited."""
+        """Return for how many seconds arrived data may have waited to be read; 0 if none waits."""
         return self._now() - self._behind_since if self._behind_since else 0.0
 
     def _begin(self, at: float) -> None:
@@ -61,7 +61,7 @@ class LoopTurn:
             self._began = self._behind_since = 0.0
             return
         self._cut = False
-        self._begin(self._now())  # even if no more data arrives: then none is waiting
+        self._begin(self._now())  # if no data arrives in this iteration, its end shows that none was waiting
         for connection in tuple(self._connections):
             connection.resume()
 
@@ -83,9 +83,9 @@ class _Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How a request ended. `fault` is empty if a complete answer arrived, whatever its status.
+    """How a request ended. `fault` is empty if a complete response arrived, even one with an error status.
 
-    Times are read from the endpoint's clock.
+    `began` and `ended` are times of the client's clock, in seconds.
     """
 
     began: float
@@ -97,7 +97,7 @@ class Reply:
     head: bytes = b""
 
     def header(self, name: str) -> str:
-        """Return a header's value; empty if it is missing."""
+        """Return the value of a response header; "" if it is missing."""
         for line in self.head.decode("latin-1").split("\r\n")[1:]:
             key, _, value = line.partition(":")
             if key.strip().lower() == name.lower():
@@ -110,12 +110,12 @@ class ConnectionLimits:
     """Time limits of a connection, in seconds."""
 
     connect_s: float = 10.0
-    idle_s: float = 3.0  # not reused after this: servers close idle connections, uvicorn after 5 s
+    idle_s: float = 3.0  # longest idle time before reuse; servers close idle connections, uvicorn after 5 s
     turn_s: float = TURN_S
 
 
 class ReplayTarget:
-    """One server. Opens one connection per concurrent request, and keeps it for reuse."""
+    """The client of one server. It opens a connection for each concurrent request, and keeps connections for reuse."""
 
     def __init__(
         self,
@@ -158,7 +158,10 @@ class ReplayTarget:
         deadline_s: float = ASK_S_MAX,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Send a request, and wait for the end of its answer; `take` receives its events as they arrive."""
+        """Send a request, wait for the end of its answer, and return how it ended. Failures are returned, not raised.
+
+        `take` receives the answer's events as they arrive.
+        """
         extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{extra}{content}\r\n"
@@ -178,10 +181,10 @@ class ReplayTarget:
         return Reply(began, connection.ended, response.status, response.body, fault, detail, response.head)
 
     async def _request(self, data: bytes, take: Take | None) -> ClientConnection:
-        """Send a request and wait for the end of its answer. Return its connection. Raise _Unreachable.
+        """Send a request, wait for the end of its answer, and return its connection. Raise _Unreachable.
 
-        A server may close a kept connection just when it is reused, and some servers never announce this (llama-server). If no
-        byte of an answer arrived, the request is sent again, once, on a new connection.
+        A server may close a kept connection just when it is reused, and some servers never announce this (llama-server). If a
+        kept connection breaks before a byte of an answer has arrived, the request is sent once more, on a new connection.
         """
         kept = self._kept()
         if kept is not None:
@@ -206,7 +209,7 @@ class ReplayTarget:
                 self._idle.append(connection)
 
     def _kept(self) -> ClientConnection | None:
-        """Return the open connection that was used last, if there is one."""
+        """Return the idle connection that was used last, and close those that were idle for too long. None if none is left."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed and self._now() - connection.idle_since < self._limits.idle_s:
@@ -215,10 +218,10 @@ class ReplayTarget:
         return None
 
     async def _connected(self) -> ClientConnection:
-        """Return a new connection. Raise OSError."""
+        """Open a new connection to the server. Raise OSError if it cannot be opened."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.connect_s):
-            if not self._addresses:  # the name is resolved once: a thread per connection would be too slow
+            if not self._addresses:  # resolved only once, because a thread per connection would be too slow
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
             for address in tuple(self._addresses):
@@ -242,7 +245,10 @@ class ReplayTarget:
         self._open.discard(connection)
 
     async def model(self, wanted: str) -> dict[str, object]:
-        """Return the entry of the requested model; `id` is its name. Raise BadEndpoint if the server does not serve it."""
+        """Return the entry of a model in the server's list of models. An empty `wanted` selects the only model.
+
+        Raise BadEndpoint if the server does not serve the model, or serves several and none is selected.
+        """
         reply = await self.ask("GET", "/v1/models")
         if reply.fault:
             raise BadEndpoint(f"{self.url} cannot be reached: {reply.detail}")
@@ -276,12 +282,12 @@ class ReplayTarget:
         return frozenset(self._open)
 
     def hush(self) -> None:
-        """Discard everything that arrives from now on, on all connections. May be called by a signal handler."""
+        """Discard all data that arrives from now on, on all connections. May be called by a signal handler."""
         for connection in tuple(self._open):
             connection.discarding = True
 
     def behind_s(self) -> float:
-        """Return by how many seconds arrived data may be read late now."""
+        """Return for how many seconds arrived data may have waited to be read; 0 if none waits."""
         return self._turn.behind_s()
 
     def close(self) -> None:
@@ -292,7 +298,7 @@ class ReplayTarget:
 
 
 def words(body: bytes) -> str:
-    """Return a server's text as one short line."""
+    """Return the error message in a response body, or the body itself, as one short line."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"]) if isinstance(error, dict) else str(error)
@@ -302,7 +308,7 @@ def words(body: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text as one line that is safe for a terminal."""
+    """Return a text as one line without characters that would control a terminal."""
     return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 

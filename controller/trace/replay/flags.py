@@ -8,7 +8,7 @@ TIMEOUT_S = 300.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags of `holdfast trace replay`."""
     add = parser.add_argument
     server = "URL of an OpenAI-compatible server, e.g. http://127.0.0.1:8000"
     add("--url", required=True, metavar="URL", help=server)

@@ -1,4 +1,4 @@
-"""The measurements of a replay, in bounded memory for any duration."""
+"""Collects the measurements of a replay, in bounded memory for any duration."""
 
 import math
 from collections import Counter
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from controller.trace.replay.answer import ReplayedAnswer, failure
 from controller.trace.replay.endpoint import Reply
 
-BASE = 1.01  # ratio of a histogram's buckets: percentiles are exact to half a per cent
-LOW_S = 1e-6
-BUCKETS = 2_800  # covers durations up to 10 days
+BASE = 1.01  # ratio of the bounds of two buckets, so that percentiles are exact to half a per cent
+LOW_S = 1e-6  # upper bound of the first bucket
+BUCKETS = 2_800  # number of buckets, which covers durations up to 10 days
 POINTS_MAX = 4_096
 KINDS_MAX = 50  # distinct kinds of errors; further kinds are counted as "other"
 LATE_MS_MAX = 20.0  # 99th percentile above which the generator counts as too slow
@@ -17,7 +17,7 @@ _SCALE = 1 / math.log(BASE)
 
 
 class DurationHistogram:
-    """A distribution of durations, in seconds."""
+    """A histogram of durations in seconds, with buckets of equal width on a logarithmic scale."""
 
     def __init__(self) -> None:
         self.counts = [0] * BUCKETS
@@ -25,7 +25,7 @@ class DurationHistogram:
         self.min, self.max = math.inf, 0.0
 
     def add(self, value: float) -> None:
-        """Count a duration."""
+        """Add a duration in seconds."""
         place = int(math.log(value / LOW_S) * _SCALE) if value > LOW_S else 0
         self.counts[place if place < BUCKETS else -1] += 1
         self.count += 1
@@ -37,11 +37,11 @@ class DurationHistogram:
 
     @property
     def mean(self) -> float:
-        """The mean; 0 if empty."""
+        """The mean of all durations in seconds; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return the percentiles at these shares (0 to 1, increasing), in seconds."""
+        """Return the percentiles at these shares (0 to 1, increasing), in seconds; zeros if there are no durations."""
         found: list[float] = []
         seen, wanted = 0, [max(1, math.ceil(share * self.count)) for share in shares]
         for place, count in enumerate(self.counts):
@@ -52,7 +52,7 @@ class DurationHistogram:
 
 
 def middle_s(place: int) -> float:
-    """Return the geometric middle of a bucket."""
+    """Return the geometric mean of the bounds of bucket number `place`, in seconds."""
     return LOW_S * math.pow(BASE, place + 0.5)
 
 
@@ -68,7 +68,7 @@ class AnswerSlo:
         return not (self.ttft_s is None and self.tpot_s is None and self.itl_s is None)
 
     def met(self, ttft: float, tpot: float, gap_max: float) -> bool:
-        """Return whether an answer is within the limits."""
+        """Return whether an answer with these times, in seconds, is within all limits."""
         limits = ((self.ttft_s, ttft), (self.tpot_s, tpot), (self.itl_s, gap_max))
         return all(limit is None or value <= limit for limit, value in limits)
 
@@ -85,7 +85,7 @@ class Point:
 
 
 class ReplayTimeline:
-    """The samples of a replay, in bounded number: when there are too many, every second one is dropped."""
+    """The samples of a replay over time. When there are too many, every second sample is dropped, and fewer are taken."""
 
     def __init__(self, points_max: int = POINTS_MAX) -> None:
         self.points: list[Point] = []
@@ -93,7 +93,7 @@ class ReplayTimeline:
         self._every = self._skipped = 1
 
     def due(self) -> bool:
-        """Return whether the present sample must be kept. Called once per sample."""
+        """Return whether a sample is to be added now. Must be called exactly once per sampling interval."""
         if self._skipped < self._every:
             self._skipped += 1
             return False
@@ -101,7 +101,7 @@ class ReplayTimeline:
         return True
 
     def add(self, point: Point) -> None:
-        """Add a sample."""
+        """Add a sample. If there are too many, drop every second one."""
         self.points.append(point)
         if len(self.points) >= self._points_max:
             del self.points[1::2]
@@ -110,35 +110,35 @@ class ReplayTimeline:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of all answers, by the server's own count if it reports one."""
+    """Numbers of tokens of all requests, as counted by the server if it reports them."""
 
-    events: int = 0  # of streams; an event may have several tokens
-    output: int = 0
+    events: int = 0  # number of events with output; an event may have several tokens
+    output: int = 0  # tokens of all answers
     input: int = 0  # tokens of the prompts of complete answers
     cached: int = 0  # prompt tokens found in prefix caches
-    cached_of: int = 0  # prompt tokens of the answers that report cached tokens
-    cached_answers: int = 0  # answers that report them
+    cached_of: int = 0  # all prompt tokens of the answers that report cached tokens
+    cached_answers: int = 0  # number of answers that report cached tokens
 
 
 class GeneratorTimes:
-    """The lateness of the load generator, and its CPU use."""
+    """The delays of the load generator, and its CPU time."""
 
     def __init__(self) -> None:
-        self.late = DurationHistogram()  # after the moment at which a request could be sent
-        self.lag = DurationHistogram()  # lag of its event loop
-        self.held = DurationHistogram()  # held back because the maximum was in flight
+        self.late = DurationHistogram()  # delay from when a request could be sent until it was sent
+        self.lag = DurationHistogram()  # lag of the generator's event loop
+        self.held = DurationHistogram()  # time held back, because the maximum was in flight
         self.cpu_s = 0.0  # CPU time of this process
 
     @property
     def kept_up(self) -> bool:
-        """Whether the generator kept its schedule; otherwise the server's measured times include the generator's own delays."""
+        """Whether the generator kept its schedule. If not, the measured times include the generator's own delays."""
         return all(one.percentiles(0.99)[0] * 1e3 <= LATE_MS_MAX for one in (self.late, self.lag))
 
 
 class ReplayMeasures:
-    """All counts of a replay. The caller passes times, in seconds.
+    """All counts and times of a replay.
 
-    `began` and `ended` are the times of the first request and the last answer.
+    All times are in seconds. `began` is when the replay began, and `ended` is when its last answer ended.
     """
 
     def __init__(self, slo: AnswerSlo, points_max: int = POINTS_MAX) -> None:
@@ -156,12 +156,12 @@ class ReplayMeasures:
         self.samples: dict[str, str] = {}
 
     def first_token(self, seconds: float) -> None:
-        """Count the time to an answer's first token."""
+        """Record the time from a request to its answer's first token."""
         self.tokens.events += 1
         self.ttft.add(seconds)
 
     def gap(self, seconds: float) -> None:
-        """Count the time between two events of one answer."""
+        """Record the time between two events of one answer."""
         self.tokens.events += 1
         self.itl.add(seconds)
 
@@ -173,7 +173,7 @@ class ReplayMeasures:
             self.in_flight_max = self.in_flight
 
     def ends(self, reply: Reply, answer: ReplayedAnswer, asked: int) -> None:
-        """Count how a request ended."""
+        """Record how a request for `asked` tokens ended."""
         self.in_flight -= 1
         self.ended = max(self.ended, reply.ended)
         self.tokens.output += answer.tokens
@@ -196,7 +196,7 @@ class ReplayMeasures:
         self.good += self.slo.met(answer.first - answer.asked_at, tpot, answer.gap_max)
 
     def fails(self, kind: str, sample: str) -> None:
-        """Count a request that failed."""
+        """Count a failed request by the kind of its error, and keep the first text of each kind."""
         self.failed += 1
         if kind not in self.errors and len(self.errors) >= KINDS_MAX:
             kind = "other"
@@ -209,7 +209,7 @@ class ReplayMeasures:
         self.cut += 1
 
     def sample(self, at: float) -> None:
-        """Record a sample, if one is due."""
+        """Add a sample of the present counts to the timeline, if one is due. `at` is the time now."""
         if self.timeline.due():
             self.timeline.add(
                 Point(at - self.began, self.in_flight, self.sent, self.failed, self.tokens.events)

@@ -1,4 +1,4 @@
-"""Plans a replay: a trace's requests at its own times, with lengths that fit the engine."""
+"""Plans a replay: when each request of a trace is sent, and with which prompt and answer lengths."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ FACTOR_MAX = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayShape:
-    """How a trace is changed for its replay. Raise UsageError if invalid."""
+    """How the times and lengths of a trace are changed for its replay. Raise UsageError if a value is invalid."""
 
-    speedup_ratio: float = 1.0  # divides the times
-    scale_input: float = 1.0  # multiplies prompts and blocks, so that the shared part stays the same
-    scale_output: float = 1.0
+    speedup_ratio: float = 1.0  # divisor of the times
+    scale_input: float = 1.0  # factor on prompts and blocks, so that their shared share stays the same
+    scale_output: float = 1.0  # factor on the length of answers
     max_isl: int | None = None  # longer prompts are cut at their end
     max_osl: int | None = None  # longer outputs are cut
 
@@ -34,17 +34,17 @@ class ReplayShape:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One planned request."""
+    """One request of a replay: its time, its prompt, and the length of its answer."""
 
     at_s: float  # seconds from the first request
     prompt: PromptRecipe
-    tokens: int  # tokens of its answer
+    tokens: int  # tokens to request for the answer
 
 
 def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Iterator[PlannedRequest]:
-    """Yield the requests to send. Empty prompts and answers become one token, the minimum that endpoints accept.
+    """Yield the requests to send, in order of time. `block_tokens` is the block size of the trace.
 
-    Raise UsageError if a length becomes too large.
+    An empty prompt or answer gets one token, the minimum that endpoints accept. Raise UsageError if a length becomes too large.
     """
     block = max(1, round(block_tokens * shape.scale_input))
     began: float | None = None
@@ -59,7 +59,7 @@ def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Ite
 
 
 def _prompt(row: TraceRow, block_tokens: int, block: int, shape: ReplayShape, name: str) -> PromptRecipe:
-    """Return a prompt with as many whole blocks as before."""
+    """Return the recipe of a row's prompt, with as many blocks as in the trace, each of `block` tokens, cut to `max_isl`."""
     if row.hash_ids:
         whole = len(row.hash_ids) - 1
         rest = row.input_length - whole * block_tokens

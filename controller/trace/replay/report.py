@@ -1,4 +1,4 @@
-"""The report of a replay: as an object for JSON, as a table, and as a chart (PNG or SVG)."""
+"""Creates the report of a replay, in three forms: a JSON object, a table, and a chart (PNG or SVG)."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,7 @@ from controller.trace.plot import COLOR, Axes, blank
 from controller.trace.replay.measures import LATE_MS_MAX, DurationHistogram, ReplayMeasures, middle_s
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-BUSY_SHARE = 0.7  # of a core: a late generator below this is short of machine time, not overloaded
+BUSY_SHARE = 0.7  # CPU share of a core below which other processes, not its own load, make the generator late
 LATENCIES = {
     "ttft_ms": "First token (TTFT)",
     "itl_ms": "Between tokens (ITL)",
@@ -23,7 +23,7 @@ Report: TypeAlias = dict[str, Any]  # plain JSON values
 
 
 def found(measures: ReplayMeasures, about: Report) -> Report:
-    """Return the report. `about` describes what was replayed, where, and how."""
+    """Return the report as plain JSON values. `about` has the fields that describe the trace, the server and the settings."""
     m, seconds, times = measures, measures.seconds, measures.generator
     generator = {
         "kept_up": times.kept_up,
@@ -61,7 +61,7 @@ def found(measures: ReplayMeasures, about: Report) -> Report:
 
 
 def spread(values: DurationHistogram) -> dict[str, float] | None:
-    """Return a distribution in milliseconds; None if it is empty."""
+    """Return the mean, the percentiles and the extremes of durations in milliseconds; None if there are no durations."""
     if not values.count:
         return None
     numbers = (
@@ -104,7 +104,7 @@ def _goodput(m: ReplayMeasures) -> dict[str, object] | None:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report."""
+    """Print the report as lines of text and a table."""
     for line in head(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     table = Table("ms", *("mean", *SHARES, "max"))
@@ -125,7 +125,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def head(report: Report) -> list[str]:
-    """Return the lines before the table."""
+    """Return the lines of the printed report before the table: trace, server, counts and rates."""
     requests, tokens = report["requests"], report["tokens"]
     counts = [
         f"{requests['sent']:,} requests sent in {report['seconds']:,.1f} s",
@@ -143,7 +143,7 @@ def head(report: Report) -> list[str]:
 
 
 def tail(report: Report) -> list[str]:
-    """Return the lines after the table."""
+    """Return the lines of the printed report after the table: prefix cache, goodput, errors and the generator's delays."""
     lines = []
     if (cache := report["prefix_cache"]) is not None:
         lines.append(
@@ -189,11 +189,11 @@ def _generator(generator: Report) -> list[str]:
 
 BARS_MAX = 60
 WIDE = 10.0  # ratio of the last to the first value; above it, the scale is logarithmic
-STEP_S = 0.1  # a shorter step gives no rate
+STEP_S = 0.1  # shortest time between two samples from which a rate is computed
 
 
 def draw(title: str, measures: ReplayMeasures, path: Path) -> None:
-    """Write the chart of a replay. Raise OSError if it cannot be written."""
+    """Write the chart of a replay to `path`. Raise OSError if the file cannot be written."""
     made = blank()
     made.suptitle(title)
     ttft, itl, whole, flying, tokens, failed = made.subplots(2, 3).flat

@@ -1,7 +1,7 @@
-"""Encodes prompts for an endpoint: as token ids if it accepts them, else as text or chat messages.
+"""Encodes prompts for a server: as token ids if it accepts them, else as text or chat messages.
 
-Blocks with the same id have the same tokens, and the same words. The words are common ones, with one token each in most
-vocabularies; how many words make a token is measured at the endpoint.
+Blocks with the same hash id get the same tokens or words. The words are common ones, which have one token each in most
+vocabularies. The exact number of words per token is measured at the server.
 """
 
 import json
@@ -33,7 +33,10 @@ _EXTRAS: tuple[dict[str, object], ...] = ({"ignore_eos": True}, {})
 
 @dataclass(frozen=True, slots=True)
 class PromptRecipe:
-    """The recipe of a prompt: blocks by id, cut to the length; or, without ids, unique tokens under a name."""
+    """The recipe of a prompt: the blocks with these ids, cut to the length.
+
+    If `blocks` is empty, the prompt consists of unique tokens, which are derived from `name`.
+    """
 
     length: int  # tokens
     blocks: list[int]
@@ -42,7 +45,7 @@ class PromptRecipe:
 
 
 class Wording:
-    """Encodes the request bodies for one endpoint."""
+    """Encodes request bodies in the form that one server accepts."""
 
     def __init__(
         self, model: str, form: Form, *, extra: dict[str, object], words_per_token: float = 1.0
@@ -61,16 +64,16 @@ class Wording:
         self._blocks: _lru_cache_wrapper[bytes] | None = None
 
     def body(self, prompt: PromptRecipe, max_tokens: int) -> bytes:
-        """Return the body of a request."""
+        """Return the body of a request with this prompt and an answer of at most `max_tokens` tokens."""
         return self._around(self._text(prompt), max_tokens)
 
     def probe(self, times: int) -> bytes:
-        """Return the body of a request in which each word occurs `times` times."""
+        """Return the body of a request with each word of the list `times` times in its prompt."""
         return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
 
     @property
     def blocks_written(self) -> int:
-        """Number of blocks encoded so far; the others came from the cache."""
+        """Number of blocks that were encoded, not found in the cache."""
         return self._blocks.cache_info().misses if self._blocks is not None else 0
 
     def _around(self, text: bytes, max_tokens: int) -> bytes:
@@ -84,7 +87,7 @@ class Wording:
         parts: list[bytes] = []
         begin = end = 0
         for place, name in enumerate(prompt.blocks, 1):
-            # Round the position of a block's end: rounding each length would add up the same error
+            # rounds the position of a block's end, because errors of rounded lengths would add up
             begin, end = end, max(end + 1, self._pieces(place * prompt.block_tokens))
             parts.append(self._blocks(name, end - begin))
         if (last := max(1, self._pieces(prompt.length) - begin)) < end - begin:
@@ -92,7 +95,7 @@ class Wording:
         return self._between.join(parts)
 
     def _pieces(self, tokens: int) -> int:
-        """Return the number of ids or words for this many tokens."""
+        """Return the number of token ids or words that give this many tokens."""
         return round(tokens * self._words_per_token)
 
     def _encoded(self, name: int | str, size: int) -> bytes:
@@ -102,7 +105,10 @@ class Wording:
 
 
 async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
-    """Detect which form of request an endpoint accepts. Raise BadEndpoint if it accepts no known form."""
+    """Detect by short requests which form of prompt a server accepts, and return the encoder for it.
+
+    Raise BadEndpoint if the server accepts no known form.
+    """
     forms: tuple[Form, ...] = ("chat",) if chat else ("token ids", "text")
     said = ""
     for form in forms:
@@ -119,7 +125,10 @@ async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
 
 
 async def _measured(target: ReplayTarget, wording: Wording) -> float:
-    """Return the words per token, from the endpoint's counts of two prompts: the chat template's tokens cancel out."""
+    """Return the number of words per token, from the server's token counts of two prompts.
+
+    The difference of the two counts is used, so that the tokens of the chat template cancel out. Raise BadEndpoint.
+    """
     counted = []
     for times in PROBE_TIMES:
         said, answer = await _probe(target, wording, wording.probe(times))
@@ -134,7 +143,7 @@ async def _measured(target: ReplayTarget, wording: Wording) -> float:
 
 
 async def _probe(target: ReplayTarget, wording: Wording, body: bytes) -> tuple[str, ReplayedAnswer]:
-    """Request a few tokens. Return the error (empty if there is none) and the answer."""
+    """Send a request for a few tokens. Return the error ("" if there is none) and the answer. Raise BadEndpoint."""
     answer = ReplayedAnswer()
     reply = await target.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):

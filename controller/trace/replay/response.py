@@ -3,7 +3,8 @@
     head ──▶ body: events, or bytes ──▶ over
       └────────────┴─ MalformedResponse
 
-The parser has no socket: its caller passes bytes to `feed`, and `take` receives the events. All data of one call gets one time.
+The parser has no socket. Its caller passes the received bytes to `feed`, and the callback `take` receives the events. All events
+in the data of one call get the same time.
 """
 
 import re
@@ -14,7 +15,7 @@ Now = Callable[[], float]
 """A clock, in seconds."""
 Take = Callable[[bytes, float], None]
 """Called with each event of an answer, without its `data: `, and the time of its arrival."""
-# any other type may be events: not all servers declare them
+# a body of any other type may be an event stream, because not all servers declare the type
 _JSON = re.compile(rb"\ncontent-type:\s*application/json")
 _LENGTH = re.compile(rb"\ncontent-length:\s*(\d+)")
 _CHUNKED = re.compile(rb"\ntransfer-encoding:[^\r\n]*\bchunked\b")
@@ -31,22 +32,22 @@ class ResponseLimits:
     """Size limits of the parts of a response, in bytes."""
 
     head: int = 64 << 10
-    body: int = 16 << 20  # of a response that is not an event stream
+    body: int = 16 << 20  # body of a response that is not an event stream
     event: int = 1 << 20
-    size_line: int = 1024  # of the line with a chunk's length
+    size_line: int = 1024  # line with a chunk's length
 
 
 class HttpResponse:
-    """One response. `status` and `head` are set once the head is complete; `body` is set unless events are streamed."""
+    """Parses one response. `status` and `head` are set once the head is complete. `body` stays empty if events are streamed."""
 
     def __init__(self, take: Take | None, now: Now, limits: ResponseLimits) -> None:
         self._take, self._now, self._limits = take, now, limits
         self._buffer, self._line = b"", b""
-        self._need = self._skip = 0  # bytes of a chunk, and of the line end behind it
-        self._left: int | None = None  # bytes of a body of known length
+        self._need = self._skip = 0  # bytes still to come of a chunk, and of the line end after the chunk
+        self._left: int | None = None  # bytes still to come of the body; None: its length is unknown
         self._headed = self._chunked = self._events = False
         self._over = False
-        self.closes = False  # the server closes the connection after it
+        self.closes = False  # whether the server closes the connection after the response
         self.status, self.head, self.body = 0, b"", b""
 
     @property
@@ -55,7 +56,10 @@ class HttpResponse:
         return self._headed and not self._chunked and self._left is None
 
     def feed(self, data: bytes) -> bool:
-        """Process the next data. Return whether the response is complete. Raise MalformedResponse, or ValueError."""
+        """Process the next received bytes, and return whether the response is complete.
+
+        Raise MalformedResponse or ValueError if they are not HTTP/1.1, or exceed a limit.
+        """
         if not self._headed:
             data = self._take_head(data)
         if self._headed and self._chunked:
@@ -65,7 +69,7 @@ class HttpResponse:
         return self._over
 
     def _take_head(self, data: bytes) -> bytes:
-        """Process the bytes of the head, and return the rest."""
+        """Process the bytes of the head, and return the bytes after it; b"" while the head is incomplete."""
         self._buffer += data
         while not self._headed:
             at = self._buffer.find(b"\r\n\r\n")
@@ -94,7 +98,7 @@ class HttpResponse:
         self._left = int(length.group(1)) if length else None
 
     def _counted(self, data: bytes) -> None:
-        """Process a body that ends after a known number of bytes, or with the connection."""
+        """Process bytes of a body that ends after a known number of bytes or with the connection."""
         if data:
             self._consume(data)
         if self._left is not None:
